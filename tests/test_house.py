@@ -65,7 +65,7 @@ MODULES = (
     "spec.rules", "spec.state",
     "spec.hashing", "spec.beside.grammar", "spec.memory.slots", "spec.step.running",
     "spec.lives.commit",
-    "spec.transition", "spec.snapshots", "spec.invariants", "spec.strict", "spec.releases.order",
+    "spec.transition", "spec.snapshots", "spec.invariants", "spec.core.parts", "spec.releases.order",
     "spec.profiles", "spec.oracle", "impl.host.engine", "kernels.attention",
     "conformance.moved",
     "conformance.engine", "conformance.protocol.program", "conformance.draw.actions",

@@ -21,7 +21,7 @@ from blockstep.conformance.search.floor import look, missing_witnesses
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import QUIRKS, Profile, Quirk
-from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.rules import STRICT_RULES
 
 STATES = (v.KVGroup(v.GroupKind.FULL, 4), v.KVGroup(v.GroupKind.RECURRENT, 4))
 

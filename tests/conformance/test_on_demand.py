@@ -18,6 +18,7 @@ from blockstep.conformance.protocol.program import Action, Answer, Drain, Progra
 from blockstep.conformance.protocol.registry import MUSEUM, SpecEngine, load_engine
 from blockstep.conformance.search.episodes import draw_options, fit_depth, play_episode, start_run
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec.pool import free_blocks
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.vocabulary import Config, Request, Schedule, Submit
 
@@ -93,8 +94,9 @@ def test_a_specification_that_breaks_its_policy_is_accused(monkeypatch: pytest.M
 
     def build_wrongly(self: SpecEngine, config: Config, profile: Profile = STRICT) -> None:
         build(self, config, profile)
-        free = self.state.rules.free_blocks
-        rules = replace(self.state.rules, free_blocks=lambda pool, table: free(pool, table[::-1]))
+        free = self.state.rules[free_blocks]
+        by = lambda pool, table: free(pool, table[::-1])  # noqa: E731
+        rules = self.state.rules.replacing(free_blocks, by)
         self.state = replace(self.state, rules=rules)
 
     monkeypatch.setattr(SpecEngine, "__init__", build_wrongly)

@@ -15,7 +15,7 @@ from blockstep.spec.pool import create_pool, publish_blocks
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.releases import get_rules
 from blockstep.spec.requests import RequestState
-from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockTables, KVGroup
 
 Found = tuple[int, BlockTables]

@@ -28,10 +28,10 @@ from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
 from blockstep.spec.memory.slots import compute_max_blocks, publish_slots, revoke_slots
 from blockstep.spec.pool import create_pool
+from blockstep.spec.releases.sessions import count_held_by_all
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.state import State
-from blockstep.spec.step.plans import count_held_by_all
 from blockstep.spec.step.work import Step
-from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import (
     BlockTables,
     GroupKind,

@@ -18,7 +18,7 @@ from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.prefix import get_prefix_hit
 from blockstep.spec.pool import Pool, create_pool, publish_blocks
 from blockstep.spec.requests import Hit, RequestState
-from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockKey, KVGroup
 
 Published = frozenset[tuple[int, int]]

@@ -14,7 +14,7 @@ from blockstep.spec import Config, Policy, SpecMethod, State
 from blockstep.spec.memory import slots
 from blockstep.spec.pool import Pool, get_num_free_blocks
 from blockstep.spec.requests import Hit, RequestState
-from blockstep.spec.rules import Rules
+from blockstep.spec.rules import STRICT_RULES, Rules
 from blockstep.spec.step import admission, preemption
 from blockstep.spec.vocabulary import NULL_BLOCK, Plan
 
@@ -89,7 +89,7 @@ def _estimates(monkeypatch: pytest.MonkeyPatch) -> None:
         num_new: int,
         num_lookahead: int = 0,
         hit: Hit = slots.NO_HIT,
-        rules: Rules | None = None,
+        rules: Rules = STRICT_RULES,
     ) -> tuple[Pool, RequestState] | None:
         granted = slots.allocate_slots(config, pool, request, num_new, num_lookahead, hit, rules)
         num_computed = request.num_computed_tokens + hit.num_tokens

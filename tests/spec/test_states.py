@@ -19,8 +19,8 @@ from blockstep.spec.memory.states import (
 )
 from blockstep.spec.pool import create_pool, find_block
 from blockstep.spec.requests import Holding, RequestState
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.step.share import compute_aligned_end, get_aligned_share
-from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import (
     Ack,
     BlockTables,

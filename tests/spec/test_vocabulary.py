@@ -7,7 +7,7 @@ import pytest
 from blockstep.spec import Config, MultiModalItem, Request, SpecMethod
 from blockstep.spec.hashing import compute_block_key, extend_block_keys
 from blockstep.spec.requests import RequestState
-from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import BlockKey, Status
 
 

@@ -47,9 +47,18 @@ def compute_block_key(
         token_ids,
         adapter=request.adapter,
         cache_salt=request.cache_salt if index == 0 else None,
-        items=rules.get_item_keys(request, start, end),
+        items=rules[get_item_keys](request, start, end),
         embeds=request.prompt_embeds[start:end],
     )
+
+
+def get_request_of_key(request: RequestState, index: int) -> Request:
+    """Return the request whose adapter, salt and items are part of the key of block `index`.
+
+    Source: seed 001 "Block Hash Computation"; P6.
+    """
+    del index
+    return request.request
 
 
 def extend_block_keys(request: RequestState, block_size: int, rules: Rules) -> tuple[BlockKey, ...]:
@@ -61,9 +70,7 @@ def extend_block_keys(request: RequestState, block_size: int, rules: Rules) -> t
     num_full_blocks = request.num_known_tokens // block_size
     keys = list(request.block_keys)
     for index in range(len(keys), num_full_blocks):
-        asked = request.request
-        if request.block_keys or (index > 0 and request.output_token_ids):
-            asked = rules.get_request_behind_outputs(asked)
+        asked = rules[get_request_of_key](request, index)
         tokens = get_tokens(request, index * block_size, (index + 1) * block_size)
         keys.append(compute_block_key(asked, tokens, index, keys[-1] if keys else None, rules))
     return tuple(keys)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from blockstep.spec.beside.grammar import Stand
 from blockstep.spec.copies import wide_dataclass
+from blockstep.spec.core.parts import NO_PARTS, Parts
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     NULL_BLOCK,
@@ -145,8 +146,8 @@ class FrameRow:
     """Whether a grammar constrains its tokens."""
     is_masked: bool = False
     """Whether a mask was made with its drafts: remaining placeholders cannot be accepted."""
-    num_scheduled: int = 0
-    """Number of its tokens; 0 in strict runs."""
+    parts: Parts = NO_PARTS
+    """What features and releases keep of it."""
 
     @property
     def verifiable_drafts(self) -> TokenIds:

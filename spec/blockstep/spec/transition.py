@@ -78,7 +78,7 @@ def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] |
         case v.SetPause(pause_state=pause_state):
             return process_pause(state, pause_state)
         case v.Reset():
-            return process_reset(state, event)
+            return state.rules[process_reset](state, event)
         case v.EncoderReset():
             return process_encoder_reset(state)
         case v.EncoderOffer(identifiers=identifiers):

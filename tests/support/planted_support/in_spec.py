@@ -13,12 +13,20 @@ from typing import Any
 from blockstep.conformance.engine import ALL_CAPABILITIES, Capability, EngineFactory
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
-from blockstep.spec.profiles import get_profile
+from blockstep.spec.beside.encoder import free_items
+from blockstep.spec.beside.transfers import compute_num_external
+from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.lives.endings import compute_stop
 from blockstep.spec.lives.masks import list_masked
 from blockstep.spec.lives.sessions import get_num_kept
+from blockstep.spec.memory.slots import can_finish
+from blockstep.spec.memory.telling import get_stored
+from blockstep.spec.pool import free_blocks
+from blockstep.spec.profiles import get_profile
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.admission import count_seats, get_num_cached_tokens, list_passed_over
+from blockstep.spec.step.plans import is_zeroed
+from blockstep.spec.step.preemption import get_preempted
 from blockstep.spec.step.queues import select_victim
 from blockstep.spec.step.share import get_threshold
 from planted_support import Planted, make_list
@@ -44,10 +52,6 @@ class Release(SpecEngine):
         """The rules by which it decides."""
         return self.state.rules
 
-    def replace(self, **rules: Any) -> None:
-        """Decide by other rules from now on."""
-        self.state = replace(self.state, rules=replace(self.rules, **rules))
-
     def plant(self, function: Callable[..., Any], by: Callable[..., Any]) -> None:
         """Call `by` instead of a function of the specification from now on."""
         self.state = replace(self.state, rules=self.rules.replacing(function, by))
@@ -69,24 +73,24 @@ def build_factory(entry: Planted) -> EngineFactory:
 
 @planted("evicted_first")
 def tables_are_freed_from_their_head(engine: Release) -> None:
-    right = engine.rules.free_blocks
-    engine.replace(free_blocks=lambda pool, table: right(pool, tuple(table)[::-1]))
+    right = engine.rules[free_blocks]
+    engine.plant(free_blocks, lambda pool, table: right(pool, tuple(table)[::-1]))
 
 
 @planted("P8 admission_leaves_room_for_the_whole_prompt")
 def gate_is_left_open(engine: Release) -> None:
-    engine.replace(reserves_full_isl=False)
+    engine.plant(can_finish, lambda *_: True)
 
 
 @planted("P12 .*num_computed_tokens")
 def preempted_keep_a_computed_token(engine: Release) -> None:
-    right = engine.rules.get_preempted
-    engine.replace(get_preempted=lambda one: replace(right(one), num_computed_tokens=1))
+    right = engine.rules[get_preempted]
+    engine.plant(get_preempted, lambda one: replace(right(one), num_computed_tokens=1))
 
 
 @planted("P6 |items")
 def items_do_not_name_blocks(engine: Release) -> None:
-    engine.replace(get_item_keys=lambda *_: ())
+    engine.plant(get_item_keys, lambda *_: ())
 
 
 # Order and budgets.
@@ -130,7 +134,7 @@ def cached_tokens_are_always_none(engine: Release) -> None:
 
 @planted("P20 |kv_events", "events")
 def stored_blocks_are_not_told(engine: Release) -> None:
-    engine.replace(get_stored=lambda *_: ())
+    engine.plant(get_stored, lambda *_: ())
 
 
 @planted("finished_req_ids|plan_tells_who_ended|ended_are_kept")
@@ -149,7 +153,7 @@ def aborted_are_not_told(engine: Release) -> None:
 
 @planted("new_block_ids_to_zero|zero", "groups")
 def new_blocks_are_not_zeroed(engine: Release) -> None:
-    engine.replace(is_zeroed=lambda _group: False)
+    engine.plant(is_zeroed, lambda _group: False)
 
 
 # Ends.
@@ -168,8 +172,8 @@ def requests_end_a_token_late(engine: Release) -> None:
 
 @planted("P24 |spec_token_ids", "drafts")
 def drafts_survive_preemption(engine: Release) -> None:
-    right = engine.rules.get_preempted
-    engine.replace(get_preempted=lambda one: replace(right(one), spec_token_ids=one.spec_token_ids))
+    right = engine.rules[get_preempted]
+    engine.plant(get_preempted, lambda one: replace(right(one), spec_token_ids=one.spec_token_ids))
 
 
 # A store.
@@ -204,8 +208,8 @@ def invalid_blocks_are_passed_over(engine: Release) -> None:
 
 @planted("load|external|P18 ", "transfers")
 def a_token_less_is_loaded(engine: Release) -> None:
-    right = engine.rules.compute_num_external
-    engine.replace(compute_num_external=lambda *args: max(right(*args) - 1, 0))
+    right = engine.rules[compute_num_external]
+    engine.plant(compute_num_external, lambda *args: max(right(*args) - 1, 0))
 
 
 # Items, grammars, sessions.
@@ -213,7 +217,7 @@ def a_token_less_is_loaded(engine: Release) -> None:
 
 @planted("P22 |encoder|item", "encoder")
 def items_are_never_let_go(engine: Release) -> None:
-    engine.replace(free_items=lambda encoder, *_: encoder)
+    engine.plant(free_items, lambda encoder, *_: encoder)
 
 
 @planted("P23 |mask|grammar", "grammar")
@@ -224,6 +228,4 @@ def mask_has_no_rows(engine: Release) -> None:
 @planted("session|kept|prompt_token_ids|outputs|P13 |P12 ", "sessions")
 def sessions_forget_their_outputs(engine: Release) -> None:
     right = engine.rules[get_num_kept]
-    engine.plant(
-        get_num_kept, lambda one: min(right(one), len(one.request.prompt_token_ids))
-    )
+    engine.plant(get_num_kept, lambda one: min(right(one), len(one.request.prompt_token_ids)))

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
 from blockstep.spec.beside.encoder import Encoder
+from blockstep.spec.releases.failures import NUM_SCHEDULED
 from blockstep.spec.releases.flight import list_reset_victims
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
@@ -225,7 +226,7 @@ def _get_keys(event: KVEvent) -> tuple[BlockKey, ...]:
 
 def _get_flags(frame: Frame, row: FrameRow) -> tuple[int, ...]:
     masks = (row.has_mask, row.is_masked, frame.has_structured_output)
-    more = _get_more(row.num_in_doubt, row.num_scheduled, *masks)
+    more = _get_more(row.num_in_doubt, NUM_SCHEDULED.of(row), *masks)
     return row.samples, row.is_dropped, *more
 
 

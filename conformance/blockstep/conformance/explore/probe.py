@@ -25,6 +25,7 @@ from blockstep.conformance.protocol.findings import Difference, tell_error
 from blockstep.conformance.protocol.renaming import pair_states, rename_plan, rename_snapshot
 from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
+from blockstep.spec.lives.idle import has_work
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import get_request_snapshot, get_request_snapshots, get_snapshot
@@ -240,7 +241,7 @@ def compare_with(quirk: Quirk, moment: Moment) -> Hits:
     other = get_moment(replace(before, rules=rules), moment.event)
     is_another_state = replace(other.after, rules=before.rules) != moment.after
     differences = list(observation_differences(moment.observation, other.observation))
-    if is_another_state or rules.has_work is not before.rules.has_work:
+    if is_another_state or rules[has_work] is not before.rules[has_work]:
         shown = get_snapshot(moment.after), get_snapshot(other.after)  # each by its own rules
         differences += snapshot_differences(*shown)
     if is_another_state and not differences:

@@ -15,8 +15,8 @@ time and so on that the quirk may have mattered in a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from dataclasses import fields, replace
-from functools import cache
 from typing import Any
 
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -35,9 +35,9 @@ from blockstep.spec.releases import (
     telling,
     transfers,
 )
-from blockstep.spec.rules import Rules
+from blockstep.spec.rules import STRICT_RULES, Rules
 from blockstep.spec.state import State
-from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.step.work import Step
 from blockstep.spec.transition import Accepted, transition
 
 
@@ -152,12 +152,10 @@ class QuirkWatch:
         self._num_asked = dict.fromkeys(quirks, 0)
         """Number of events in which a quirk may have mattered."""
         rules = replace(STRICT_RULES, quirks=quirks, remake=(get_rules, (quirks, config)))
-        flags: dict[str, Quirk] = {}
         for story in QUIRKS:
             if story.quirk in quirks:
-                rules, changed = self._fold(story.quirk, rules, story.change(rules, config))
-                flags |= dict.fromkeys(changed, story.quirk)
-        self.rules = _watch_flags(rules, flags, self._note_flag)
+                rules = self._fold(story.quirk, rules, story.change(rules, config))
+        self.rules = rules
 
     def begin(self) -> None:
         """Begin an event."""
@@ -189,70 +187,36 @@ class QuirkWatch:
             return bool(result != seen)
         return result.observation != seen or replace(result.state, rules=after.rules) != after
 
-    def _fold(self, quirk: Quirk, before: Rules, after: Rules) -> tuple[Rules, list[str]]:
-        """Return the rules with a quirk whose functions are watched, and the flags that it
-        changed."""
-        watched: dict[str, Any] = {}
-        flags: list[str] = []
+    def _fold(self, quirk: Quirk, before: Rules, after: Rules) -> Rules:
+        """Return the rules with a quirk whose functions are watched."""
+        watched = after
         for function, by in after.replaced.items():
             if by is not before[function]:
-                after = after.replacing(function, self._compare(quirk, before[function], by))
-        for one in fields(Rules):
-            old, new = getattr(before, one.name), getattr(after, one.name)
-            if new is old or one.name in ("quirks", "remake", "replaced"):
-                continue
-            if callable(new):
-                watched[one.name] = self._compare(quirk, old, new)
-            else:
-                flags.append(one.name)
-        return replace(after, **watched), flags
+                watched = watched.replacing(function, self._compare(quirk, before[function], by))
+        return watched
 
     def _compare(
         self, quirk: Quirk, old: Callable[..., Any], new: Callable[..., Any]
     ) -> Callable[..., Any]:
         """Return the function of a quirk, which records whether the replaced function gives the
-        same. One that changes a step is not called twice: it counts as another result."""
-        changes_a_step = old.__name__.startswith("process_")
+        same, and leaves a step as it leaves it."""
 
         def ask(*args: Any, **named: Any) -> Any:
+            if {name_applied(quirk), name_spared(quirk)} <= self.met:
+                return new(*args, **named)
+            copies = [_copy_step(arg) if isinstance(arg, Step) else arg for arg in args]
             found = new(*args, **named)
-            if changes_a_step:
-                self._asked[quirk] = False
-            elif not {name_applied(quirk), name_spared(quirk)} <= self.met:
-                try:
-                    is_same = bool(old(*args, **named) == found)
-                except AssertionError:
-                    is_same = False
-                self._asked[quirk] = is_same and self._asked.get(quirk, True)
+            try:
+                is_same = bool(old(*copies, **named) == found) and copies == [*args]
+            except AssertionError:
+                is_same = False
+            self._asked[quirk] = is_same and self._asked.get(quirk, True)
             return found
 
-        ask.__name__ = old.__name__
         return ask
 
-    def _note_flag(self, quirk: Quirk) -> None:
-        self._asked[quirk] = False
 
-
-def _watch_flags(rules: Rules, flags: dict[str, Quirk], note: Callable[[Quirk], None]) -> Rules:
-    """Return the rules with a callback that is called when one of these flags is read."""
-    values = {one.name: getattr(rules, one.name) for one in fields(Rules)}
-    watched: Rules = _get_class(tuple(sorted(flags.items())))(**values)
-    object.__setattr__(watched, "note", note)
-    return watched
-
-
-@cache
-def _get_class(flags: tuple[tuple[str, Quirk], ...]) -> Any:
-    """Return a class of rules that reports each read of these flags."""
-
-    def make(name: str, quirk: Quirk) -> property:
-        slot = Rules.__dict__[name]
-
-        def get(self: Any) -> Any:
-            self.note(quirk)
-            return slot.__get__(self)
-
-        return property(get, slot.__set__)
-
-    told = {name: make(name, quirk) for name, quirk in flags}
-    return type("WatchedRules", (Rules,), {"__slots__": ("note",), **told})
+def _copy_step(step: Step) -> Step:
+    """Return a copy of a step that is being planned, with copies of its lists."""
+    copied = {one.name: copy(getattr(step, one.name)) for one in fields(Step)}
+    return Step(**copied | {"state": step.state})

@@ -14,9 +14,9 @@ from blockstep.spec import vocabulary as v
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Holding, RequestState
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
-from blockstep.spec.strict import STRICT_RULES
 
 MANY = 1_000_000
 """A number of output tokens that no request reaches."""

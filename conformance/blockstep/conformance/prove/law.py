@@ -20,12 +20,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, TypeVar
-
-from blockstep.spec.strict import STRICT_RULES as STRICT
 
 R = TypeVar("R")
 
@@ -55,27 +53,15 @@ class Twin:
         """Run the body of a `with` statement with the mistake in every module that imported the
         right function by name.
         """
-        rules: dict[str, Any] = {
-            part.name: self.wrong
-            for part in fields(STRICT)
-            if getattr(STRICT, part.name) is self.right
-        }
         owners = _importers(self.right, self.attribute)
         assert owners, f"no module uses {self.attribute}, which {self.name} replaces"
-        places = [
-            *((owner, self.attribute, self.right, self.wrong) for owner in owners),
-            *(
-                (owner, "STRICT_RULES", STRICT, replace(STRICT, **rules))
-                for owner in _importers(STRICT, "STRICT_RULES")
-            ),
-        ]
-        for owner, attribute, _, wrong in places:
-            setattr(owner, attribute, wrong)
+        for owner in owners:
+            setattr(owner, self.attribute, self.wrong)
         try:
             yield
         finally:
-            for owner, attribute, right, _ in places:
-                setattr(owner, attribute, right)
+            for owner in owners:
+                setattr(owner, self.attribute, self.right)
 
 
 def _importers(value: object, attribute: str) -> list[ModuleType]:

@@ -153,6 +153,11 @@ def evict_for(encoder: Encoder, num_embeds: int) -> Encoder:
 # Holding.
 
 
+def get_item_holder(request: Request, index: int) -> Holder:
+    """Return the holder of an item of a request: each occurrence counts. Source: P22."""
+    return request.request_id, index
+
+
 def hold_entry(encoder: Encoder, identifier: str, holder: Holder) -> Encoder:
     """Add a holder to an entry. Source: vLLM 0.19.1 `check_and_update_cache`; P22."""
     entry = encoder.entries[identifier]
@@ -309,7 +314,7 @@ def get_with_evicted(encoder: Encoder) -> Encoder:
     )
 
 
-def list_freed(encoder: Encoder, drops_remade_items: bool) -> tuple[str, ...]:
+def list_freed(encoder: Encoder) -> tuple[str, ...]:
     """Return what the plan has the worker drop: evicted items, except those encoded again.
 
     If nothing is shared, the items of the plan before. Source: vLLM 0.19.1 `get_freed_mm_hashes`;
@@ -317,8 +322,6 @@ def list_freed(encoder: Encoder, drops_remade_items: bool) -> tuple[str, ...]:
     """
     there = set(encoder.entries).union([planned.identifier for planned in encoder.planned])
     gone = [name for name, _ in encoder.evicted] if encoder.is_shared else encoder.freed
-    if drops_remade_items:
-        return tuple(gone)
     return tuple([name for name in dict.fromkeys(gone) if name not in there])
 
 

@@ -18,6 +18,7 @@ from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
@@ -158,7 +159,7 @@ def hold_ended(transfers: Transfers, request_id: RequestId, tables: BlockTables)
 
 
 def end_recving(
-    transfers: Transfers, request_id: RequestId, is_only: bool
+    transfers: Transfers, request_id: RequestId, rules: Rules
 ) -> tuple[Transfers, BlockTables]:
     """End the load of a request; also return the tables without a hold, to be freed.
 
@@ -171,11 +172,11 @@ def end_recving(
     entry = transfers.held.get(request_id)
     if entry is None:
         return transfers, ()
-    return end_hold(transfers, replace(entry, is_recving=False), is_only)
+    return rules[end_hold](transfers, replace(entry, is_recving=False))
 
 
 def end_sending(
-    transfers: Transfers, request_id: RequestId, is_only: bool
+    transfers: Transfers, request_id: RequestId, rules: Rules
 ) -> tuple[Transfers, BlockTables]:
     """End the read of a finished request's blocks; also return the tables to be freed.
 
@@ -184,18 +185,16 @@ def end_sending(
     entry = transfers.held.get(request_id)
     if entry is None:
         return transfers, ()
-    return end_hold(transfers, replace(entry, is_sending=False), is_only)
+    return rules[end_hold](transfers, replace(entry, is_sending=False))
 
 
-def end_hold(
-    transfers: Transfers, entry: HeldBlocks, is_only: bool
-) -> tuple[Transfers, BlockTables]:
+def end_hold(transfers: Transfers, entry: HeldBlocks) -> tuple[Transfers, BlockTables]:
     """Update the holds of a finished request; after the last one also return its tables to be
     freed.
 
     Source: P17.
     """
-    if (entry.is_recving or entry.is_sending) and not is_only:
+    if entry.is_recving or entry.is_sending:
         return replace(transfers, held=transfers.held.having(entry.request_id, entry)), ()
     held = transfers.held.without(entry.request_id)
     return replace(transfers, held=held), entry.block_tables

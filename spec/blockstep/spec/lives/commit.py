@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
 from blockstep.spec.lives.endings import get_ended, get_extended
 from blockstep.spec.lives.masks import get_forbidden, get_read
-from blockstep.spec.lives.reports import get_reported
+from blockstep.spec.lives.reports import get_failures, get_reported
 from blockstep.spec.lives.sessions import get_chunk_ended, goes_on
 from blockstep.spec.lives.turns import get_turn_ended
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.deferred import free_deferred_blocks
 from blockstep.spec.memory.slots import publish_slots
-from blockstep.spec.pool import Pool
+from blockstep.spec.pool import Pool, take_events
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -28,6 +28,7 @@ from blockstep.spec.vocabulary import (
     RequestId,
     Stats,
     Status,
+    TokenIds,
 )
 
 
@@ -57,18 +58,29 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     if state.config.kv_connector:
         state, failed = get_state_after_store(state, commit)
         frame = state.frames[0]
-    pool, encoder, stats = state.pool, state.encoder, state.stats
-    requests = state.requests.to_dict()
+    state, outputs = state.rules[get_rows_committed](state, frame, sampled)
+    state = get_all_ended(state, outputs)
+    if state.config.kv_connector:
+        state, rows = get_reported(state, commit.transfers, failed)
+        outputs += rows
+    # observe
+    pool, kv_events = state.rules[take_events](state.pool)
+    state = state if pool is state.pool else replace(state, pool=pool)
+    return state, Outputs(tuple(outputs), kv_events)
+
+
+def get_rows_committed(
+    state: State, frame: Frame, sampled: Mapping[RequestId, TokenIds]
+) -> tuple[State, list[OutputRow]]:
+    """Return the state after the rows of the oldest frame in flight, and what they deliver.
+
+    Source: seed 001 "Speculative Decoding & update_from_output()"; P12, P13, P14.
+    """
+    pool, stats, requests = state.pool, state.stats, state.requests.to_dict()
     outputs: list[OutputRow] = []
     for row in frame.rows:
-        request = requests.get(row.request_id)
-        tokens = sampled[row.request_id]
-        if request is None or row.is_dropped:
-            continue
-        if encoder.size:
-            num_rejected = len(row.draft_token_ids) + 1 - len(tokens) if tokens else 0
-            encoder = state.rules.free_read_items(encoder, request, num_rejected)
-        if not tokens:
+        request, tokens = requests.get(row.request_id), sampled[row.request_id]
+        if request is None or row.is_dropped or not tokens:
             continue
         request = get_fulfilled(state.config, request, len(row.draft_token_ids))
         request = get_rolled_back(request, len(row.draft_token_ids), len(tokens))
@@ -77,27 +89,16 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         if row.has_mask:
             request = state.rules[get_read](state, request, output.new_token_ids)
         outputs.append(output)
-        if encoder.size and output.finish_reason is not None and not goes_on(request):
-            encoder = state.rules.free_read_items(encoder, request, None)
         request = get_keyed(state.config, request, state.rules)
-        pool, request = publish_verified(state, pool, request)
-        requests[row.request_id] = request
+        pool, requests[row.request_id] = publish_verified(state, pool, request)
     state = replace(
         state,
         pool=pool,
         requests=FrozenMap(requests),
         frames=state.frames[1:],
         stats=stats,
-        encoder=encoder,
     )
-    state = get_all_ended(state, outputs)
-    if state.config.kv_connector:
-        state, rows = get_reported(state, commit.transfers, failed)
-        outputs += rows
-    # observe
-    pool, kv_events = state.rules.take_events(state.pool)
-    state = state if pool is state.pool else replace(state, pool=pool)
-    return state, Outputs(tuple(outputs), kv_events)
+    return state, outputs
 
 
 def get_state_after_store(state: State, commit: Commit) -> tuple[State, tuple[RequestId, ...]]:
@@ -109,7 +110,7 @@ def get_state_after_store(state: State, commit: Commit) -> tuple[State, tuple[Re
     pool = free_deferred_blocks(state.pool, commit.frame_id, state.rules)
     state, invalid = replace(state, pool=pool), commit.transfers.invalid_block_ids
     failed: tuple[RequestId, ...]
-    state, failed = state.rules.get_failures(state, invalid, state.frames[0])
+    state, failed = state.rules[get_failures](state, invalid, state.frames[0])
     return state, failed
 
 
@@ -174,14 +175,19 @@ def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[P
     """
     config, is_running = state.config, request.status is Status.RUNNING
     if not (
-        config.enable_prefix_caching
-        and is_running
-        and state.rules.publishes_at_commit(config.async_scheduling, config)
+        config.enable_prefix_caching and is_running and state.rules[publishes_at_commit](config)
     ):
         return pool, request
     num_verified = request.num_known_tokens - 1
     nums_full = [num_verified // block_size for block_size in config.block_sizes]
     return publish_slots(config, pool, request, nums_full, state.rules)
+
+
+def publishes_at_commit(config: Config) -> bool:
+    """Whether a commit publishes the blocks that it fills: if the next plan, which otherwise would,
+    may be made long before. Source: P4.
+    """
+    return config.async_scheduling
 
 
 def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:

@@ -6,7 +6,8 @@ from blockstep.spec.beside.encoder import create_encoder
 from blockstep.spec.beside.transfers import NO_OFFERS, is_moving
 from blockstep.spec.copies import replace
 from blockstep.spec.lives.turns import without_pins
-from blockstep.spec.pool import Pool, get_num_free_blocks, withdraw_all
+from blockstep.spec.pool import Pool, get_num_free_blocks, take_events, withdraw_all
+from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import find_giver, process_gift
 from blockstep.spec.step.preemption import process_preemption
@@ -33,16 +34,13 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     `reset_connector` the store's offers are removed, too. Source: seed 001 "Reset Prefix Cache",
     vLLM 0.19.1 `reset_connector_cache`; P17, P25.
     """
-    if reset.reset_connector and state.rules.resets_apart:
-        return process_resets_apart(state, reset)
     # refuse
     num_free = get_num_free_blocks(without_pins(state).pool)
     is_idle = num_free == state.config.num_usable_blocks
     if not is_idle and not reset.reset_running_requests:
         return state, ResetDone(False)
     is_without_store = reset.reset_connector and not state.config.kv_connector
-    may_pass = is_idle and not state.rules.waits_for_empty_transfers
-    if is_without_store or (is_moving(state.transfers) and not may_pass):
+    if is_without_store or state.rules[is_awaiting_transfers](state, is_idle):
         return state, ResetDone(False)
     # requests
     if reset.reset_running_requests:
@@ -55,10 +53,13 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     # pool
     pool = withdraw_all(state.pool)
     # observe
-    kv_events: tuple[KVEvent, ...] = ()
-    if state.rules.tells_resets_at_once:
-        pool, kv_events = state.rules.take_events(pool)
+    pool, kv_events = state.rules[take_reset_events](pool, state.rules)
     return replace(state, pool=pool), ResetDone(True, kv_events)
+
+
+def take_reset_events(pool: Pool, rules: Rules) -> tuple[Pool, tuple[KVEvent, ...]]:
+    """Return the KV events of a reset, and the pool without them. Source: P20, P25."""
+    return rules[take_events](pool)
 
 
 def is_held_besides(pool: Pool) -> bool:
@@ -67,14 +68,13 @@ def is_held_besides(pool: Pool) -> bool:
     return sum(pool.ref_counts) > num_deferred
 
 
-def process_resets_apart(state: State, reset: Reset) -> tuple[State, ResetDone]:
-    """Reset the pool and the store, each whether or not the other is; only with a quirk.
+def is_awaiting_transfers(state: State, is_idle: bool) -> bool:
+    """Whether a reset is refused because transfers are under way.
 
-    Source: vLLM 0.19.1 `reset_prefix_cache`; P25.
+    `is_idle`: whether no block is held. Source: P17, P25.
     """
-    state, done = process_reset(state, replace(reset, reset_connector=False))
-    state = replace(state, transfers=replace(state.transfers, offers=NO_OFFERS))
-    return state, replace(done, success=done.success and state.config.kv_connector)
+    del is_idle
+    return is_moving(state.transfers)
 
 
 def process_encoder_reset(state: State) -> tuple[State, Ack]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from blockstep.spec.beside.transfers import hold_ended
+from blockstep.spec.beside.encoder import free_items
+from blockstep.spec.beside.transfers import Transfers, hold_ended
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.deferred import get_fence
 from blockstep.spec.memory.pins import forget_jobs, list_unfinished_jobs
 from blockstep.spec.memory.slots import release_slots
+from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
@@ -141,12 +143,12 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
     for request_id in request_ids:
         request = requests.pop(request_id)
         if state.config.kv_connector:
-            pool, request = state.rules.let_go_at_end((pool, request), state)
-            transfers = hold_ended(transfers, request_id, request.block_tables)
+            hold = state.rules[get_held_at_end]
+            pool, transfers, request = hold(state, pool, transfers, request)
         if request_id not in transfers.held:
             fence = state.rules[get_fence](state.config, state.frames, request_id)
             pool = release_slots(pool, request, state.rules, fence)
-        encoder = state.rules.free_items(encoder, request.request, None)
+        encoder = state.rules[free_items](encoder, request.request, None)
     gone = set(request_ids)
     pins = state.pins
     if pins.estimates:
@@ -163,3 +165,14 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
         skipped_waiting=tuple(r for r in state.skipped_waiting if r not in gone),
         finished_req_ids=tuple(sorted(gone.union(state.finished_req_ids))),
     )
+
+
+def get_held_at_end(
+    state: State, pool: Pool, transfers: Transfers, request: RequestState
+) -> tuple[Pool, Transfers, RequestState]:
+    """Return pool, transfers and a request that finishes with a store, which may hold its blocks.
+
+    Source: vLLM 0.19.1 `_free_request`, `request_finished`; P17.
+    """
+    del state
+    return pool, hold_ended(transfers, request.request_id, request.block_tables), request

@@ -23,6 +23,7 @@ from blockstep.spec.lives.endings import get_ended, get_error_row
 from blockstep.spec.lives.sessions import drop_row
 from blockstep.spec.memory.deferred import get_fence, give_up_blocks
 from blockstep.spec.memory.slots import compute_num_blocks, settle_slots
+from blockstep.spec.pool import take_events
 from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.state import State
 from blockstep.spec.step.preemption import process_preemption
@@ -57,10 +58,10 @@ def process_transfers_reported(state: State, transfers: KVTransfers) -> tuple[St
     if not state.config.kv_connector:
         return state, Outputs()
     # requests
-    state, failed = state.rules.get_failures(state, transfers.invalid_block_ids, None)
+    state, failed = state.rules[get_failures](state, transfers.invalid_block_ids, None)
     state, rows = get_reported(state, transfers, failed)
     # observe
-    pool, kv_events = state.rules.take_events(state.pool)
+    pool, kv_events = state.rules[take_events](state.pool)
     return replace(state, pool=pool), Outputs(rows, kv_events)
 
 
@@ -72,20 +73,24 @@ def get_reported(
     Source: vLLM 0.19.1 `update_from_output`; P13, P17, P18.
     """
     failed = [name for name in dict.fromkeys(failed) if name in state.requests]
-    requests, get_row = state.requests, state.rules.get_failed_row
-    rows = tuple([get_row(get_error_row(requests[name]), requests[name]) for name in failed])
+    rows = tuple([state.rules[get_failed_row](state.requests[name]) for name in failed])
     state = get_ended(state, failed)
-    moving, pool, is_only = state.transfers, state.pool, state.rules.holds_are_one
+    moving, pool = state.transfers, state.pool
     ends = [(end_recving, name) for name in transfers.finished_recving]
     ends += [(end_sending, name) for name in transfers.finished_sending]
     for end, name in ends:
-        moving, tables = end(moving, name, is_only)
+        moving, tables = end(moving, name, state.rules)
         fence = state.rules[get_fence](state.config, state.frames, name)
         pool = give_up_blocks(pool, tables, state.rules, fence)
     return replace(state, pool=pool, transfers=moving), rows
 
 
 # Failures.
+
+
+def get_failed_row(request: RequestState) -> OutputRow:
+    """Return the output row of a request whose load has failed, by policy. Source: P13, P19."""
+    return get_error_row(request)
 
 
 def get_failures(

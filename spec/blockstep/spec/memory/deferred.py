@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.spec.copies import replace
-from blockstep.spec.pool import Pool
+from blockstep.spec.pool import Pool, free_blocks
 from blockstep.spec.requests import Frame, without_nulls
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import BlockTables, Config, DeferredFree, FrameId, RequestId
@@ -53,7 +53,7 @@ def give_up_blocks(
     tables = [without_nulls(table) for table in block_tables]
     if fence is None:
         for table in tables:
-            pool = rules.free_blocks(pool, table)
+            pool = rules[free_blocks](pool, table)
         return pool
     if not any(tables):
         return pool
@@ -72,5 +72,5 @@ def free_deferred_blocks(pool: Pool, frame_id: FrameId, rules: Rules) -> Pool:
     left = tuple([other for other in pool.deferred_frees if other.frame_id != frame_id])
     pool = replace(pool, deferred_frees=left)
     for deferred in due:
-        pool = rules.free_blocks(pool, deferred.block_ids)
+        pool = rules[free_blocks](pool, deferred.block_ids)
     return pool

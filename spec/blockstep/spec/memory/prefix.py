@@ -39,7 +39,7 @@ def get_prefix_hit(config: Config, pool: Pool, request: RequestState, rules: Rul
     if not reads_prefix_cache(config, request):
         return NO_HIT
     if config.groups:
-        return rules.get_joint_hit(config, pool, request)
+        return rules[get_joint_hit](config, pool, request)
     max_blocks = compute_max_hit_blocks(request.num_known_tokens, config.block_size)
     hit = find_published(pool, request.block_keys[:max_blocks])
     if config.drops_last_hit_block:

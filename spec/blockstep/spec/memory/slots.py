@@ -27,6 +27,7 @@ from blockstep.spec.memory.groups import (
     get_num_slots_of,
 )
 from blockstep.spec.memory.states import (
+    compute_num_certain,
     compute_num_new_states,
     compute_num_state_blocks,
     get_extended_states,
@@ -42,7 +43,7 @@ from blockstep.spec.pool import (
     withdraw_blocks,
 )
 from blockstep.spec.requests import Hit, Holding, RequestState, without_nulls
-from blockstep.spec.rules import Rules
+from blockstep.spec.rules import STRICT_RULES, Rules
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
@@ -185,7 +186,7 @@ def can_finish(
         num_copies = 0
         if config.enable_forks:
             num_copies = compute_num_copies(pool, group, held, request.num_computed_tokens)
-        num_needed += rules.count_reserved_blocks(
+        num_needed += rules[count_reserved_blocks](
             config, pool, group, num_owned, found, held, num_copies
         )
     return num_needed + num_spared <= get_num_free_blocks(pool)
@@ -225,15 +226,14 @@ def allocate_slots(
     num_new: int,
     num_lookahead: int = 0,
     hit: Hit = NO_HIT,
-    rules: Rules | None = None,
+    rules: Rules = STRICT_RULES,
 ) -> tuple[Pool, RequestState] | None:
     """Allocate slots for `num_new` tokens after the request's computed ones and its hit.
 
     Returns the pool and the request afterwards, or None if the pool is too full; then nothing has
     changed (P7). Hits of all groups are touched before any group takes a block. Blocks are
-    published here, because the step that computes the tokens is about to run. Without `rules`,
-    strict rules apply. Source: seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P4,
-    P7, P8.
+    published here, because the step that computes the tokens is about to run. Source:
+    seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P4, P7, P8.
     """
     num_computed, asked = request.num_computed_tokens + hit.num_tokens, request.request
     num_tokens = num_computed + num_new
@@ -253,8 +253,7 @@ def allocate_slots(
     if num_needed > get_num_free_blocks(pool):
         return None
     # pool
-    take = rules.take_hit if rules is not None else take_hit
-    pool, early = take(config, pool, request, hit)
+    pool, early = rules[take_hit](config, pool, request, hit)
     holdings = []
     for (group, holding, found), num_new_blocks, taken in zip(groups, nums_new, early, strict=True):
         if config.enable_forks:
@@ -269,8 +268,7 @@ def allocate_slots(
         table = get_extended_states(group, table, is_begun, num_blocks, new_blocks, is_loaded)
         num_settled = len(found)
         if hit.num_external:
-            num_settled = hit.num_local // group.block_size
-            num_settled = rules.count_settled(num_settled, found) if rules else num_settled
+            num_settled = rules[count_settled](group, hit, found)
         holdings.append(Holding(table, holding.num_cached_blocks + num_settled))
     # requests
     if holdings != [*request.holdings]:
@@ -283,6 +281,15 @@ def allocate_slots(
         for group, _, _ in groups
     ]
     return publish_slots(config, pool, request, nums_full, rules)
+
+
+def allocate_first_slots(
+    config: Config, pool: Pool, request: RequestState, num_new: int, hit: Hit, rules: Rules
+) -> tuple[Pool, RequestState] | None:
+    """Allocate slots for the first tokens of an admission; without lookahead, because nothing is
+    drafted yet. Source: seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P8.
+    """
+    return allocate_slots(config, pool, request, num_new, 0, hit, rules)
 
 
 def take_hit(
@@ -298,12 +305,20 @@ def take_hit(
     return pool, ((),) * len(request.holdings)
 
 
+def count_settled(group: KVGroup, hit: Hit, found: Sequence[BlockId]) -> int:
+    """Return the blocks of one group that count as published at the start of a load: those of the
+    local hit. `found`: all blocks that the group has before it takes some. Source: P19.
+    """
+    del found
+    return hit.num_local // group.block_size
+
+
 def publish_slots(
     config: Config,
     pool: Pool,
     request: RequestState,
     nums_full: Sequence[int],
-    rules: Rules | None = None,
+    rules: Rules = STRICT_RULES,
 ) -> tuple[Pool, RequestState]:
     """Publish the first blocks of each table, `nums_full` per group, if they are not yet published.
 
@@ -327,8 +342,7 @@ def publish_slots(
             keys = tuple([k for k, b in zip(keys, fresh, strict=True) if b != NULL_BLOCK])
         stored: tuple[BlockStored, ...] = ()
         if pool.kv_events is not None:
-            tell = rules.get_stored if rules is not None else get_stored
-            stored = tell(config, request, group, fresh, settled[group])
+            stored = rules[get_stored](config, request, group, fresh, settled[group])
         pool = publish_blocks(pool, block_ids, keys, stored)
         holdings.append(Holding(holding.block_table, max(settled[group], num_full)))
     return pool, replace(request, holdings=tuple(holdings))
@@ -369,9 +383,8 @@ def skip_slots(
     num_left = 0
     for index, group in enumerate(config.groups):
         table = holdings[index].block_table
-        num_certain = rules.compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
-        num_skipped = compute_num_skipped_blocks(group, num_certain)
-        num_skipped = rules.count_skipped_blocks(num_skipped, group, holdings[index])
+        num_certain = rules[compute_num_certain](group, request.num_computed_tokens, num_in_doubt)
+        num_skipped = rules[count_skipped_blocks](group, holdings[index], num_certain)
         num_skipped = min(num_skipped, len(table))
         left = without_nulls(table[:num_skipped])
         if left:
@@ -380,6 +393,12 @@ def skip_slots(
             after = (NULL_BLOCK,) * num_skipped + table[num_skipped:]
             holdings[index] = Holding(after, holdings[index].num_cached_blocks)
     return pool, replace(request, holdings=tuple(holdings)) if num_left else request
+
+
+def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
+    """Return the leading blocks of one group that are freed: all skipped ones. Source: P8."""
+    del holding
+    return compute_num_skipped_blocks(group, num_certain)
 
 
 def release_slots(

@@ -1,8 +1,9 @@
 """Releases: the quirks of released engines, each with its story and its code.
 
 The specification keeps every property. A quirk is a rule of some release that breaks one, or that
-only behaves otherwise; it is off unless a profile turns it on. It replaces one decision of the
-strict rules (`blockstep.spec.rules`), which do not know any quirk.
+only behaves otherwise; it is off unless a profile turns it on. It replaces a function of the
+specification by its name (`blockstep.spec.rules`): its docstring begins with "Modified" and that
+name. The specification does not know any quirk.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from blockstep.spec.releases import (
     transfers,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.rules import Rules
-from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.rules import STRICT_RULES, Rules
 from blockstep.spec.vocabulary import Config
 
 __all__ = ["QUIRKS", "Quirk", "QuirkStory", "get_rules"]

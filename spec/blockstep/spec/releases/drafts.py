@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import FrameRow, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config
+from blockstep.spec.step import admission, plans, preemption, share
+from blockstep.spec.step.work import Step, Verdict
+from blockstep.spec.vocabulary import Config, RequestId, Status
 
 
 def _is_padded(
-    num_drafts: int, num_missing: int, has_company: bool, running: Iterable[RequestState]
+    num_drafts: int, num_missing: int, has_company: bool, running: Sequence[RequestState]
 ) -> bool:
     """Return whether a request with one token to compute is padded to the shape of a decode row.
 
@@ -20,54 +22,65 @@ def _is_padded(
     """
     if num_drafts == 0 or num_missing != 1:
         return False
-    others = list(running)
-    return bool(others or has_company) and not any(other.is_prefill_chunk for other in others)
+    return bool(running or has_company) and not any(other.is_prefill_chunk for other in running)
 
 
 def placeholders_outlive_a_gap(rules: Rules, _config: Config) -> Rules:
     """Draft placeholders of a request that a plan leaves out stay, and are scheduled later."""
 
-    def keeps_drafts(is_planned: bool, samples: bool) -> bool:
-        return not is_planned or rules.keeps_drafts(is_planned, samples)
+    def get_promising(
+        step: Step, request: RequestState, planned: Mapping[RequestId, FrameRow]
+    ) -> RequestState:
+        if request.request_id not in planned:
+            return request
+        return rules[plans.get_promising](step, request, planned)
 
-    return replace(rules, keeps_drafts=keeps_drafts)
+    return rules.replacing(plans.get_promising, get_promising)
 
 
 def drafts_outlive_preemption(rules: Rules, _config: Config) -> Rules:
     """A preempted request keeps its drafts."""
 
-    def keeps_drafts(is_planned: bool, samples: bool) -> bool:
-        return not samples or rules.keeps_drafts(is_planned, samples)
+    def get_promising(
+        step: Step, request: RequestState, planned: Mapping[RequestId, FrameRow]
+    ) -> RequestState:
+        row = planned.get(request.request_id)
+        if row is None or not row.samples:
+            return request
+        return rules[plans.get_promising](step, request, planned)
 
     def get_preempted(request: RequestState) -> RequestState:
-        after = rules.get_preempted(request)
+        after = rules[preemption.get_preempted](request)
         return replace(after, spec_token_ids=request.spec_token_ids)
 
-    return replace(rules, keeps_drafts=keeps_drafts, get_preempted=get_preempted)
+    return rules.replacing(plans.get_promising, get_promising).replacing(
+        preemption.get_preempted, get_preempted
+    )
 
 
 def admitted_with_padding(rules: Rules, _config: Config) -> Rules:
     """A request admitted with one token to compute is padded with placeholder drafts, or waits."""
 
-    def get_num_padding(
-        config: Config,
-        num_known: int,
-        num_hit: int,
-        budget: int,
-        running: Iterable[RequestState],
-    ) -> int | None:
+    def get_waiting_share(step: Step, request: RequestState, num_start: int) -> int | Verdict:
+        config, num_known = step.state.config, request.num_known_tokens
         num_drafts = config.num_speculative_tokens
-        has_company = Quirk.HIT_IS_COMPANY_ENOUGH in rules.quirks and num_hit > 0
-        if not _is_padded(num_drafts, num_known - num_hit, has_company, running):
-            return rules.get_num_padding(config, num_known, num_hit, budget, ())
-        end, has_budget = num_known + num_drafts, 1 + num_drafts <= budget
+        has_company = Quirk.HIT_IS_COMPANY_ENOUGH in rules.quirks and num_start > 0
+        rows = [row for row in step.rows if row.status is Status.RUNNING]
+        running = [step.requests[row.request_id] for row in rows]
+        if not _is_padded(num_drafts, num_known - num_start, has_company, running):
+            return rules[admission.get_waiting_share](step, request, num_start)
+        end, has_budget = num_known + num_drafts, 1 + num_drafts <= step.budget
         if Quirk.PADDING_WAITS_AT_THE_END in rules.quirks:
-            return num_drafts if has_budget and end <= config.max_model_len else None
-        if end >= config.max_model_len:
-            return 0
-        return num_drafts if has_budget else None
+            if not has_budget or end > config.max_model_len:
+                return Verdict.NO_ROOM
+        elif end >= config.max_model_len:
+            return rules[admission.get_waiting_share](step, request, num_start)
+        elif not has_budget:
+            return Verdict.NO_ROOM
+        threshold = step.state.rules[share.get_threshold](step)
+        return share.compute_share(end, num_start, threshold, step.budget, end)
 
-    return replace(rules, get_num_padding=get_num_padding)
+    return rules.replacing(admission.get_waiting_share, get_waiting_share)
 
 
 def padding_waits_at_the_end(rules: Rules, _config: Config) -> Rules:

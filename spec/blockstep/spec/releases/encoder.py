@@ -2,86 +2,166 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
-from blockstep.spec.beside.encoder import Encoder, Holder, let_go
+from blockstep.spec.beside import encoder as items
+from blockstep.spec.beside.encoder import (
+    NO_ENCODER,
+    Encoder,
+    Holder,
+    compute_end_before,
+    count_freeable,
+    evict_for,
+    fits,
+    let_go,
+)
+from blockstep.spec.copies import replace
+from blockstep.spec.lives import commit
+from blockstep.spec.lives.sessions import goes_on
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
+from blockstep.spec.state import State
+from blockstep.spec.step import admission, encoding
+from blockstep.spec.step.encoding import Claim
+from blockstep.spec.step.work import Step, Verdict
+from blockstep.spec.vocabulary import (
+    Config,
+    MultiModalItem,
+    OutputRow,
+    Request,
+    RequestId,
+    TokenIds,
+)
+
+
+def get_item_holder(request: Request, index: int) -> Holder:
+    """Modified `items.get_item_holder`: the first occurrence of the item."""
+    names = [item.identifier for item in request.items]
+    return request.request_id, names.index(names[index])
 
 
 def places_of_items_are_one(rules: Rules, _config: Config) -> Rules:
     """A request with one item at two places releases it after the first place."""
 
-    def get_item_holder(place: Holder, request: Request) -> Holder:
-        names = [item.identifier for item in request.items]
-        return request.request_id, names.index(names[place[1]])
-
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
         if not encoder.is_shared:
-            return rules.free_items(encoder, request, num_computed)
+            return rules[items.free_items](encoder, request, num_computed)
         for index, item in enumerate(request.items):
             if num_computed is None or item.offset + item.length <= num_computed:
-                holder = get_item_holder((request.request_id, index), request)
+                holder = get_item_holder(request, index)
                 encoder = let_go(encoder, item.identifier, holder)
         return encoder
 
-    return replace(rules, get_item_holder=get_item_holder, free_items=free_items)
+    return rules.replacing(items.get_item_holder, get_item_holder).replacing(
+        items.free_items, free_items
+    )
 
 
 def asking_evicts_and_holds(rules: Rules, _config: Config) -> Rules:
     """Entries that a row would evict or share are evicted or held before the row is certain."""
 
-    def get_encoder_once_asked(before: Encoder, claimed: Encoder) -> Encoder:
-        entries = claimed.entries.to_dict()
-        for item in claimed.planned[len(before.planned) :]:
+    def process_items_asked(
+        step: Step, request: RequestState, num_computed: int, num_new: int
+    ) -> Claim:
+        before = step.encoder
+        claim = rules[encoding.process_items_asked](step, request, num_computed, num_new)
+        if claim.encoder is NO_ENCODER:
+            return claim
+        entries = claim.encoder.entries.to_dict()
+        for item in claim.encoder.planned[len(before.planned) :]:
             entries.pop(item.identifier, None)
-        return replace(
-            claimed,
+        step.encoder = replace(
+            claim.encoder,
             entries=FrozenMap(entries),
             planned=before.planned,
             budget=before.budget,
         )
+        return claim
 
-    return replace(rules, get_encoder_once_asked=get_encoder_once_asked)
+    return rules.replacing(encoding.process_items_asked, process_items_asked)
 
 
 def items_held_without_a_row(rules: Rules, _config: Config) -> Rules:
     """A request that gets no token because one item does not fit still holds its other items."""
-    return replace(rules, keeps_items_without_row=True)
+    return rules.replacing(encoding.process_items_missing, process_items_missing)
+
+
+def process_items_missing(step: Step, request: RequestState) -> None:
+    """Modified `encoding.process_items_missing`: it keeps them."""
 
 
 def withdrawn_items_stay(rules: Rules, _config: Config) -> Rules:
     """Items to be encoded for a row that is removed from the step count as encoded."""
 
-    def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId]) -> Encoder:
-        del order
-        made = [
-            item
-            for item in encoder.planned
-            if item.holder[0] == request.request_id and not item.is_external
-        ]
-        return replace(
-            encoder,
-            planned=tuple([item for item in encoder.planned if item not in made]),
-            budget=encoder.budget + sum(item.cost for item in made),
-        )
+    return rules.replacing(items.withdraw_items, withdraw_items)
 
-    return replace(rules, withdraw_items=withdraw_items)
+
+def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId]) -> Encoder:
+    """Modified `items.withdraw_items`: only the plan to encode them is withdrawn."""
+    del order
+    made = [
+        item
+        for item in encoder.planned
+        if item.holder[0] == request.request_id and not item.is_external
+    ]
+    return replace(
+        encoder,
+        planned=tuple([item for item in encoder.planned if item not in made]),
+        budget=encoder.budget + sum(item.cost for item in made),
+    )
 
 
 def restored_compute_is_forgotten(rules: Rules, _config: Config) -> Rules:
     """The encoder budget of a removed row is lost if the preempting request has items itself."""
-    return replace(rules, forgets_restored_compute=True)
+
+    def process_items_taken(step: Step, request: RequestState, claim: Claim) -> None:
+        num_planned = len(step.encoder.planned)
+        rules[encoding.process_items_taken](step, request, claim)
+        if any(item.cost > 0 for item in step.encoder.planned[num_planned:]):
+            step.encoder = replace(step.encoder, budget=claim.encoder.budget)
+
+    return rules.replacing(encoding.process_items_taken, process_items_taken)
 
 
 def room_is_asked_before_need(rules: Rules, _config: Config) -> Rules:
     """A chunk ends before an item that does not fit, even if it would read none of its
     embeddings."""
-    return replace(rules, asks_room_first=True)
+
+    def get_claim_before_item(
+        config: Config,
+        within: Rules,
+        request: Request,
+        index: int,
+        num_computed: int,
+        claim: Claim,
+        before: Encoder,
+    ) -> Claim | None:
+        given = config, within, request, index, num_computed, claim, before
+        shorter = rules[encoding.get_claim_before_item](*given)
+        item = request.items[index]
+        if shorter is not None or item.identifier in claim.encoder.entries:
+            return shorter
+        if within[encoding.has_room](claim.encoder, item):
+            return None
+        return within[encoding.get_shorter_claim](*given)
+
+    def get_claim_with_item(
+        config: Config, within: Rules, request: Request, index: int, num_computed: int, claim: Claim
+    ) -> Claim:
+        item, num_ahead = request.items[index], config.num_encoder_lookahead_tokens
+        if within[items.is_item_needed](item, num_computed, claim.num_tokens, num_ahead):
+            given = config, within, request, index, num_computed, claim
+            return rules[encoding.get_claim_with_item](*given)
+        if item.identifier in claim.encoder.entries:
+            return encoding.get_taking_claim(within, request, index, claim)
+        return claim._replace(encoder=evict_for(claim.encoder, item.num_embeds))
+
+    return rules.replacing(encoding.get_claim_before_item, get_claim_before_item).replacing(
+        encoding.get_claim_with_item, get_claim_with_item
+    )
 
 
 def head_reads_ahead_of_the_encoder(rules: Rules, _config: Config) -> Rules:
@@ -89,18 +169,47 @@ def head_reads_ahead_of_the_encoder(rules: Rules, _config: Config) -> Rules:
 
     An item whose embeddings are all masked is encoded in any case.
     """
+    return rules.replacing(items.is_item_needed, is_item_needed)
 
-    def is_item_needed(
-        item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int
-    ) -> bool:
-        del num_ahead
-        first = max(num_computed - item.offset, 0)
-        end = min(num_computed + num_new - item.offset, item.length)
-        if not item.is_embed:
-            return first < end
-        return any(item.is_embed[first : end or item.length])
 
-    return replace(rules, is_item_needed=is_item_needed)
+def is_item_needed(item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int) -> bool:
+    """Modified `items.is_item_needed`: the draft head reads nothing ahead."""
+    del num_ahead
+    first = max(num_computed - item.offset, 0)
+    end = min(num_computed + num_new - item.offset, item.length)
+    if not item.is_embed:
+        return first < end
+    return any(item.is_embed[first : end or item.length])
+
+
+StopsBefore: TypeAlias = Callable[[MultiModalItem, bool, int, int], bool]
+"""Whether a chunk ends before an item, with or without room for it: (the item, whether it is in the
+cache, computed tokens, tokens of the chunk)."""
+
+
+def _with_stops(rules: Rules, stops_before_item: StopsBefore) -> Rules:
+    """Return the rules in which chunks end before some items, if they must not end inside one."""
+
+    def get_claim_before_item(
+        config: Config,
+        within: Rules,
+        request: Request,
+        index: int,
+        num_computed: int,
+        claim: Claim,
+        before: Encoder,
+    ) -> Claim | None:
+        item, num_ahead = request.items[index], config.num_encoder_lookahead_tokens
+        is_there = item.identifier in claim.encoder.entries
+        if encoding.ends_between_items(config) and stops_before_item(
+            item, is_there, num_computed, claim.num_tokens
+        ):
+            num_new = compute_end_before(item.offset, num_computed, num_ahead)
+            return claim._replace(num_tokens=num_new)
+        given = config, within, request, index, num_computed, claim, before
+        return rules[encoding.get_claim_before_item](*given)
+
+    return rules.replacing(encoding.get_claim_before_item, get_claim_before_item)
 
 
 def whole_items_are_split(rules: Rules, config: Config) -> Rules:
@@ -114,17 +223,15 @@ def whole_items_are_split(rules: Rules, config: Config) -> Rules:
         is_before = num_computed + num_ahead < item.offset
         return is_before and not is_there and num_computed + num_new < item.offset + item.length
 
-    def compute_end_between_items(
-        items: Sequence[MultiModalItem], num_computed: int, end: int
-    ) -> int:
-        del items, num_computed
-        return end
-
-    return replace(
-        rules,
-        stops_before_item=stops_before_item,
-        compute_end_between_items=compute_end_between_items,
+    return _with_stops(rules, stops_before_item).replacing(
+        items.compute_end_between_items, compute_end_between_items
     )
+
+
+def compute_end_between_items(items: Sequence[MultiModalItem], num_computed: int, end: int) -> int:
+    """Modified `items.compute_end_between_items`: a chunk may end anywhere."""
+    del items, num_computed
+    return end
 
 
 def rests_of_items_are_split(rules: Rules, _config: Config) -> Rules:
@@ -134,12 +241,12 @@ def rests_of_items_are_split(rules: Rules, _config: Config) -> Rules:
     """
 
     def compute_end_between_items(
-        items: Sequence[MultiModalItem], num_computed: int, end: int
+        found: Sequence[MultiModalItem], num_computed: int, end: int
     ) -> int:
-        ahead = [item for item in items if item.offset >= num_computed]
-        return rules.compute_end_between_items(ahead, num_computed, end)
+        ahead = [item for item in found if item.offset >= num_computed]
+        return rules[items.compute_end_between_items](ahead, num_computed, end)
 
-    return replace(rules, compute_end_between_items=compute_end_between_items)
+    return rules.replacing(items.compute_end_between_items, compute_end_between_items)
 
 
 def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
@@ -159,34 +266,41 @@ def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
         return not is_begun and num_computed + num_new < item.offset + item.length
 
     def compute_end_between_items(
-        items: Sequence[MultiModalItem], num_computed: int, end: int
+        found: Sequence[MultiModalItem], num_computed: int, end: int
     ) -> int:
-        begun = [item for item in items if item.offset < num_computed]
-        return rules.compute_end_between_items(begun, num_computed, end)
+        begun = [item for item in found if item.offset < num_computed]
+        return rules[items.compute_end_between_items](begun, num_computed, end)
 
-    return replace(
-        rules,
-        stops_before_item=stops_before_item,
-        compute_end_between_items=compute_end_between_items,
+    return _with_stops(rules, stops_before_item).replacing(
+        items.compute_end_between_items, compute_end_between_items
     )
 
 
 def loaded_items_need_compute(rules: Rules, _config: Config) -> Rules:
     """An item that a connector can load is loaded only if the encoder budget would allow encoding
     it."""
-    return replace(rules, external_costs_compute=True)
+    return rules.replacing(encoding.has_room, has_room)
+
+
+def has_room(encoder: Encoder, item: MultiModalItem) -> bool:
+    """Modified `encoding.has_room`: also a loaded item costs compute."""
+    return fits(item.num_embeds, item.num_embeds, count_freeable(encoder), encoder.budget)
 
 
 def remade_items_are_dropped(rules: Rules, _config: Config) -> Rules:
     """The worker has to drop an evicted entry even if the same step encodes the item again."""
-    return replace(rules, drops_remade_items=True)
+    return rules.replacing(items.list_freed, list_freed)
+
+
+def list_freed(encoder: Encoder) -> tuple[str, ...]:
+    """Modified `items.list_freed`: also those that the step encodes again."""
+    return tuple([name for name, _ in encoder.evicted]) if encoder.is_shared else encoder.freed
 
 
 def remade_items_beside_are_dropped(rules: Rules, config: Config) -> Rules:
     """An encoder-decoder model drops an item of the previous step even if this step encodes it
     again."""
-    is_told = rules.drops_remade_items or config.is_encoder_decoder
-    return replace(rules, drops_remade_items=is_told)
+    return rules.replacing(items.list_freed, list_freed) if config.is_encoder_decoder else rules
 
 
 def room_beside_grows(rules: Rules, _config: Config) -> Rules:
@@ -195,13 +309,13 @@ def room_beside_grows(rules: Rules, _config: Config) -> Rules:
 
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
         if encoder.is_shared or not encoder.size:
-            return rules.free_items(encoder, request, num_computed)
+            return rules[items.free_items](encoder, request, num_computed)
         if any(item.holder[0] == request.request_id for item in encoder.planned):
             return encoder
         num_more = sum(item.num_embeds for item in request.items)
         return replace(encoder, size=encoder.size + num_more)
 
-    return replace(rules, free_items=free_items)
+    return rules.replacing(items.free_items, free_items)
 
 
 def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
@@ -209,7 +323,7 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
 
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
         if num_computed is None:
-            return rules.free_items(encoder, request, None)
+            return rules[items.free_items](encoder, request, None)
         if encoder.is_shared or Quirk.ROOM_BESIDE_GROWS not in rules.quirks:
             return encoder
         name, planned = request.request_id, encoder.planned
@@ -220,25 +334,64 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
         encoder: Encoder, request: RequestState, num_rejected: int | None
     ) -> Encoder:
         if num_rejected is None:
-            everything = rules.free_items(encoder, request.request, None)
+            everything = rules[items.free_items](encoder, request.request, None)
             return everything if encoder.is_shared else encoder
         if not request.num_computed_tokens:
             return encoder
         num_in_doubt = request.num_output_placeholders or num_rejected
         num_read = request.num_computed_tokens - num_in_doubt
-        return rules.free_items(encoder, request.request, num_read)
+        return rules[items.free_items](encoder, request.request, num_read)
 
-    return replace(rules, free_items=free_items, free_read_items=free_read_items)
+    def get_rows_committed(
+        state: State, frame: Frame, sampled: Mapping[RequestId, TokenIds]
+    ) -> tuple[State, list[OutputRow]]:
+        after, outputs = rules[commit.get_rows_committed](state, frame, sampled)
+        encoder = state.encoder
+        ended = {output.request_id for output in outputs if output.finish_reason is not None}
+        for row in frame.rows if encoder.size else ():
+            request, tokens = state.requests.get(row.request_id), sampled[row.request_id]
+            if request is None or row.is_dropped:
+                continue
+            num_rejected = len(row.draft_token_ids) + 1 - len(tokens) if tokens else 0
+            encoder = free_read_items(encoder, request, num_rejected)
+            if row.request_id in ended and not goes_on(after.requests[row.request_id]):
+                encoder = free_read_items(encoder, request, None)
+        return replace(after, encoder=encoder), outputs
+
+    return rules.replacing(items.free_items, free_items).replacing(
+        commit.get_rows_committed, get_rows_committed
+    )
 
 
 def head_reads_what_has_no_room(rules: Rules, _config: Config) -> Rules:
     """A chunk ends right before an item that does not fit, so that a draft head reads that item."""
-    return replace(rules, ends_before_the_head=False)
+    return rules.replacing(encoding.get_shorter_claim, get_shorter_claim)
+
+
+def get_shorter_claim(
+    config: Config,
+    rules: Rules,
+    request: Request,
+    index: int,
+    num_computed: int,
+    claim: Claim,
+    before: Encoder,
+) -> Claim:
+    """Modified `encoding.get_shorter_claim`: the chunk ends right before the item."""
+    del config, rules, before
+    num_new = compute_end_before(request.items[index].offset, num_computed, 0)
+    return claim._replace(num_tokens=num_new)
 
 
 def without_items_passed_over(rules: Rules, _config: Config) -> Rules:
     """A waiting request that gets no token because an item does not fit is skipped."""
-    return replace(rules, passes_over_without_items=True)
+
+    def get_verdict_without_tokens(claim: Claim) -> Verdict:
+        if claim.lacks_items:
+            return Verdict.PASSED_OVER
+        return rules[admission.get_verdict_without_tokens](claim)
+
+    return rules.replacing(admission.get_verdict_without_tokens, get_verdict_without_tokens)
 
 
 STORIES = (

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from typing import Final
 
-from blockstep.spec import copies
+from blockstep.spec.copies import replace
+from blockstep.spec.core.parts import Part
+from blockstep.spec.lives import reports
 from blockstep.spec.lives.sessions import drop_row
 from blockstep.spec.memory.slots import compute_num_blocks
 from blockstep.spec.pool import withdraw_blocks
-from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
+from blockstep.spec.step import plans
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
@@ -20,6 +24,9 @@ from blockstep.spec.vocabulary import (
     RequestId,
     Status,
 )
+
+NUM_SCHEDULED: Final = Part("num_scheduled", 0)
+"""Of a row in flight: its tokens."""
 
 
 def only_the_first_goes_back(rules: Rules, _config: Config) -> Rules:
@@ -34,7 +41,7 @@ def only_the_first_goes_back(rules: Rules, _config: Config) -> Rules:
     ) -> tuple[State, tuple[RequestId, ...]]:
         if not invalid:
             return state, ()
-        rows = {row.request_id: row.num_scheduled for row in frame.rows} if frame else {}
+        rows = {row.request_id: NUM_SCHEDULED.of(row) for row in frame.rows} if frame else {}
         parked = [
             name
             for name in state.skipped_waiting
@@ -44,16 +51,22 @@ def only_the_first_goes_back(rules: Rules, _config: Config) -> Rules:
         state, of_running, behind = get_cut(state, state.running, rows, frozenset(invalid))
         ends = state.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL
         if ends:
-            state = copies.replace(state, pool=withdraw_blocks(state.pool, behind))
+            state = replace(state, pool=withdraw_blocks(state.pool, behind))
         failed = (*of_parked, *of_running) if ends else ()
         if frame is not None:
             frame, *later = state.frames
             for name in failed if ends else of_running:
                 frame = drop_row(frame, name)
-            state = copies.replace(state, frames=(frame, *later))
+            state = replace(state, frames=(frame, *later))
         return state, failed
 
-    return replace(rules, get_failures=get_failures, remembers_num_scheduled=True)
+    def get_frame_rows(step: Step) -> tuple[FrameRow, ...]:
+        found = zip(rules[plans.get_frame_rows](step), step.rows, strict=True)
+        return tuple([NUM_SCHEDULED.put(row, planned.num_scheduled) for row, planned in found])
+
+    return rules.replacing(reports.get_failures, get_failures).replacing(
+        plans.get_frame_rows, get_frame_rows
+    )
 
 
 def get_cut(
@@ -84,16 +97,16 @@ def get_cut(
         marked.update([table[index] for index in own])
         behind += table[own[0] :] if own else ()
         num_computed = own[0] * size if own else num_before
-        requests = requests.having(name, copies.replace(request, num_computed_tokens=num_computed))
+        requests = requests.having(name, replace(request, num_computed_tokens=num_computed))
         affected.append(name)
-    return copies.replace(state, requests=requests), affected, behind
+    return replace(state, requests=requests), affected, behind
 
 
 def failed_tell_what_is_not_counted(rules: Rules, _config: Config) -> Rules:
     """A request that fails before its first admission is reported with -1 cached tokens."""
 
-    def get_failed_row(row: OutputRow, request: RequestState) -> OutputRow:
-        row = rules.get_failed_row(row, request)
+    def get_failed_row(request: RequestState) -> OutputRow:
+        row = rules[reports.get_failed_row](request)
         return replace(row, num_cached_tokens=request.num_cached_tokens)
 
-    return replace(rules, get_failed_row=get_failed_row)
+    return rules.replacing(reports.get_failed_row, get_failed_row)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import TypeAlias
 
+from blockstep.spec import requests
 from blockstep.spec.hashing import get_group_keys
+from blockstep.spec.memory import prefix, slots
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.prefix import count_runs, is_valid_hit
 from blockstep.spec.memory.slots import compute_num_taken, count_free_hits
@@ -15,6 +17,8 @@ from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.rules import Rules
+from blockstep.spec.step import plans
+from blockstep.spec.step.work import Scheduled
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, GroupKind, KVGroup, RequestId
 
 Range: TypeAlias = tuple[int, int]
@@ -187,7 +191,7 @@ def hits_are_searched(rules: Rules, config: Config) -> Rules:
     if len(config.groups) == 1:  # the last block is dropped, as in strict rules
         quirks -= {Quirk.HEAD_LOOKS_BEHIND_ONCE}
     search = Search(quirks, lcm(*config.block_sizes), int(config.drops_last_hit_block))
-    return replace(rules, get_joint_hit=search.find)
+    return rules.replacing(prefix.get_joint_hit, search.find)
 
 
 def count_needed(
@@ -208,12 +212,12 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
         num_slots: int,
         hit: tuple[BlockId, ...],
         holding: Holding,
-        num_copies: int,
+        num_copies: int = 0,
     ) -> int:
         del config, num_copies
         return count_needed(pool, group, num_slots, len(holding.block_table), hit)
 
-    return replace(rules, count_reserved_blocks=count_reserved_blocks)
+    return rules.replacing(slots.count_reserved_blocks, count_reserved_blocks)
 
 
 def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
@@ -227,7 +231,7 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
         num_slots: int,
         hit: tuple[BlockId, ...],
         holding: Holding,
-        num_copies: int,
+        num_copies: int = 0,
     ) -> int:
         del num_copies
         is_window = group.kind is GroupKind.SLIDING_WINDOW
@@ -239,43 +243,45 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
             num_slots = min(num_slots, num_blocks * group.block_size)
         return count_needed(pool, group, num_slots, len(holding.block_table), hit)
 
-    return replace(rules, count_reserved_blocks=count_reserved_blocks)
+    return rules.replacing(slots.count_reserved_blocks, count_reserved_blocks)
 
 
 def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
     """Of the skipped blocks before an attention chunk the last published one is kept."""
 
-    def count_skipped_blocks(num_skipped: int, group: KVGroup, holding: Holding) -> int:
-        num_skipped = rules.count_skipped_blocks(num_skipped, group, holding)
+    def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
+        num_skipped = rules[slots.count_skipped_blocks](group, holding, num_certain)
         if group.kind is GroupKind.CHUNKED_LOCAL and holding.num_cached_blocks:
             return min(num_skipped, holding.num_cached_blocks - 1)
         return num_skipped
 
-    return replace(rules, count_skipped_blocks=count_skipped_blocks)
+    return rules.replacing(slots.count_skipped_blocks, count_skipped_blocks)
 
 
 def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
     """A window moves on as if all drafts in flight were accepted."""
+    return rules.replacing(plans.get_num_in_doubt, get_num_in_doubt)
 
-    def get_num_in_doubt(num_drafts: int, num_scheduled: int) -> int:
-        del num_drafts, num_scheduled
-        return 0
 
-    return replace(rules, get_num_in_doubt=get_num_in_doubt)
+def get_num_in_doubt(row: Scheduled) -> int:
+    """Modified `plans.get_num_in_doubt`: none."""
+    del row
+    return 0
 
 
 def all_in_flight_is_in_doubt(rules: Rules, _config: Config) -> Rules:
     """A window moves on only when steps in flight are committed, with drafts or without."""
 
-    def get_num_in_doubt(num_drafts: int, num_scheduled: int) -> int:
-        del num_drafts
-        return num_scheduled
+    def get_num_in_doubt(row: Scheduled) -> int:
+        return row.num_scheduled
 
     def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
         rows = [row for frame in frames for row in frame.rows if row.request_id == request_id]
         return sum([row.num_in_doubt for row in rows])
 
-    return replace(rules, get_num_in_doubt=get_num_in_doubt, count_in_doubt=count_in_doubt)
+    return rules.replacing(plans.get_num_in_doubt, get_num_in_doubt).replacing(
+        requests.count_in_doubt, count_in_doubt
+    )
 
 
 STORIES = (

@@ -4,44 +4,52 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from blockstep.spec import hashing
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import Config, Request
+
+
+def _is_behind_outputs(request: RequestState, index: int) -> bool:
+    """Return whether outputs complete the block, or the prompt after them."""
+    return bool(request.block_keys or (index > 0 and request.output_token_ids))
 
 
 def output_blocks_name_the_last_item(rules: Rules, _config: Config) -> Rules:
     """A block completed by outputs has only the last item in its key, unless it is the first
     block."""
 
-    def get_request_behind_outputs(request: Request) -> Request:
-        if len(request.items) < 2:
-            return rules.get_request_behind_outputs(request)
-        return rules.get_request_behind_outputs(replace(request, items=request.items[-1:]))
+    def get_request_of_key(request: RequestState, index: int) -> Request:
+        asked = rules[hashing.get_request_of_key](request, index)
+        if not _is_behind_outputs(request, index):
+            return asked
+        return replace(asked, items=asked.items[-1:])
 
-    return replace(rules, get_request_behind_outputs=get_request_behind_outputs)
+    return rules.replacing(hashing.get_request_of_key, get_request_of_key)
 
 
 def items_named_without_place(rules: Rules, _config: Config) -> Rules:
     """The key of a block has the identifier of an item, but not the item's offset."""
 
     def get_item_keys(request: Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
-        return tuple((name, 0) for name, _ in rules.get_item_keys(request, start, end))
+        return tuple((name, 0) for name, _ in rules[hashing.get_item_keys](request, start, end))
 
-    return replace(rules, get_item_keys=get_item_keys)
+    return rules.replacing(hashing.get_item_keys, get_item_keys)
 
 
 def touching_item_names_an_output_block(rules: Rules, _config: Config) -> Rules:
     """A block completed by outputs has an item in its key that ends where the block begins."""
 
-    def get_request_behind_outputs(request: Request) -> Request:
-        request = rules.get_request_behind_outputs(request)
-        if not request.items:
-            return request
-        last = request.items[-1]
+    def get_request_of_key(request: RequestState, index: int) -> Request:
+        asked = rules[hashing.get_request_of_key](request, index)
+        if not asked.items or not _is_behind_outputs(request, index):
+            return asked
+        last = asked.items[-1]
         longer = replace(last, length=last.length + 1)
-        return replace(request, items=(*request.items[:-1], longer))
+        return replace(asked, items=(*asked.items[:-1], longer))
 
-    return replace(rules, get_request_behind_outputs=get_request_behind_outputs)
+    return rules.replacing(hashing.get_request_of_key, get_request_of_key)
 
 
 STORIES = (

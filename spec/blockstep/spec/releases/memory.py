@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.spec.memory.slots import release_slots
+from blockstep.spec import pool as pools
+from blockstep.spec.lives import commit
+from blockstep.spec.memory import slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import BlockId, Config, FrameId
 
@@ -17,7 +19,7 @@ def _with_unnamed_first(rules: Rules) -> Rules:
     """Return the rules in which free blocks without a key are taken before all others."""
 
     def free_blocks(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
-        after = rules.free_blocks(pool, block_table)
+        after = rules[pools.free_blocks](pool, block_table)
         num_released = len(after.free_queue) - len(pool.free_queue)
         released = after.free_queue[-num_released:] if num_released else ()
         if pool.is_lifo:
@@ -27,38 +29,52 @@ def _with_unnamed_first(rules: Rules) -> Rules:
         rest = (*named, *pool.free_queue) if pool.is_lifo else (*pool.free_queue, *named)
         return replace(after, free_queue=(*unnamed, *rest))
 
-    return replace(rules, free_blocks=free_blocks)
+    return rules.replacing(pools.free_blocks, free_blocks)
 
 
 def unwritten_keys_stay(rules: Rules, _config: Config) -> Rules:
     """Blocks of a removed row stay published although the step does not fill them."""
 
-    def revoke_slots(
-        pool: Pool,
-        request: RequestState,
-        block_sizes: tuple[int, ...],
-        rules: Rules,
-        fence: FrameId | None,
-    ) -> Pool:
-        del block_sizes
-        return release_slots(pool, request, rules, fence)
+    return rules.replacing(slots.revoke_slots, revoke_slots)
 
-    return replace(rules, revoke_slots=revoke_slots)
+
+def revoke_slots(
+    pool: Pool,
+    request: RequestState,
+    block_sizes: tuple[int, ...],
+    rules: Rules,
+    fence: FrameId | None = None,
+) -> Pool:
+    """Modified `slots.revoke_slots`: no key is withdrawn."""
+    del block_sizes
+    return slots.release_slots(pool, request, rules, fence)
 
 
 def nothing_reserved(rules: Rules, _config: Config) -> Rules:
     """A request is admitted when its first chunk fits, even with scheduler_reserve_full_isl."""
-    return replace(rules, reserves_full_isl=False)
+    return rules.replacing(slots.can_finish, can_finish)
+
+
+def can_finish(
+    config: Config, pool: Pool, request: RequestState, hit: Hit, rules: Rules, num_spared: int = 0
+) -> bool:
+    """Modified `slots.can_finish`: whatever it needs later."""
+    del config, pool, request, hit, rules, num_spared
+    return True
 
 
 def admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
     """A request is admitted with lookahead slots, which it does not need yet."""
 
-    def get_num_lookahead_at_admission(config: Config, request: RequestState) -> int:
-        del request
-        return config.num_lookahead_tokens
+    return rules.replacing(slots.allocate_first_slots, allocate_first_slots)
 
-    return replace(rules, get_num_lookahead_at_admission=get_num_lookahead_at_admission)
+
+def allocate_first_slots(
+    config: Config, pool: Pool, request: RequestState, num_new: int, hit: Hit, rules: Rules
+) -> tuple[Pool, RequestState] | None:
+    """Modified `slots.allocate_first_slots`: with lookahead slots."""
+    num_lookahead = config.num_lookahead_tokens
+    return slots.allocate_slots(config, pool, request, num_new, num_lookahead, hit, rules)
 
 
 def unnamed_blocks_first(rules: Rules, config: Config) -> Rules:
@@ -74,10 +90,10 @@ def uncached_blocks_first(rules: Rules, config: Config) -> Rules:
 def drafts_publish_at_commit(rules: Rules, _config: Config) -> Rules:
     """With drafts a synchronous commit publishes the blocks that it fills."""
 
-    def publishes_at_commit(is_async: bool, config: Config) -> bool:
-        return config.num_speculative_tokens > 0 or rules.publishes_at_commit(is_async, config)
+    def publishes_at_commit(config: Config) -> bool:
+        return config.num_speculative_tokens > 0 or rules[commit.publishes_at_commit](config)
 
-    return replace(rules, publishes_at_commit=publishes_at_commit)
+    return rules.replacing(commit.publishes_at_commit, publishes_at_commit)
 
 
 STORIES = (

@@ -121,12 +121,12 @@ def self_victim_lets_others_run(rules: Rules, _config: Config) -> Rules:
 
 def too_long_is_passed_over(rules: Rules, _config: Config) -> Rules:
     """Without chunked prefill, a prompt longer than the remaining budget is skipped."""
-    return rules.replacing(admission.get_verdict_without_budget, get_verdict_without_budget)
 
+    def get_waiting_share(step: Step, request: RequestState, num_start: int) -> int | Verdict:
+        found = rules[admission.get_waiting_share](step, request, num_start)
+        return Verdict.PASSED_OVER if found is Verdict.NO_ROOM else found
 
-def get_verdict_without_budget() -> Verdict:
-    """Modified `admission.get_verdict_without_budget`: the next request is tried."""
-    return Verdict.PASSED_OVER
+    return rules.replacing(admission.get_waiting_share, get_waiting_share)
 
 
 STORIES = (

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.beside.grammar import Stand
 from blockstep.spec.lives import endings, sessions
-from blockstep.spec.pool import Pool
+from blockstep.spec.memory import slots
+from blockstep.spec.pool import Pool, get_num_free_blocks
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.requests import Frame, Hit, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, FinishReason, FrameId, Request, RequestId, TokenId
+from blockstep.spec.step import admission, giving, plans
+from blockstep.spec.step.work import Step, Verdict
+from blockstep.spec.vocabulary import (
+    BlockId,
+    Config,
+    FinishReason,
+    FrameId,
+    Request,
+    RequestId,
+    Status,
+    TokenId,
+)
 
 
 def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
     """An idle or waiting session keeps its blocks under memory pressure and under any reset."""
-    return replace(rules, takes_back_from_sessions=False)
+
+    def may_give(step: Step, request_id: RequestId) -> bool:
+        is_parked = step.requests[request_id].status is Status.WAITING_FOR_REMOTE_KVS
+        return is_parked and rules[giving.may_give](step, request_id)
+
+    return rules.replacing(giving.may_give, may_give)
 
 
 def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
@@ -95,17 +113,42 @@ def get_frames_behind_stop(frames: tuple[Frame, ...], request_id: RequestId) -> 
 def sessions_admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
     """A continued session is admitted with lookahead slots, other requests are not."""
 
-    def get_num_lookahead_at_admission(config: Config, request: RequestState) -> int:
-        if request.num_computed_tokens:
-            return config.num_lookahead_tokens
-        return rules.get_num_lookahead_at_admission(config, request)
+    def allocate_first_slots(
+        config: Config, pool: Pool, request: RequestState, num_new: int, hit: Hit, within: Rules
+    ) -> tuple[Pool, RequestState] | None:
+        if not request.num_computed_tokens:
+            allocate = rules[slots.allocate_first_slots]
+            return allocate(config, pool, request, num_new, hit, within)
+        num_lookahead = config.num_lookahead_tokens
+        return slots.allocate_slots(config, pool, request, num_new, num_lookahead, hit, within)
 
-    return replace(rules, get_num_lookahead_at_admission=get_num_lookahead_at_admission)
+    return rules.replacing(slots.allocate_first_slots, allocate_first_slots)
 
 
 def refused_sessions_give_back(rules: Rules, _config: Config) -> Rules:
     """A session that does not fit has already freed its skipped blocks."""
-    return replace(rules, skips_before_the_gate=False)
+    return rules.replacing(admission.get_slots_at_admission, process_slots_at_admission)
+
+
+def process_slots_at_admission(
+    step: Step, request: RequestState, num_new: int, hit: Hit
+) -> tuple[Pool, RequestState] | Verdict:
+    """Modified `admission.get_slots_at_admission`: skipped blocks are freed after the gate, whether
+    or not the request is admitted then."""
+    config, rules = step.state.config, step.state.rules
+    num_spared = config.watermark_blocks if step.running else 0
+    if config.scheduler_reserve_full_isl and not rules[slots.can_finish](
+        config, step.pool, request, hit, rules, num_spared
+    ):
+        return Verdict.NO_BLOCKS
+    step.pool, request = admission.get_skipped_at_admission(step, request)
+    name = request.request_id
+    step.requests[name] = replace(step.requests[name], holdings=request.holdings)
+    allocate = rules[slots.allocate_first_slots]
+    granted = allocate(config, step.pool, request, num_new, hit, rules)
+    if granted is None or num_spared > get_num_free_blocks(granted[0]):
+        return Verdict.NO_BLOCKS
+    return granted
 
 
 def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
@@ -128,7 +171,27 @@ def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
 
 def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
     """Common prefix blocks of running requests are counted only if idle sessions hold them, too."""
-    return replace(rules, hint_is_of_all_holders=True)
+    return rules.replacing(plans.list_common_prefixes, list_common_prefixes)
+
+
+def list_common_prefixes(step: Step) -> list[int]:
+    """Modified `plans.list_common_prefixes`: the leading blocks that all requests with blocks
+    hold."""
+    return [count_held_by_all(step, table) for table in step.requests[step.running[0]].block_tables]
+
+
+def count_held_by_all(step: Step, table: Sequence[BlockId]) -> int:
+    """Return the leading blocks of a table whose ref count is the number of requests with blocks.
+
+    Source: vLLM 0.19.1 `FullAttentionManager.get_num_common_prefix_blocks`, which counts a request
+    that holds a block in two tables twice; P26.
+    """
+    waiting = [step.requests[name].block_tables for name in (*step.waiting, *step.skipped)]
+    ended = step.transfers.held
+    held = [ended[name].block_tables for name in sorted(ended)]
+    num_holders = len(step.running) + sum(map(any, (*waiting, *held)))
+    refs = step.pool.ref_counts
+    return next((i for i, b in enumerate(table) if refs[b] != num_holders), len(table))
 
 
 def session_tells_its_last_stop_token(rules: Rules, _config: Config) -> Rules:

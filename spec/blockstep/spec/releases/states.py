@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
+from blockstep.spec.memory import states
+from blockstep.spec.memory.prefix import get_prefix_hit
 from blockstep.spec.pool import Pool
 from blockstep.spec.releases.groups import hits_are_searched
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import BlockId, Config, GroupKind, KVGroup, MambaCacheMode
+from blockstep.spec.step import admission, encoding, plans, share
+from blockstep.spec.step.encoding import Claim
+from blockstep.spec.step.work import Scheduled, Step, Verdict
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
 
 
 def chunks_round_to_nothing(rules: Rules, _config: Config) -> Rules:
@@ -29,7 +31,7 @@ def chunks_round_to_nothing(rules: Rules, _config: Config) -> Rules:
             return num_new // size * size
         return last - num_computed if num_computed < last else num_new
 
-    return replace(rules, get_aligned_share=get_aligned_share)
+    return rules.replacing(share.get_aligned_share, get_aligned_share)
 
 
 def chunks_end_at_checkpoints(rules: Rules, config: Config) -> Rules:
@@ -60,7 +62,8 @@ def chunks_end_at_checkpoints(rules: Rules, config: Config) -> Rules:
             return 1  # a token that is padded with drafts runs without them, and not with fewer
         return max(min([*within, end]) - num_computed, 0)
 
-    return replace(hits_are_searched(rules, config), get_aligned_share=get_aligned_share)
+    searching = hits_are_searched(rules, config)
+    return searching.replacing(share.get_aligned_share, get_aligned_share)
 
 
 def states_are_left_at_once(rules: Rules, _config: Config) -> Rules:
@@ -70,37 +73,52 @@ def states_are_left_at_once(rules: Rules, _config: Config) -> Rules:
         del group
         return max(num_computed - num_in_doubt, 0)
 
-    return replace(rules, compute_num_certain=compute_num_certain)
+    return rules.replacing(states.compute_num_certain, compute_num_certain)
 
 
 def fresh_states_are_waited_for(rules: Rules, config: Config) -> Rules:
     """A request that would hit a state of the same step waits, and so do all after it."""
 
-    def hide_states(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
-        del block_ids
-        return pool
+    def get_findable_pool(step: Step) -> Pool:
+        return step.pool
 
-    def waits_for_states(before: Pool, pool: Pool, unwritten: Sequence[BlockId], hit: Hit) -> bool:
-        written = {pool.block_keys[block_id] for block_id in unwritten}
-        for group, table in zip(config.groups, hit.block_tables, strict=False):
-            if group.kind is GroupKind.RECURRENT and table:
-                key = pool.block_keys[table[-1]]
-                assert key is not None, "what is hit is published"
-                named = [before.block_keys[block_id] for block_id in pool.cached[key]]
-                if key in written or named != [key] * len(named):
-                    return True
+    def get_slots_at_admission(
+        step: Step, request: RequestState, num_new: int, hit: Hit
+    ) -> tuple[Pool, RequestState] | Verdict:
+        if config.groups and _waits_for_states(step, request):
+            return Verdict.NO_ROOM if num_new else Verdict.NO_BLOCKS
+        return rules[admission.get_slots_at_admission](step, request, num_new, hit)
+
+    return rules.replacing(admission.get_findable_pool, get_findable_pool).replacing(
+        admission.get_slots_at_admission, get_slots_at_admission
+    )
+
+
+def _waits_for_states(step: Step, request: RequestState) -> bool:
+    """Return whether the hit of a request in the pool has a state that the step has published."""
+    if request.num_computed_tokens:
         return False
-
-    return replace(rules, hide_states=hide_states, waits_for_states=waits_for_states)
+    config, before, pool = step.state.config, step.state.pool, step.pool
+    hit = get_prefix_hit(config, pool, request, step.state.rules)
+    written = {pool.block_keys[block_id] for block_id in admission.get_unwritten_states(step)}
+    for group, table in zip(config.groups, hit.block_tables, strict=False):
+        if group.kind is GroupKind.RECURRENT and table:
+            key = pool.block_keys[table[-1]]
+            assert key is not None, "what is hit is published"
+            named = [before.block_keys[block_id] for block_id in pool.cached[key]]
+            if key in written or named != [key] * len(named):
+                return True
+    return False
 
 
 def only_full_attention_is_zeroed(rules: Rules, _config: Config) -> Rules:
     """Blocks of windows and chunks are not zeroed, though states may have been in them."""
+    return rules.replacing(plans.is_zeroed, is_zeroed)
 
-    def is_zeroed(group: KVGroup) -> bool:
-        return group.kind is GroupKind.FULL
 
-    return replace(rules, is_zeroed=is_zeroed)
+def is_zeroed(group: KVGroup) -> bool:
+    """Modified `plans.is_zeroed`: if it has full attention."""
+    return group.kind is GroupKind.FULL
 
 
 def withdrawn_blocks_are_zeroed(rules: Rules, _config: Config) -> Rules:
@@ -108,7 +126,11 @@ def withdrawn_blocks_are_zeroed(rules: Rules, _config: Config) -> Rules:
 
     Another row may have taken them since.
     """
-    return replace(rules, zeroes_withdrawn=True)
+
+    def has_zeroed_blocks(step: Step, row: Scheduled) -> bool:
+        return row.num_scheduled > 0 or rules[plans.has_zeroed_blocks](step, row)
+
+    return rules.replacing(plans.has_zeroed_blocks, has_zeroed_blocks)
 
 
 def blocks_of_loads_are_zeroed(rules: Rules, _config: Config) -> Rules:
@@ -116,12 +138,23 @@ def blocks_of_loads_are_zeroed(rules: Rules, _config: Config) -> Rules:
 
     Source: vLLM 0.19.1 `allocate_new_computed_blocks`, which records them for zeroing.
     """
-    return replace(rules, zeroes_loads=True)
+
+    def has_zeroed_blocks(step: Step, row: Scheduled) -> bool:
+        return row.num_scheduled == 0 or rules[plans.has_zeroed_blocks](step, row)
+
+    return rules.replacing(plans.has_zeroed_blocks, has_zeroed_blocks)
 
 
-def states_come_before_items(rules: Rules, _config: Config) -> Rules:
+def states_come_before_items(rules: Rules, config: Config) -> Rules:
     """A chunk is cut first for states, then at any token before an item that does not fit."""
-    return replace(rules, aligns_before_items=True)
+    return rules.replacing(encoding.process_limits, process_limits) if config.groups else rules
+
+
+def process_limits(step: Step, request: RequestState, num_computed: int, num_new: int) -> Claim:
+    """Modified `encoding.process_limits`: in the other order."""
+    config, rules = step.state.config, step.state.rules
+    num_new = rules[share.get_aligned_share](config, request, num_computed, num_new)
+    return rules[encoding.process_items_asked](step, request, num_computed, num_new)
 
 
 STORIES = (

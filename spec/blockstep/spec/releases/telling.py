@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from blockstep.spec import pool as pools
 from blockstep.spec.hashing import get_group_keys, get_tokens
+from blockstep.spec.lives import control
+from blockstep.spec.memory import telling
 from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
@@ -23,7 +26,13 @@ from blockstep.spec.vocabulary import (
 
 def resets_are_told_late(rules: Rules, _config: Config) -> Rules:
     """The event of a reset is returned by the next commit, however late."""
-    return replace(rules, tells_resets_at_once=False)
+    return rules.replacing(control.take_reset_events, take_reset_events)
+
+
+def take_reset_events(pool: Pool, rules: Rules) -> tuple[Pool, tuple[KVEvent, ...]]:
+    """Modified `control.take_reset_events`: none yet."""
+    del rules
+    return pool, ()
 
 
 def null_blocks_are_told(rules: Rules, _config: Config) -> Rules:
@@ -48,17 +57,17 @@ def null_blocks_are_told(rules: Rules, _config: Config) -> Rules:
             ),
         )
 
-    return replace(rules, get_stored=get_stored)
+    return rules.replacing(telling.get_stored, get_stored)
 
 
 def events_name_no_group(rules: Rules, _config: Config) -> Rules:
     """KV events name blocks by their tokens alone, so the keys of all groups look alike."""
 
     def take_events(pool: Pool) -> tuple[Pool, tuple[KVEvent, ...]]:
-        pool, events = rules.take_events(pool)
+        pool, events = rules[pools.take_events](pool)
         return pool, tuple(map(without_group, events))
 
-    return replace(rules, take_events=take_events)
+    return rules.replacing(pools.take_events, take_events)
 
 
 def without_group(event: KVEvent) -> KVEvent:

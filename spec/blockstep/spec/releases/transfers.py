@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from blockstep.spec import copies
+from blockstep.spec.beside import transfers as machine
+from blockstep.spec.beside.transfers import NO_OFFERS, Transfers
+from blockstep.spec.copies import replace
+from blockstep.spec.lives import control, endings, idle
 from blockstep.spec.lives.idle import has_runnable
+from blockstep.spec.memory import slots
 from blockstep.spec.memory.groups import compute_num_skipped_tokens
 from blockstep.spec.memory.slots import compute_num_blocks, skip_slots
 from blockstep.spec.pool import Pool, allocate_blocks, touch_blocks
@@ -15,26 +18,42 @@ from blockstep.spec.releases.failures import (
     only_the_first_goes_back,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Hit, RequestState, without_nulls
+from blockstep.spec.requests import Hit, RequestState, count_in_doubt, without_nulls
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
-from blockstep.spec.step import admission
+from blockstep.spec.step import admission, giving, loading
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockTables,
     Config,
+    HeldBlocks,
     KVGroup,
+    RequestId,
+    Reset,
+    ResetDone,
+    Status,
 )
 
 
 def skipped_reading_still_loads(rules: Rules, _config: Config) -> Rules:
     """A request with skip_reading_prefix_cache loads KV from a store."""
-    return replace(rules, asks_who_skips_reading=True)
+    return rules.replacing(loading.asks_store, asks_store)
+
+
+def asks_store(request: RequestState) -> bool:
+    """Modified `loading.asks_store`: also if it skips reading the cache."""
+    return request.num_computed_tokens == 0
 
 
 def skipped_reading_counts_as_asked(rules: Rules, _config: Config) -> Rules:
     """A request with skip_reading_prefix_cache counts as a miss of the store."""
-    return replace(rules, counts_who_skips_reading=True)
+    return rules.replacing(loading.counts_as_asked, counts_as_asked)
+
+
+def counts_as_asked(request: RequestState, rules: Rules) -> bool:
+    """Modified `loading.counts_as_asked`: also if it does not ask."""
+    return request.num_computed_tokens == 0 or rules[loading.asks_store](request)
 
 
 def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
@@ -49,47 +68,76 @@ def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
     def compute_num_external(
         num_offered: int, num_known: int, num_local: int, is_async: bool
     ) -> int:
-        return rules.compute_num_external(num_offered, num_known + is_async, num_local, is_async)
+        compute = rules[machine.compute_num_external]
+        return compute(num_offered, num_known + is_async, num_local, is_async)
 
-    def get_returned(request: RequestState) -> RequestState:
+    def get_returned(
+        config: Config, pool: Pool, request: RequestState
+    ) -> tuple[Pool, RequestState]:
         num_computed = min(request.num_computed_tokens, request.num_known_tokens - 1)
-        return copies.replace(rules.get_returned(request), num_computed_tokens=num_computed)
+        pool, after = rules[loading.get_returned](config, pool, request)
+        return pool, replace(after, num_computed_tokens=num_computed)
 
-    return replace(rules, compute_num_external=compute_num_external, get_returned=get_returned)
+    return rules.replacing(machine.compute_num_external, compute_num_external).replacing(
+        loading.get_returned, get_returned
+    )
 
 
 def loads_publish_at_once(rules: Rules, _config: Config) -> Rules:
     """Blocks that a store loads within a step are published before they are loaded."""
-    return replace(rules, publishes_loads_at_once=True)
+
+    def is_unconfirmed(hit: Hit, is_async: bool) -> bool:
+        return is_async and rules[loading.is_unconfirmed](hit, is_async)
+
+    return rules.replacing(loading.is_unconfirmed, is_unconfirmed)
 
 
-def returned_though_refused(rules: Rules, config: Config) -> Rules:
+def returned_though_refused(rules: Rules, _config: Config) -> Rules:
     """A request whose load has finished is unparked even if it is not admitted then.
 
     Its loaded tokens count as cached from then on, unless some of its load failed.
     """
 
-    def get_returned(request: RequestState) -> RequestState:
-        after = rules.get_returned(request)
+    def get_returned(
+        config: Config, pool: Pool, request: RequestState
+    ) -> tuple[Pool, RequestState]:
+        pool, after = rules[loading.get_returned](config, pool, request)
         num_loaded = compute_num_blocks(request.num_computed_tokens, config.block_sizes[0])
         num_loaded += config.kv_groups[0].num_speculative_blocks
         if request.num_cached_tokens >= 0 or num_loaded < len(request.block_tables[0]):
-            return after
-        return copies.replace(after, num_cached_tokens=after.num_computed_tokens)
+            return pool, after
+        return pool, replace(after, num_cached_tokens=after.num_computed_tokens)
 
-    return replace(rules, returns_for_good=True, get_returned=get_returned)
+    return rules.replacing(admission.process_refused_return, process_refused_return).replacing(
+        loading.get_returned, get_returned
+    )
+
+
+def process_refused_return(
+    step: Step, request: RequestState, pool: Pool, transfers: Transfers
+) -> None:
+    """Modified `admission.process_refused_return`: nothing is undone."""
 
 
 def loaded_wait_behind_the_head(rules: Rules, _config: Config) -> Rules:
     """A request whose load has finished waits behind a head that does not fit, holding its
     blocks."""
-    return replace(rules, looks_behind_the_head=False)
+    return rules.replacing(admission.process_received_behind, process_received_behind)
+
+
+def process_received_behind(step: Step, head_id: RequestId) -> None:
+    """Modified `admission.process_received_behind`: they wait."""
 
 
 def loaded_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
     """A request whose load has finished keeps its blocks until it runs, even under memory
     pressure."""
-    return replace(rules, takes_back_from_parked=False)
+
+    def may_give(step: Step, request_id: RequestId) -> bool:
+        is_parked = step.requests[request_id].status is Status.WAITING_FOR_REMOTE_KVS
+        return not is_parked and rules[giving.may_give](step, request_id)
+
+    return rules.replacing(giving.may_give, may_give)
 
 
 def compute_num_loaded(group: KVGroup, num_tokens: int, num_found: int) -> int:
@@ -114,7 +162,7 @@ def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
         config: Config, pool: Pool, request: RequestState, hit: Hit
     ) -> tuple[Pool, BlockTables]:
         if not hit.num_external or any(request.block_tables):
-            return rules.take_hit(config, pool, request, hit)
+            return rules[slots.take_hit](config, pool, request, hit)
         early: list[tuple[BlockId, ...]] = []
         hit_tables = hit.block_tables or ((),) * len(request.holdings)
         for group, found in zip(config.kv_groups, hit_tables, strict=True):
@@ -124,23 +172,30 @@ def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
             early.append(taken)
         return pool, tuple(early)
 
-    return replace(rules, take_hit=take_hit)
+    return rules.replacing(slots.take_hit, take_hit)
 
 
 def holds_are_one(rules: Rules, _config: Config) -> Rules:
     """The first transfer to finish frees the blocks of a finished request, even if another uses
     them."""
-    return replace(rules, holds_are_one=True)
+    return rules.replacing(machine.end_hold, end_hold)
+
+
+def end_hold(transfers: Transfers, entry: HeldBlocks) -> tuple[Transfers, BlockTables]:
+    """Modified `transfers.end_hold`: whichever hold has ended, it was the last."""
+    held = transfers.held.without(entry.request_id)
+    return replace(transfers, held=held), entry.block_tables
 
 
 def skipped_loads_are_settled(rules: Rules, _config: Config) -> Rules:
     """Skipped blocks of a load, which are never loaded, count as cached."""
+    return rules.replacing(slots.count_settled, count_settled)
 
-    def count_settled(num_settled: int, found: Sequence[BlockId]) -> int:
-        del num_settled
-        return len(found)
 
-    return replace(rules, count_settled=count_settled)
+def count_settled(group: KVGroup, hit: Hit, found: Sequence[BlockId]) -> int:
+    """Modified `slots.count_settled`: all blocks that the group has before it takes some."""
+    del group, hit
+    return len(found)
 
 
 def ended_leave_their_windows_first(rules: Rules, _config: Config) -> Rules:
@@ -151,13 +206,15 @@ def ended_leave_their_windows_first(rules: Rules, _config: Config) -> Rules:
     ones.
     """
 
-    def let_go_at_end(ended: tuple[Pool, RequestState], state: State) -> tuple[Pool, RequestState]:
-        pool, request = rules.let_go_at_end(ended, state)
-        at_end = copies.replace(request, num_computed_tokens=request.num_known_tokens)
+    def get_held_at_end(
+        state: State, pool: Pool, transfers: Transfers, request: RequestState
+    ) -> tuple[Pool, Transfers, RequestState]:
+        at_end = replace(request, num_computed_tokens=request.num_known_tokens)
         pool, at_end = skip_slots(state.config, pool, at_end, 0, state.rules)
-        return pool, copies.replace(request, holdings=at_end.holdings)
+        request = replace(request, holdings=at_end.holdings)
+        return rules[endings.get_held_at_end](state, pool, transfers, request)
 
-    return replace(rules, let_go_at_end=let_go_at_end)
+    return rules.replacing(endings.get_held_at_end, get_held_at_end)
 
 
 def ended_leave_what_is_answered_first(rules: Rules, _config: Config) -> Rules:
@@ -167,12 +224,14 @@ def ended_leave_what_is_answered_first(rules: Rules, _config: Config) -> Rules:
     Windows are those after the tokens of committed steps.
     """
 
-    def let_go_at_end(ended: tuple[Pool, RequestState], state: State) -> tuple[Pool, RequestState]:
-        pool, request = rules.let_go_at_end(ended, state)
-        num_in_doubt = state.rules.count_in_doubt(state.frames, request.request_id)
-        return skip_slots(state.config, pool, request, num_in_doubt, state.rules)
+    def get_held_at_end(
+        state: State, pool: Pool, transfers: Transfers, request: RequestState
+    ) -> tuple[Pool, Transfers, RequestState]:
+        num_in_doubt = state.rules[count_in_doubt](state.frames, request.request_id)
+        pool, request = skip_slots(state.config, pool, request, num_in_doubt, state.rules)
+        return rules[endings.get_held_at_end](state, pool, transfers, request)
 
-    return replace(rules, let_go_at_end=let_go_at_end)
+    return rules.replacing(endings.get_held_at_end, get_held_at_end)
 
 
 def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
@@ -182,12 +241,11 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
     preemption.
     """
 
-    def get_parked(request: RequestState) -> RequestState:
+    def get_parked(request: RequestState, hit: Hit) -> RequestState:
+        after = rules[admission.get_parked](request, hit)
         if request.num_preemptions or request.output_token_ids:
-            return rules.get_parked(request)
-        return copies.replace(
-            rules.get_parked(request), num_cached_tokens=request.num_computed_tokens
-        )
+            return after
+        return replace(after, num_cached_tokens=after.num_computed_tokens)
 
     def get_num_cached_tokens(request: RequestState, num_start: int) -> int:
         num_cached = rules[admission.get_num_cached_tokens](request, num_start)
@@ -195,7 +253,7 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
         is_first = not request.num_preemptions and not request.output_token_ids
         return num_start if looks_up and is_first else num_cached
 
-    return replace(rules, get_parked=get_parked).replacing(
+    return rules.replacing(admission.get_parked, get_parked).replacing(
         admission.get_num_cached_tokens, get_num_cached_tokens
     )
 
@@ -205,23 +263,37 @@ def empty_transfers_are_reset(rules: Rules, _config: Config) -> Rules:
 
     These are transfers of null blocks.
     """
-    return replace(rules, waits_for_empty_transfers=False)
+
+    def is_awaiting_transfers(state: State, is_idle: bool) -> bool:
+        return not is_idle and rules[control.is_awaiting_transfers](state, is_idle)
+
+    return rules.replacing(control.is_awaiting_transfers, is_awaiting_transfers)
 
 
 def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
     """A reset clears the store even if the pool cannot be reset, and the pool even without a
     store."""
-    return replace(rules, resets_apart=True)
+
+    def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
+        if not reset.reset_connector:
+            return rules[control.process_reset](state, reset)
+        of_pool = replace(reset, reset_connector=False)
+        state, done = rules[control.process_reset](state, of_pool)
+        state = replace(state, transfers=replace(state.transfers, offers=NO_OFFERS))
+        return state, replace(done, success=done.success and state.config.kv_connector)
+
+    return rules.replacing(control.process_reset, process_reset)
 
 
 def transfers_are_no_work(rules: Rules, _config: Config) -> Rules:
     """The loop sleeps while a store reads blocks of a finished request, or, in a pause, loads
     some."""
+    return rules.replacing(idle.has_work, has_work)
 
-    def has_work(state: State) -> bool:
-        return bool(state.finished_req_ids) or has_runnable(state)
 
-    return replace(rules, has_work=has_work)
+def has_work(state: State) -> bool:
+    """Modified `idle.has_work`: without transfers."""
+    return bool(state.finished_req_ids) or has_runnable(state)
 
 
 STORIES = (

@@ -7,21 +7,31 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from blockstep.spec.beside.adapters import has_seat
-from blockstep.spec.beside.transfers import is_received, start_load
+from blockstep.spec.beside.transfers import Transfers, is_received, start_load
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.forks import list_copies
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
-from blockstep.spec.memory.slots import NO_HIT, allocate_slots, can_finish, skip_slots
-from blockstep.spec.pool import Pool, get_num_free_blocks
-from blockstep.spec.requests import Frame, Hit, RequestState, list_rows_in_flight, without_nulls
+from blockstep.spec.memory.slots import NO_HIT, allocate_first_slots, can_finish, skip_slots
+from blockstep.spec.pool import Pool, get_num_free_blocks, withdraw_blocks
+from blockstep.spec.requests import (
+    Frame,
+    Hit,
+    RequestState,
+    count_in_doubt,
+    list_rows_in_flight,
+    without_nulls,
+)
 from blockstep.spec.step.encoding import (
-    process_items_asked,
+    Claim,
+    process_items_missing,
     process_items_refused,
     process_items_taken,
+    process_limits,
 )
 from blockstep.spec.step.loading import (
     counts_as_asked,
     get_offered_hit,
+    is_unconfirmed,
     process_load,
     process_return,
 )
@@ -52,8 +62,7 @@ def process_waiting_phase(step: Step) -> None:
             break
         verdict = get_verdict(step, queue[0])
         if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
-            if rules.looks_behind_the_head:
-                process_received_behind(step, queue[0])
+            rules[process_received_behind](step, queue[0])
             break
         request_id = queue.pop(0)
         if verdict is not Verdict.ADMITTED:
@@ -98,7 +107,7 @@ def process_received_behind(step: Step, head_id: RequestId) -> None:
     head that may wait for these blocks; upstream lets them wait. Source: vLLM 0.19.1 `schedule`;
     P10, P15, P17.
     """
-    if not step.transfers.parked or not step.state.rules.looks_behind_the_head:
+    if not step.transfers.parked:
         return
     queues, policy = ([*step.waiting], [*step.skipped]), step.state.config.policy
     while queue := select_queue(policy, *queues, step.requests):
@@ -136,10 +145,16 @@ def process_trial(step: Step, request_id: RequestId) -> Verdict:
     pool, transfers = step.pool, step.transfers
     process_return(step, request_id)
     verdict = process_gates(step, request_id)
-    is_refused = verdict not in (Verdict.ADMITTED, Verdict.PARKED)
-    if is_refused and not step.state.rules.returns_for_good:
-        step.pool, step.transfers, step.requests[request_id] = pool, transfers, request
+    if verdict not in (Verdict.ADMITTED, Verdict.PARKED):
+        step.state.rules[process_refused_return](step, request, pool, transfers)
     return verdict
+
+
+def process_refused_return(
+    step: Step, request: RequestState, pool: Pool, transfers: Transfers
+) -> None:
+    """Undo the confirmation of a load, because its request is not admitted. Source: P7, P19."""
+    step.pool, step.transfers, step.requests[request.request_id] = pool, transfers, request
 
 
 def process_gates(step: Step, request_id: RequestId) -> Verdict:
@@ -216,72 +231,55 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     """
     config, rules = step.state.config, step.state.rules
     # refuse
-    unwritten = get_unwritten_states(step) if config.groups else []
-    pool = rules.hide_states(step.pool, unwritten) if unwritten else step.pool
-    num_computed = request.num_computed_tokens
-    hit = NO_HIT if num_computed else get_prefix_hit(config, pool, request, rules)
+    num_computed, hit = request.num_computed_tokens, NO_HIT
+    if num_computed == 0:
+        hit = get_prefix_hit(config, rules[get_findable_pool](step), request, rules)
     if hit.junction != request.junction:
         request = replace(request, junction=hit.junction)
-    local = hit
     if config.kv_connector:
         offered = get_offered_hit(config, step.transfers, request, hit, rules)
         if offered is None:
             return Verdict.PASSED_OVER
         hit, is_async = offered
-        is_unsettled = hit.num_external > 0 and (is_async or not rules.publishes_loads_at_once)
+        is_unsettled = rules[is_unconfirmed](hit, is_async)
         request = replace(request, is_unsettled=is_unsettled)
         if is_async:
-            before, now = step.state.pool, step.pool
-            if config.groups and rules.waits_for_states(before, now, unwritten, local):
-                return Verdict.NO_BLOCKS
             return process_parking(step, request, hit)
-    num_known, num_start = request.num_known_tokens, num_computed + hit.num_tokens
-    running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
-    num_padding = rules.get_num_padding(config, num_known, num_start, step.budget, running)
-    if num_padding is None:
-        return Verdict.NO_ROOM
-    num_new = compute_share(
-        num_known + num_padding,
-        num_start,
-        rules[get_threshold](step),
-        step.budget,
-        end=num_known + num_padding,
-        is_whole=not config.enable_chunked_prefill,
-    )
-    if num_new <= 0:
-        return rules[get_verdict_without_budget]()
-    if config.groups and rules.aligns_before_items:
-        num_new = rules.get_aligned_share(config, request, num_start, num_new)
-    claim = process_items_asked(step, request, num_start, num_new)
-    is_without_items = claim.num_tokens == 0 < num_new
-    num_new = claim.num_tokens
-    if config.groups and not rules.aligns_before_items:
-        num_new = rules.get_aligned_share(config, request, num_start, num_new)
-    if num_new == 0:
-        process_items_refused(step, request, is_for_items=True)
-        is_passed_over = is_without_items and rules.passes_over_without_items
-        return Verdict.PASSED_OVER if is_passed_over else Verdict.NO_ROOM
-    if config.groups and rules.waits_for_states(step.state.pool, step.pool, unwritten, local):
+    num_start = num_computed + hit.num_tokens
+    num_new = rules[get_waiting_share](step, request, num_start)
+    if isinstance(num_new, Verdict):
+        return num_new
+    claim = rules[process_limits](step, request, num_start, num_new)
+    if claim.num_tokens == 0:
+        rules[process_items_missing](step, request)
+        return rules[get_verdict_without_tokens](claim)
+    granted = rules[get_slots_at_admission](step, request, claim.num_tokens, hit)
+    if isinstance(granted, Verdict):
         process_items_refused(step, request)
-        return Verdict.NO_ROOM
-    granted = get_slots_at_admission(step, request, num_new, hit)
-    if granted is None:
-        process_items_refused(step, request)
-        return Verdict.NO_BLOCKS
+        return granted
     # pool
     step.pool, after = granted
     # requests
-    process_entrance(step, request, after, hit, num_new)
-    process_items_taken(step, request, claim)
+    process_entrance(step, request, after, hit, claim.num_tokens)
+    rules[process_items_taken](step, request, claim)
     return Verdict.ADMITTED
 
 
-def get_verdict_without_budget() -> Verdict:
-    """Return the verdict on a request for whose first chunk the budget is too small.
+def get_waiting_share(step: Step, request: RequestState, num_start: int) -> int | Verdict:
+    """Return the tokens that a waiting request could have in this step, or why it has none.
 
-    No later request overtakes it. Source: seed 001 "Waiting Queue -- Admission Gate"; P16.
+    It starts behind `num_start` tokens. If the budget is too small for its first chunk, no later
+    request overtakes it. Source: seed 001 "For Waiting Requests (First Prefill)"; P9, P16.
     """
-    return Verdict.NO_ROOM
+    num_new = compute_share(
+        request.num_known_tokens,
+        num_start,
+        step.state.rules[get_threshold](step),
+        step.budget,
+        end=request.num_known_tokens,
+        is_whole=not step.state.config.enable_chunked_prefill,
+    )
+    return num_new if num_new > 0 else Verdict.NO_ROOM
 
 
 def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
@@ -292,12 +290,12 @@ def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
     Source: vLLM 0.19.1 `schedule`
     (`load_kv_async`); P7, P8, P19.
     """
-    granted = get_slots_at_admission(step, request, 0, hit)
-    if granted is None:
-        return Verdict.NO_BLOCKS
+    granted = step.state.rules[get_slots_at_admission](step, request, 0, hit)
+    if isinstance(granted, Verdict):
+        return granted
     step.pool, after = granted
-    after = replace(after, status=Status.WAITING_FOR_REMOTE_KVS, num_computed_tokens=hit.num_tokens)
-    step.requests[request.request_id] = step.state.rules.get_parked(after)
+    after = step.state.rules[get_parked](after, hit)
+    step.requests[request.request_id] = after
     taken = Scheduled(request.request_id, hit.num_tokens, 0, after.block_tables, hit.block_tables)
     step.granted.append(taken)
     step.transfers = start_load(step.transfers, request.request_id, request.status)
@@ -306,35 +304,67 @@ def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
     return Verdict.PARKED
 
 
+def get_parked(request: RequestState, hit: Hit) -> RequestState:
+    """Return a request that waits for its asynchronous load; the loaded tokens count as computed.
+
+    Nothing is reported as cached before it is admitted. Source: vLLM 0.19.1 `schedule`; P19, P21.
+    """
+    status = Status.WAITING_FOR_REMOTE_KVS
+    return replace(request, status=status, num_computed_tokens=hit.num_tokens)
+
+
+def get_verdict_without_tokens(claim: Claim) -> Verdict:
+    """Return the verdict on a request that gets no token because of items or states.
+
+    No later request overtakes it. Source: seed 001 "Waiting Queue -- Admission Gate"; P16.
+    """
+    del claim
+    return Verdict.NO_ROOM
+
+
 def get_slots_at_admission(
     step: Step, request: RequestState, num_new: int, hit: Hit
-) -> tuple[Pool, RequestState] | None:
-    """Return pool and request with slots for its first tokens, or None if it does not fit.
+) -> tuple[Pool, RequestState] | Verdict:
+    """Return pool and request with slots for its first tokens, or NO_BLOCKS if it does not fit.
 
     While other requests run it must leave them some free blocks (watermark); upstream leaves none.
     With no running request there is no watermark, so no request waits without need. Source: seed
     001 "Full ISL reservation"; seed 002 "The Watermark", which applies to an empty engine, too; P7,
     P8, P10.
     """
-    config, rules, pool = step.state.config, step.state.rules, step.pool
-    name, goes_on = request.request_id, bool(config.groups and request.num_computed_tokens)
-    num_in_doubt = rules.count_in_doubt(step.state.frames, name) if goes_on else 0
-    fence = step.get_fence(name) if goes_on else None
-    if goes_on and rules.skips_before_the_gate:
-        pool, request = skip_slots(config, pool, request, num_in_doubt, rules, fence)
-    is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
+    config, rules = step.state.config, step.state.rules
+    pool, request = get_skipped_at_admission(step, request)
     num_spared = config.watermark_blocks if step.running else 0
-    if is_reserved and not can_finish(config, pool, request, hit, rules, num_spared):
-        return None
-    if goes_on and not rules.skips_before_the_gate:
-        pool, request = skip_slots(config, pool, request, num_in_doubt, rules, fence)
-        step.pool = pool
-        step.requests[name] = replace(step.requests[name], holdings=request.holdings)
-    num_lookahead = rules.get_num_lookahead_at_admission(config, request)
-    granted = allocate_slots(config, pool, request, num_new, num_lookahead, hit, rules)
-    if granted is not None and num_spared > get_num_free_blocks(granted[0]):
-        return None
+    if config.scheduler_reserve_full_isl and not rules[can_finish](
+        config, pool, request, hit, rules, num_spared
+    ):
+        return Verdict.NO_BLOCKS
+    granted = rules[allocate_first_slots](config, pool, request, num_new, hit, rules)
+    if granted is None or num_spared > get_num_free_blocks(granted[0]):
+        return Verdict.NO_BLOCKS
     return granted
+
+
+def get_skipped_at_admission(step: Step, request: RequestState) -> tuple[Pool, RequestState]:
+    """Return pool and request without the blocks that a request with computed tokens skips.
+
+    Source: vLLM 0.19.1 `remove_skipped_blocks`; P8, P14.
+    """
+    config, name = step.state.config, request.request_id
+    if not config.groups or not request.num_computed_tokens:
+        return step.pool, request
+    num_in_doubt = step.state.rules[count_in_doubt](step.state.frames, name)
+    fence = step.get_fence(name)
+    return skip_slots(config, step.pool, request, num_in_doubt, step.state.rules, fence)
+
+
+def get_findable_pool(step: Step) -> Pool:
+    """Return the pool in which hits are looked for: without states that this very step writes.
+
+    Source: upstream #56525; P4, P15.
+    """
+    unwritten = get_unwritten_states(step) if step.state.config.groups else []
+    return withdraw_blocks(step.pool, unwritten) if unwritten else step.pool
 
 
 def get_unwritten_states(step: Step) -> list[BlockId]:
@@ -404,7 +434,7 @@ def process_counted(step: Step, request: RequestState, hit: Hit) -> None:
             prefix_cache_queries=stats.prefix_cache_queries + request.num_known_tokens,
             prefix_cache_hits=stats.prefix_cache_hits + num_local,
         )
-    if config.kv_connector and counts_as_asked(request, step.state.rules):
+    if config.kv_connector and step.state.rules[counts_as_asked](request, step.state.rules):
         num_behind = request.num_known_tokens - num_local
         stats = replace(
             stats,

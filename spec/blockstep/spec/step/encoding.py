@@ -13,16 +13,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from blockstep.spec.beside.encoder import (
+    NO_ENCODER,
     Encoder,
     compute_end_before,
+    compute_end_between_items,
     count_freeable,
-    evict_for,
     fits,
+    free_items,
+    get_item_holder,
+    is_item_needed,
     take_item,
 )
-from blockstep.spec.copies import replace
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
+from blockstep.spec.step.share import get_aligned_share
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, EncoderInputs, MultiModalItem, Request
 
@@ -33,14 +37,16 @@ class Claim(NamedTuple):
     num_tokens: int
     items: tuple[int, ...] = ()
     """Indices, ascending."""
-    encoder: Encoder | None = None
-    """The encoder after the row; None if the row does not change it."""
+    encoder: Encoder = NO_ENCODER
+    """The encoder after the row, if it may read items."""
+    lacks_items: bool = False
+    """Whether the row gets no token because an item has no room."""
 
 
 def process_items_asked(
     step: Step, request: RequestState, num_computed: int, num_new: int
 ) -> Claim:
-    """Return how many of `num_new` tokens can be read. The encoder's state is not changed.
+    """Return how many of `num_new` tokens can be read. The step does not change.
 
     Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P7, P15, P22.
     """
@@ -51,16 +57,14 @@ def process_items_asked(
     if end <= num_computed:
         return Claim(num_new)
     config, rules = step.state.config, step.state.rules
-    claim = get_claim(config, step.encoder, rules, request.request, num_computed, num_new)
-    if claim.encoder is not None:
-        step.encoder = rules.get_encoder_once_asked(step.encoder, claim.encoder)
-    return claim
+    claim = get_claim(config, rules, step.encoder, request.request, num_computed, num_new)
+    return claim._replace(lacks_items=claim.num_tokens == 0)
 
 
 def get_claim(
     config: Config,
-    encoder: Encoder,
     rules: Rules,
+    encoder: Encoder,
     request: Request,
     num_computed: int,
     num_new: int,
@@ -73,46 +77,102 @@ def get_claim(
     scheduled with all of them or not at all. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`,
     `EncoderDecoderCacheManager`; upstream #52306; P9, P15, P22.
     """
-    num_ahead, taken, before = config.num_encoder_lookahead_tokens, [], encoder
-    is_whole = config.disable_chunked_mm_input and encoder.is_shared
-    get_end = rules.compute_end_between_items
-    if is_whole:
+    if ends_between_items(config):
         end = num_computed + num_new
-        num_new = get_end(request.items, num_computed, end) - num_computed
+        num_new = rules[compute_end_between_items](request.items, num_computed, end) - num_computed
         if num_new == 0:
             return Claim(0)
+    claim, before = Claim(num_new, (), encoder), encoder
+    num_ahead = config.num_encoder_lookahead_tokens
     for index, item in enumerate(request.items):
-        if item.offset >= num_computed + num_new + num_ahead:
+        if item.offset >= num_computed + claim.num_tokens + num_ahead:
             break
         if item.offset + item.length <= num_computed:
             continue
-        is_there = item.identifier in encoder.entries
-        if is_whole and rules.stops_before_item(item, is_there, num_computed, num_new):
-            num_new = compute_end_before(item.offset, num_computed, num_ahead)
-            break
-        is_needed = rules.is_item_needed(item, num_computed, num_new, num_ahead)
-        if not is_needed and not rules.asks_room_first:
-            continue
-        if not is_there and not has_room(encoder, rules, item):
-            ahead = num_ahead if rules.ends_before_the_head else 0
-            num_new = compute_end_before(item.offset, num_computed, ahead)
-            end = num_computed + num_new
-            if is_whole and ahead and get_end(request.items, num_computed, end) < end:
-                return get_claim(config, before, rules, request, num_computed, num_new)
-            break
-        if not is_there and not is_needed:
-            encoder = evict_for(encoder, item.num_embeds)
-            continue
-        holder = rules.get_item_holder((request.request_id, index), request)
-        encoder = take_item(encoder, request, index, holder)
-        taken.append(index)
-    return Claim(num_new, tuple(taken), encoder)
+        given = config, rules, request, index, num_computed
+        shorter = rules[get_claim_before_item](*given, claim, before)
+        if shorter is not None:
+            return shorter
+        claim = rules[get_claim_with_item](*given, claim)
+    return claim
 
 
-def has_room(encoder: Encoder, rules: Rules, item: MultiModalItem) -> bool:
+def ends_between_items(config: Config) -> bool:
+    """Whether no chunk may end inside an item. Source: vLLM `disable_chunked_mm_input`; P22."""
+    return config.disable_chunked_mm_input and not config.is_encoder_decoder
+
+
+def get_claim_before_item(
+    config: Config,
+    rules: Rules,
+    request: Request,
+    index: int,
+    num_computed: int,
+    claim: Claim,
+    before: Encoder,
+) -> Claim | None:
+    """Return the claim of a chunk that has to end before an item, or None.
+
+    It ends there if it reads the item, and the item is neither in the cache nor has room. `before`:
+    the encoder before the claim. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P22.
+    """
+    encoder, item = claim.encoder, request.items[index]
+    if (
+        item.identifier in encoder.entries
+        or not rules[is_item_needed](
+            item, num_computed, claim.num_tokens, config.num_encoder_lookahead_tokens
+        )
+        or rules[has_room](encoder, item)
+    ):
+        return None
+    return rules[get_shorter_claim](config, rules, request, index, num_computed, claim, before)
+
+
+def get_shorter_claim(
+    config: Config,
+    rules: Rules,
+    request: Request,
+    index: int,
+    num_computed: int,
+    claim: Claim,
+    before: Encoder,
+) -> Claim:
+    """Return the claim of a chunk that neither reads an item nor lets the draft head read it.
+
+    Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; upstream #52306; P22.
+    """
+    num_ahead = config.num_encoder_lookahead_tokens
+    num_new = compute_end_before(request.items[index].offset, num_computed, num_ahead)
+    end = num_computed + num_new
+    get_end = rules[compute_end_between_items]
+    if ends_between_items(config) and get_end(request.items, num_computed, end) < end:
+        return get_claim(config, rules, before, request, num_computed, num_new)
+    return claim._replace(num_tokens=num_new)
+
+
+def get_claim_with_item(
+    config: Config, rules: Rules, request: Request, index: int, num_computed: int, claim: Claim
+) -> Claim:
+    """Return the claim with an item that is in the cache or has room, if the chunk reads it.
+
+    Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P22.
+    """
+    item, num_ahead = request.items[index], config.num_encoder_lookahead_tokens
+    if not rules[is_item_needed](item, num_computed, claim.num_tokens, num_ahead):
+        return claim
+    return get_taking_claim(rules, request, index, claim)
+
+
+def get_taking_claim(rules: Rules, request: Request, index: int, claim: Claim) -> Claim:
+    """Return the claim with an item. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P22."""
+    holder = rules[get_item_holder](request, index)
+    encoder = take_item(claim.encoder, request, index, holder)
+    return Claim(claim.num_tokens, (*claim.items, index), encoder)
+
+
+def has_room(encoder: Encoder, item: MultiModalItem) -> bool:
     """Whether an item can be encoded now, and kept. Source: vLLM 0.19.1 `can_allocate`; P9, P22."""
-    is_made = item.identifier not in encoder.offered or rules.external_costs_compute
-    cost = item.num_embeds if is_made else 0
+    cost = 0 if item.identifier in encoder.offered else item.num_embeds
     return fits(item.num_embeds, cost, count_freeable(encoder), encoder.budget)
 
 
@@ -121,25 +181,39 @@ def process_items_taken(step: Step, request: RequestState, claim: Claim) -> None
 
     Source: vLLM 0.19.1 `schedule` ("Allocate the encoder cache"); P9, P22.
     """
-    rules, asked = step.state.rules, request.request
-    num_planned = len(step.encoder.planned)
+    asked = request.request
     for index in claim.items:
-        holder = rules.get_item_holder((asked.request_id, index), asked)
+        holder = step.state.rules[get_item_holder](asked, index)
         step.encoder = take_item(step.encoder, asked, index, holder)
-    is_made = any(item.cost > 0 for item in step.encoder.planned[num_planned:])
-    if is_made and rules.forgets_restored_compute and claim.encoder is not None:
-        step.encoder = replace(step.encoder, budget=claim.encoder.budget)
     assert step.encoder.budget >= 0, "the compute is never overdrawn (P9)"
 
 
-def process_items_refused(step: Step, request: RequestState, is_for_items: bool = False) -> None:
+def process_items_refused(step: Step, request: RequestState) -> None:
     """Drop the items of a request without a row, so that two requests never wait for each other's.
 
-    `is_for_items`: an item without room is the reason that there is no row. Source: vLLM 0.19.1
-    `schedule` ("untouch the request"), which forgets this case; upstream #31857; P7, P10, P22.
+    Source: vLLM 0.19.1 `schedule` ("untouch the request"); upstream #31857; P7, P10, P22.
     """
-    if not (is_for_items and step.state.rules.keeps_items_without_row):
-        step.encoder = step.state.rules.free_items(step.encoder, request.request, None)
+    step.encoder = step.state.rules[free_items](step.encoder, request.request, None)
+
+
+def process_items_missing(step: Step, request: RequestState) -> None:
+    """Drop the items of a request that has no row because an item has no room.
+
+    Upstream forgets this case. Source: vLLM 0.19.1 `schedule`; upstream #31857; P7, P10, P22.
+    """
+    process_items_refused(step, request)
+
+
+def process_limits(step: Step, request: RequestState, num_computed: int, num_new: int) -> Claim:
+    """Return the claim of a row that could have `num_new` tokens: it ends before an item without
+    room, and then at a boundary of states. Source: vLLM 0.19.1 `schedule`; P5, P10, P22.
+    """
+    config, rules = step.state.config, step.state.rules
+    claim = rules[process_items_asked](step, request, num_computed, num_new)
+    if not config.groups:
+        return claim
+    num_new = rules[get_aligned_share](config, request, num_computed, claim.num_tokens)
+    return claim._replace(num_tokens=num_new)
 
 
 def list_encoder_inputs(step: Step, is_external: bool) -> tuple[EncoderInputs, ...]:

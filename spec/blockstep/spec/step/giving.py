@@ -23,7 +23,6 @@ from blockstep.spec.beside.transfers import Transfers, forget_load, is_under_way
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.requests import NOTHING_HELD, RequestState
-from blockstep.spec.rules import Rules
 from blockstep.spec.step.queues import Requests, get_rank
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Policy, RequestId, Status
@@ -52,11 +51,7 @@ def find_giver(step: Step, receiver_id: RequestId | None = None) -> RequestId | 
     Source: upstream #49439; P10, P17.
     """
     queued = [*step.passed_over, *step.skipped, *step.waiting]
-    if step.transfers.parked:
-        queued = [name for name in queued if not is_under_way(step.transfers, name)]
-    rules = step.state.rules
-    if not (rules.takes_back_from_sessions and rules.takes_back_from_parked):
-        queued = [name for name in queued if may_give(step.requests[name], rules)]
+    queued = [name for name in queued if step.state.rules[may_give](step, name)]
     givers = get_givers(step.state.config.policy, queued, step.requests)
     return next((name for name in givers if name != receiver_id), None)
 
@@ -72,14 +67,11 @@ def process_gift(step: Step, giver_id: RequestId) -> None:
     step.requests[giver_id] = without_blocks(giver)
 
 
-def may_give(request: RequestState, rules: Rules) -> bool:
-    """Whether the rules allow the blocks of a request that does not run to be reclaimed.
-
-    Source: P10, P17.
+def may_give(step: Step, request_id: RequestId) -> bool:
+    """Whether the blocks of a request that does not run may be reclaimed: unless a load of it is
+    under way. Source: P10, P17.
     """
-    if request.status is Status.WAITING_FOR_REMOTE_KVS:
-        return rules.takes_back_from_parked
-    return rules.takes_back_from_sessions
+    return not is_under_way(step.transfers, request_id)
 
 
 def get_givers(policy: Policy, queued: Iterable[RequestId], requests: Requests) -> list[RequestId]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from blockstep.spec.beside.transfers import (
     Transfers,
+    compute_num_external,
     forget_load,
     get_offer,
 )
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import compute_num_blocks, release_slots, settle_slots
+from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.giving import get_unparked, without_blocks
@@ -23,20 +25,18 @@ from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockTables, Config, KVLoad, RequestId
 
 
-def asks_store(request: RequestState, rules: Rules) -> bool:
+def asks_store(request: RequestState) -> bool:
     """Whether a waiting request asks a store: if it computed nothing, and may read the cache.
 
     Upstream also asks for requests that may not. Source: vLLM 0.19.1 `schedule`; P6, P21.
     """
-    if request.request.skip_reading_prefix_cache and not rules.asks_who_skips_reading:
-        return False
-    return request.num_computed_tokens == 0
+    is_reading = not request.request.skip_reading_prefix_cache
+    return is_reading and request.num_computed_tokens == 0
 
 
 def counts_as_asked(request: RequestState, rules: Rules) -> bool:
     """Whether the metrics of a store count a request that is admitted. Source: P21."""
-    is_counted = rules.counts_who_skips_reading and request.num_computed_tokens == 0
-    return is_counted or asks_store(request, rules)
+    return rules[asks_store](request)
 
 
 def get_offered_hit(
@@ -50,13 +50,13 @@ def get_offered_hit(
     leaves that to the store, which offers one token less than the prompt (NIXL).
     Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P3, P5.
     """
-    if not asks_store(request, rules):
+    if not rules[asks_store](request):
         return hit, False
     offer = get_offer(transfers, request.request_id)
     if offer.num_tokens is None:
         return None
     num_known, num_local = request.num_known_tokens, hit.num_tokens
-    num_external = rules.compute_num_external(
+    num_external = rules[compute_num_external](
         offer.num_tokens, num_known, num_local, offer.is_async
     )
     num_start = num_local + num_external
@@ -68,6 +68,12 @@ def get_offered_hit(
         tables = get_clipped_tables(config, hit, num_start, request.block_tables)
     hit = Hit(num_start, tables, hit.junction, num_external)
     return hit, offer.is_async
+
+
+def is_unconfirmed(hit: Hit, is_async: bool) -> bool:
+    """Whether no block of a request is published until its load is confirmed. Source: P19."""
+    del is_async
+    return hit.num_external > 0
 
 
 def get_clipped_tables(config: Config, hit: Hit, num_start: int, held: BlockTables) -> BlockTables:
@@ -114,7 +120,14 @@ def process_return(step: Step, request_id: RequestId) -> None:
         step.pool = release_slots(step.pool, request, step.state.rules, fence)
         request = without_blocks(request)
     else:
-        num_there = request.num_computed_tokens
-        step.pool, request = settle_slots(step.state.config, step.pool, request, num_there)
-        request = step.state.rules.get_returned(request)
+        get = step.state.rules[get_returned]
+        step.pool, request = get(step.state.config, step.pool, request)
     step.requests[request_id] = request
+
+
+def get_returned(config: Config, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
+    """Return pool and request after its asynchronous load: all loaded tokens are computed.
+
+    Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
+    """
+    return settle_slots(config, pool, request, request.num_computed_tokens)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from blockstep.spec.beside.encoder import end_step, list_freed
+from blockstep.spec.beside.encoder import end_step, free_items, list_freed
 from blockstep.spec.copies import replace
-from blockstep.spec.requests import Frame, FrameRow
+from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.step.encoding import list_encoder_inputs
 from blockstep.spec.step.work import Scheduled, Step
@@ -32,12 +32,11 @@ def get_frame_rows(step: Step) -> tuple[FrameRow, ...]:
     has_groups, rules = bool(step.state.config.groups), step.state.rules
     rows = []
     for row in step.rows:
-        request, num_drafts = step.requests[row.request_id], len(row.drafts)
+        request = step.requests[row.request_id]
         num_promised = request.num_known_tokens + request.num_output_placeholders
         samples = row.num_computed + row.num_scheduled >= num_promised
         has_mask = samples and request.request.grammar is not None
-        num_in_doubt = rules.get_num_in_doubt(num_drafts, row.num_scheduled) if has_groups else 0
-        num_told = row.num_scheduled if rules.remembers_num_scheduled else 0
+        num_in_doubt = rules[get_num_in_doubt](row) if has_groups else 0
         rows.append(
             FrameRow(
                 row.request_id,
@@ -45,10 +44,17 @@ def get_frame_rows(step: Step) -> tuple[FrameRow, ...]:
                 samples,
                 num_in_doubt=num_in_doubt,
                 has_mask=has_mask,
-                num_scheduled=num_told,
             )
         )
     return tuple(rows)
+
+
+def get_num_in_doubt(row: Scheduled) -> int:
+    """Return the tokens of a row that may have to be computed again: its drafts.
+
+    The window before them is kept. Source: P14.
+    """
+    return len(row.drafts)
 
 
 def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
@@ -109,7 +115,7 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         plan,
         scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
         external_encoder_inputs=list_encoder_inputs(step, is_external=True),
-        free_encoder_mm_hashes=list_freed(step.encoder, step.state.rules.drops_remade_items),
+        free_encoder_mm_hashes=step.state.rules[list_freed](step.encoder),
     )
 
 
@@ -142,9 +148,9 @@ def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
     if not groups or all(map(is_attended, groups)):
         return ()
     taken: list[BlockId] = []
-    rows = [row for row in step.granted if has_zeroed_blocks(step, row)]
+    rows = [row for row in step.granted if rules[has_zeroed_blocks](step, row)]
     for index, group in enumerate(groups):
-        if not rules.is_zeroed(group):
+        if not rules[is_zeroed](group):
             continue
         for row in rows:
             num_hit = len(row.hit[index]) if row.hit else 0
@@ -156,9 +162,15 @@ def has_zeroed_blocks(step: Step, row: Scheduled) -> bool:
     """Whether the blocks that a request was given are zeroed: if it runs in the step. Source: P17,
     P26.
     """
-    if row.num_scheduled == 0:
-        return step.state.rules.zeroes_loads
-    return step.state.rules.zeroes_withdrawn or row in step.rows
+    return row in step.rows
+
+
+def is_zeroed(group: KVGroup) -> bool:
+    """Whether a group's new blocks are zeroed in a pool with recurrent groups: if it holds KV.
+
+    Source: upstream #48481; P3.
+    """
+    return is_attended(group)
 
 
 def is_attended(group: KVGroup) -> bool:
@@ -175,11 +187,7 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     config = step.state.config
     if not step.running or not config.enable_prefix_caching:
         return (0,) * (len(config.groups) or 1)
-    running = [step.requests[name].block_tables for name in step.running]
-    if step.state.rules.hint_is_of_all_holders:
-        counts = [count_held_by_all(step, table) for table in running[0]]
-    else:
-        counts = [count_common_blocks(of_group) for of_group in zip(*running, strict=True)]
+    counts = step.state.rules[list_common_prefixes](step)
     if not config.groups:
         return (counts[0],)
     kinds = [group.kind for group in config.groups]
@@ -187,18 +195,13 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     return tuple([num if kind is GroupKind.FULL else 0 for kind, num in pairs])
 
 
-def count_held_by_all(step: Step, table: Sequence[BlockId]) -> int:
-    """Return the leading blocks of a table whose ref count is the number of requests with blocks.
+def list_common_prefixes(step: Step) -> list[int]:
+    """Return, per group, the leading blocks that the tables of all running requests share.
 
-    Source: vLLM 0.19.1 `FullAttentionManager.get_num_common_prefix_blocks`, which counts a request
-    that holds a block in two tables twice; P26.
+    Source: P26.
     """
-    waiting = [step.requests[name].block_tables for name in (*step.waiting, *step.skipped)]
-    ended = step.transfers.held
-    held = [ended[name].block_tables for name in sorted(ended)]
-    num_holders = len(step.running) + sum(map(any, (*waiting, *held)))
-    refs = step.pool.ref_counts
-    return next((i for i, b in enumerate(table) if refs[b] != num_holders), len(table))
+    running = [step.requests[name].block_tables for name in step.running]
+    return [count_common_blocks(of_group) for of_group in zip(*running, strict=True)]
 
 
 def count_common_blocks(tables: Sequence[tuple[BlockId, ...]]) -> int:
@@ -228,7 +231,7 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
         step.requests[row.request_id] = replace(
             request, num_computed_tokens=num_computed, is_prefill_chunk=not frame_row.samples
         )
-        step.encoder = step.state.rules.free_items(step.encoder, request.request, num_computed)
+        step.encoder = step.state.rules[free_items](step.encoder, request.request, num_computed)
     if step.state.config.async_scheduling:
         process_promises(step, frame_rows)
     frames, frame_id = step.state.frames, step.state.next_frame_id
@@ -254,16 +257,23 @@ def process_promises(step: Step, rows: Sequence[FrameRow]) -> None:
     the next. Upstream keeps its placeholders and has them verified as if they were drafts (#46899).
     Source: vLLM 0.19.1 `AsyncScheduler._update_after_schedule`; P12, P24.
     """
-    promising = {row.request_id: 1 + len(row.draft_token_ids) for row in rows if row.samples}
-    planned = {row.request_id for row in rows}
-    placeholders = (DRAFT_PLACEHOLDER,) * step.state.config.num_speculative_tokens
+    planned = {row.request_id: row for row in rows}
     for request_id in step.running:
         request = step.requests[request_id]
-        num_promised = promising.get(request_id, 0)
-        if step.state.rules.keeps_drafts(request_id in planned, num_promised > 0):
-            continue
-        step.requests[request_id] = replace(
-            request,
-            num_output_placeholders=request.num_output_placeholders + num_promised,
-            spec_token_ids=placeholders if num_promised else (),
-        )
+        step.requests[request_id] = step.state.rules[get_promising](step, request, planned)
+
+
+def get_promising(
+    step: Step, request: RequestState, planned: Mapping[RequestId, FrameRow]
+) -> RequestState:
+    """Return a running request with the placeholders of its row, if it has one that samples; else
+    without drafts. Source: vLLM 0.19.1 `AsyncScheduler._update_after_schedule`; P12, P24.
+    """
+    row = planned.get(request.request_id)
+    num_promised = 1 + len(row.draft_token_ids) if row is not None and row.samples else 0
+    placeholders = (DRAFT_PLACEHOLDER,) * step.state.config.num_speculative_tokens
+    return replace(
+        request,
+        num_output_placeholders=request.num_output_placeholders + num_promised,
+        spec_token_ids=placeholders if num_promised else (),
+    )

@@ -12,11 +12,12 @@ needed.
 
 from __future__ import annotations
 
+from blockstep.spec.beside.encoder import free_items, withdraw_items
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.pins import list_jobs
-from blockstep.spec.memory.slots import allocate_slots, skip_slots
+from blockstep.spec.memory.slots import allocate_slots, revoke_slots, skip_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import NOTHING_HELD, RequestState
+from blockstep.spec.requests import NOTHING_HELD, RequestState, count_in_doubt
 from blockstep.spec.step.queues import process_prepend, select_victim
 from blockstep.spec.step.saving import get_save
 from blockstep.spec.step.warmth import process_taking
@@ -40,7 +41,7 @@ def process_claim(
     config, rules = step.state.config, step.state.rules
     request = step.requests[step.running[index]]
     if config.groups:
-        num_in_doubt = rules.count_in_doubt(step.state.frames, request.request_id)
+        num_in_doubt = rules[count_in_doubt](step.state.frames, request.request_id)
         fence = step.get_fence(request.request_id)
         step.pool, request = skip_slots(config, step.pool, request, num_in_doubt, rules, fence)
         step.requests[request.request_id] = request
@@ -88,16 +89,16 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
     victim = step.requests[victim_id]
     if step.withdraw(victim_id):
         order = [row.request_id for row in step.rows]
-        step.encoder = rules.withdraw_items(step.encoder, victim.request, order)
-    step.encoder = rules.free_items(step.encoder, victim.request, None)
+        step.encoder = rules[withdraw_items](step.encoder, victim.request, order)
+    step.encoder = rules[free_items](step.encoder, victim.request, None)
     step.preempted.append(victim_id)
     save = get_save(config, victim)
     if save is not None:
         step.saves.append(save)
     # pool, requests
     fence = step.get_fence(victim_id)
-    step.pool = rules.revoke_slots(step.pool, victim, config.block_sizes, rules, fence)
-    step.requests[victim_id] = rules.get_preempted(victim)
+    step.pool = rules[revoke_slots](step.pool, victim, config.block_sizes, rules, fence)
+    step.requests[victim_id] = rules[get_preempted](victim)
     step.stats = replace(step.stats, preemptions=step.stats.preemptions + 1)
     process_prepend(config.policy, step.waiting, victim_id, step.requests)
     return victim_id

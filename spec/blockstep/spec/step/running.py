@@ -8,9 +8,9 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.step.encoding import (
     Claim,
-    process_items_asked,
-    process_items_refused,
+    process_items_missing,
     process_items_taken,
+    process_limits,
 )
 from blockstep.spec.step.preemption import process_claim
 from blockstep.spec.step.share import (
@@ -33,14 +33,15 @@ def process_running_phase(step: Step) -> None:
     index = 0
     while index < len(step.running) and step.budget > 0:
         request = step.requests[step.running[index]]
-        num_new, claim = get_running_share(step, request)
+        claim = process_running_share(step, request)
+        num_new = claim.num_tokens
         if num_new <= 0:
             index += 1
             continue
         granted, index = process_claim(step, index, num_new)
         if granted is not None:
             process_grant(step, request, num_new, granted)
-            process_items_taken(step, request, claim)
+            step.state.rules[process_items_taken](step, request, claim)
             index += 1
         elif step.awaits_answer or step.state.rules[ends_with_self_victim](step):
             return
@@ -56,22 +57,16 @@ def ends_with_self_victim(step: Step) -> bool:
     return True
 
 
-def get_running_share(step: Step, request: RequestState) -> tuple[int, Claim]:
+def process_running_share(step: Step, request: RequestState) -> Claim:
     """Return the tokens that a running request gets in this step, none if 0 or less; and its items.
 
     Source: seed 001 "For Running Requests"; P15, P22.
     """
-    config, rules, num_computed = step.state.config, step.state.rules, request.num_computed_tokens
     num_new = get_num_running_tokens(step, request)
-    if config.groups and rules.aligns_before_items:
-        num_new = rules.get_aligned_share(config, request, num_computed, num_new)
-    claim = process_items_asked(step, request, num_computed, num_new)
-    if claim.num_tokens < num_new and claim.num_tokens == 0:
-        process_items_refused(step, request, is_for_items=True)
-    num_new = claim.num_tokens
-    if config.groups and not rules.aligns_before_items:
-        num_new = rules.get_aligned_share(config, request, num_computed, num_new)
-    return num_new, claim
+    claim = step.state.rules[process_limits](step, request, request.num_computed_tokens, num_new)
+    if claim.lacks_items:
+        step.state.rules[process_items_missing](step, request)
+    return claim
 
 
 def get_num_running_tokens(step: Step, request: RequestState) -> int:

@@ -37,7 +37,7 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
         process_waiting_phase(step)
     assert step.budget >= 0, "the budget is never overdrawn (P9)"
     # observe
-    frame_rows = get_frame_rows(step)
+    frame_rows = state.rules[get_frame_rows](step)
     plan = get_plan(step, frame_rows)
     return process_advance(step, frame_rows), plan
 

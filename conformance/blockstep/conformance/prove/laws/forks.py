@@ -22,7 +22,7 @@ from blockstep.spec.memory.forks import (
 from blockstep.spec.memory.slots import allocate_slots, can_finish
 from blockstep.spec.pool import Pool, free_blocks, get_num_free_blocks
 from blockstep.spec.requests import Holding
-from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import BlockId, Config, KVGroup
 
 ROOM = Room("forks")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec.beside.grammar import (
+    Follow,
     Stand,
     get_allowed,
     get_first_stand,

@@ -26,7 +26,7 @@ from blockstep.spec.memory.slots import (
 )
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Hit, Holding, RequestState
-from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import BlockKey, Config, GroupKind, KVGroup
 
 ROOM = Room("groups")

@@ -14,13 +14,12 @@ from blockstep.conformance.prove.hosts import HOST
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec import vocabulary as v
 from blockstep.spec.hashing import extend_block_keys, get_item_keys, get_tokens
-from blockstep.spec.lives.endings import compute_stop, get_extended, is_repeating
+from blockstep.spec.lives.endings import Stop, compute_stop, get_extended, is_repeating
 from blockstep.spec.releases.identity import (
     output_blocks_name_the_last_item as last_item_names_outputs,
 )
 from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules, Stop
-from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.rules import STRICT_RULES, Rules
 
 ROOM = Room("output")
 Names = tuple[tuple[str, int], ...]

@@ -26,7 +26,7 @@ from blockstep.spec.pool import (
     withdraw_blocks,
 )
 from blockstep.spec.requests import RequestState
-from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import BlockId
 
 ROOM = Room("pool")

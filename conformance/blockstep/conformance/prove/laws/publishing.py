@@ -13,7 +13,7 @@ from blockstep.spec.memory.slots import (
     compute_num_slots,
     revoke_slots,
 )
-from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import MAX_INT
 
 ROOM = Room("publishing")

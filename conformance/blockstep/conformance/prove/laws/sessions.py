@@ -19,8 +19,8 @@ from blockstep.spec.lives.sessions import (
 )
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Holding, RequestState
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.step.giving import process_giving
-from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import BlockKey, Status
 
 ROOM = Room("sessions")
@@ -70,7 +70,7 @@ def check_all_but_the_last_token_is_kept_however_many_are_computed(
     assert 1 <= num_prompt and 1 <= num_outputs and 0 <= num_computed
     request = h.build_request("a", num_prompt, num_outputs, resumable=True)
     request = replace(request, num_computed_tokens=num_computed)
-    assert STRICT_RULES.get_num_kept(request) == num_prompt + num_outputs - 1
+    assert get_num_kept(request) == num_prompt + num_outputs - 1
 
 
 @ROOM.law("P3 P12", (5, 3, 2), computed_is_left_as_it_is)
@@ -95,7 +95,7 @@ def check_keys_are_kept_of_blocks_full_of_tokens_that_are_kept(
     keys = cast("tuple[BlockKey, ...]", h.Tokens(num_known // block_size))
     request = replace(h.build_request("a", num_known), block_keys=keys)
     num_kept = compute_num_kept(num_known)
-    num_keys = STRICT_RULES.get_num_kept_keys(request, num_kept // block_size)
+    num_keys = get_num_kept_keys(request, num_kept // block_size)
     assert num_keys * block_size <= num_kept < (num_keys + 1) * block_size
 
 

@@ -27,12 +27,12 @@ from blockstep.spec.memory.states import (
     get_extended_states,
 )
 from blockstep.spec.pool import Pool
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.step.admission import get_unwritten_states
 from blockstep.spec.step.plans import count_common_blocks
 from blockstep.spec.step.schedule import create_step
 from blockstep.spec.step.share import compute_aligned_end
 from blockstep.spec.step.work import Scheduled
-from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,

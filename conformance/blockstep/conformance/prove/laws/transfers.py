@@ -19,7 +19,8 @@ from blockstep.spec.beside.transfers import (
 )
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import settle_slots
-from blockstep.spec.releases.transfers import compute_num_loaded
+from blockstep.spec.releases.transfers import compute_num_loaded, loads_publish_at_once
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.step.admission import process_waiting_phase
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
@@ -65,17 +66,17 @@ def first_group_speaks_for_all(
 
 @instead(end_hold, theirs="0.19.1")
 def any_end_ends_all_holds(
-    right: Right[tuple[Transfers, BlockTables]],
+    transfers: Transfers, entry: HeldBlocks
 ) -> tuple[Transfers, BlockTables]:
     """The end of one transfer frees blocks that another still uses."""
-    return right(is_only=True)
+    return replace(transfers, held=transfers.held.without(entry.request_id)), entry.block_tables
 
 
 @instead(process_waiting_phase, theirs="0.19.1")
 def loads_are_findable_at_once(right: Right[None], step: Step) -> None:
     """Blocks are published in the step that starts their load."""
     before = step.state
-    step.state = replace(before, rules=replace(before.rules, publishes_loads_at_once=True))
+    step.state = replace(before, rules=loads_publish_at_once(before.rules, before.config))
     right()
     step.state = before
 
@@ -170,7 +171,7 @@ def check_blocks_are_held_until_the_last_of_their_holds_has_ended(
     entry = HeldBlocks("a", ((1, 2),), is_recving == 1, is_sending == 1)
     before = replace(NO_STORE, held=FrozenMap({"a": entry}))
     report = end_recving if is_of_load else end_sending
-    after, tables = report(before, "a", False)
+    after, tables = report(before, "a", STRICT_RULES)
     is_left = is_sending if is_of_load else is_recving
     assert ("a" in after.held) == (is_left == 1)
     assert tables == (() if is_left else ((1, 2),))
