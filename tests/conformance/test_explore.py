@@ -29,7 +29,7 @@ from blockstep.spec import vocabulary as v
 from blockstep.spec.beside.encoder import Encoder, Entry
 from blockstep.spec.beside.grammar import Stand
 from blockstep.spec.beside.transfers import Load, Transfers
-from blockstep.spec.memory.pins import Pins
+from blockstep.spec.features.pins import Pins
 from blockstep.spec.pool import Pool
 from blockstep.spec.profiles import (
     QUIRKS,

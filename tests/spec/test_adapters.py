@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from blockstep.spec import Commit, Config, Oracle, Outputs, Policy, Request, SpecMethod
-from blockstep.spec.beside.adapters import has_seat
+from blockstep.spec.features.lora import has_seat
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import Plan, RowTokens, Status

@@ -16,6 +16,8 @@ from blockstep.spec.beside.grammar import (
     get_stand_behind,
     get_stands,
 )
+from blockstep.spec.features import FEATURES
+from blockstep.spec.features.pins import PINS
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import (
     compute_max_doubt,
@@ -24,7 +26,6 @@ from blockstep.spec.memory.groups import (
     compute_num_skipped_blocks,
     get_num_slots_of,
 )
-from blockstep.spec.memory.pins import NO_PINS, list_jobs
 from blockstep.spec.requests import (
     NOTHING_HELD,
     FrameRow,
@@ -85,7 +86,7 @@ def is_every_block_free_or_held(state: State) -> bool:
     for deferred in pool.deferred_frees:
         for block_id in deferred.block_ids:
             holders[block_id] += 1
-    for pin in state.pins.pins:
+    for pin in PINS.of(state).pins:
         for block_id in without_nulls(sum(pin.block_tables, ())):
             holders[block_id] += 1
     usable = range(NULL_BLOCK + 1, state.config.num_blocks)
@@ -394,23 +395,6 @@ def is_every_offer_of_an_unfinished_request(state: State) -> bool:
     )
 
 
-def is_every_pin_of_a_job_and_findable(state: State) -> bool:
-    """A job has at most one pin, of cached blocks.
-
-    An estimate is for a job that has a pin or an unfinished turn. Source: P3, P17.
-    """
-    jobs = list_jobs(state.pins)
-    known = {*jobs, *[request.request.job_id for request in state.requests.values()]}
-    blocks = [without_nulls(sum(pin.block_tables, ())) for pin in state.pins.pins]
-    return (
-        len({*jobs}) == len(jobs)
-        and all(blocks)
-        and all(state.pool.block_keys[block_id] is not None for held in blocks for block_id in held)
-        and all(job in known and ttl > 0 for job, ttl in state.pins.estimates.items())
-        and (state.config.has_pins or state.pins == NO_PINS)
-    )
-
-
 def is_priority_queue_sorted(state: State) -> bool:
     """Under PRIORITY both waiting queues are in order of rank. Source: P16."""
     if state.config.policy is not Policy.PRIORITY:
@@ -442,8 +426,8 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_hold_of_somebody_gone,
     is_every_deferred_free_of_a_frame_in_flight,
     is_every_offer_of_an_unfinished_request,
-    is_every_pin_of_a_job_and_findable,
     is_priority_queue_sorted,
+    *[invariant for feature in FEATURES for invariant in feature.invariants],
 )
 
 

@@ -1,4 +1,4 @@
-"""Rules: the functions of the specification that some release replaces.
+"""Rules: the functions that a feature or a release replaces, and the hooks of features.
 
 A state carries its rules. The specification calls such a function as `rules[function](...)`: the
 strict text is the function of this name, and a quirk replaces it (architecture D5). Strict code
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
+
+from blockstep.spec.core.hooks import NO_HOOKS, Hooks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,6 +35,8 @@ class Rules:
     """A function and its arguments that make these very rules again, for pickling."""
     replaced: Mapping[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
     """For each function of the specification that is replaced: what is called instead."""
+    hooks: Hooks = NO_HOOKS
+    """The functions of the features that the config asks for, by moment."""
 
     def __getitem__(self, function: F) -> F:
         """Return the function to call where the specification calls `function`."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from blockstep.spec.beside.encoder import Encoder, count_free, count_freeable
 from blockstep.spec.beside.transfers import is_received
+from blockstep.spec.features.pins import PINS, Pins
 from blockstep.spec.lives.idle import has_work
-from blockstep.spec.memory.pins import Pins
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -43,7 +43,7 @@ def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None)
         state.stats,
         encoder=get_encoder_snapshot(state.encoder),
         transfers=get_transfers_snapshot(state) if state.config.kv_connector else None,
-        pins=get_pins_snapshot(state.pins) if state.config.has_pins else None,
+        pins=get_pins_snapshot(PINS.of(state)) if state.config.has_pins else None,
         admission_closed=state.admission_closed,
         has_work=state.rules[has_work](state),
     )

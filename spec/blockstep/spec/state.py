@@ -9,7 +9,6 @@ from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.core.parts import NO_PARTS, Parts
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.pins import NO_PINS, Pins
 from blockstep.spec.pool import Pool, create_pool
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
@@ -47,7 +46,6 @@ class State:
     stats: Stats = NO_STATS
     encoder: Encoder = NO_ENCODER
     transfers: Transfers = NO_STORE
-    pins: Pins = NO_PINS
     admission_closed: bool = False
     parts: Parts = NO_PARTS
     """What features and releases keep."""

@@ -98,9 +98,9 @@ def items_do_not_name_blocks(engine: Release) -> None:
 
 @planted("P16 preempted_priority|PREEMPTION: the plan preempts")
 def most_urgent_is_preempted(engine: Release) -> None:
-    def select(policy: v.Policy, running: Any, requests: Any, warm: Any = ()) -> int:
+    def select(policy: v.Policy, running: Any, requests: Any) -> int:
         if policy is not v.Policy.PRIORITY:
-            return right(policy, running, requests, warm)
+            return right(policy, running, requests)
         asked = [requests[name].request for name in running]
         ranks = [(-one.priority, -one.arrival_time) for one in asked]
         return ranks.index(max(ranks))

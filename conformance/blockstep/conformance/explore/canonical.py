@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
 from blockstep.spec.beside.encoder import Encoder
+from blockstep.spec.features.pins import PINS
 from blockstep.spec.releases.failures import NUM_SCHEDULED
 from blockstep.spec.releases.flight import list_reset_victims
 from blockstep.spec.requests import Frame, FrameRow, RequestState
@@ -193,7 +194,7 @@ def _list_other_tables(
         yield from entry.block_tables
     for deferred in state.pool.deferred_frees:
         yield deferred.block_ids
-    for pin in state.pins.pins:
+    for pin in PINS.of(state).pins:
         yield from pin.block_tables
     for frame in state.frames:
         for load in frame.loads:
@@ -309,7 +310,7 @@ def _transfers_form(
 
 def _pins_form(state: State, places: Mapping[int, int]) -> Form:
     """Return the pins with the time left; the time itself does not matter."""
-    pins = state.pins
+    pins = PINS.of(state)
     kept: list[Form] = [
         (
             pin.job_id,

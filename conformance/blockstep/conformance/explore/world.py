@@ -14,6 +14,7 @@ from itertools import product, repeat
 
 from blockstep.conformance.protocol.features import FEATURES, HOSTILE
 from blockstep.spec import vocabulary as v
+from blockstep.spec.features.pins import PINS
 from blockstep.spec.requests import Frame
 from blockstep.spec.state import State
 
@@ -187,8 +188,8 @@ def get_events(world: World, state: State) -> Iterator[v.Event]:
         yield from get_reports(state)
     if world.estimates:
         yield v.Clock(0)
-        if any(pin.end > state.pins.now for pin in state.pins.pins):
-            yield v.Clock(state.pins.now + 1)
+        if any(pin.end > PINS.of(state).now for pin in PINS.of(state).pins):
+            yield v.Clock(PINS.of(state).now + 1)
     if state.frames:
         yield from get_answers(world, state.frames[0])
         yield from get_failed_answers(world, state)

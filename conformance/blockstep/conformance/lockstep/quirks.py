@@ -21,6 +21,7 @@ from typing import Any
 
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
+from blockstep.spec.features import get_config_rules
 from blockstep.spec.profiles import QUIRKS, Profile, Quirk
 from blockstep.spec.releases import (
     adapters,
@@ -35,7 +36,7 @@ from blockstep.spec.releases import (
     telling,
     transfers,
 )
-from blockstep.spec.rules import STRICT_RULES, Rules
+from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.step.work import Step
 from blockstep.spec.transition import Accepted, transition
@@ -151,7 +152,9 @@ class QuirkWatch:
         without them."""
         self._num_asked = dict.fromkeys(quirks, 0)
         """Number of events in which a quirk may have mattered."""
-        rules = replace(STRICT_RULES, quirks=quirks, remake=(get_rules, (quirks, config)))
+        rules = replace(
+            get_config_rules(config), quirks=quirks, remake=(get_rules, (quirks, config))
+        )
         for story in QUIRKS:
             if story.quirk in quirks:
                 rules = self._fold(story.quirk, rules, story.change(rules, config))

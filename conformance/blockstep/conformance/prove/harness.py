@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from blockstep.spec import vocabulary as v
+from blockstep.spec.features import get_config_rules
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Holding, RequestState
-from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
 
@@ -132,7 +132,7 @@ def build_state(
     free = tuple(block_id for block_id in range(1, config.num_blocks) if not holders[block_id])
     return State(
         config,
-        STRICT_RULES,
+        get_config_rules(config),
         build_pool(tuple(holders), free, published=()),
         FrozenMap({request.request_id: request for request in (*running, *waiting)}),
         waiting=tuple(request.request_id for request in waiting),

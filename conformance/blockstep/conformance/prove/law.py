@@ -25,6 +25,9 @@ from functools import partial, wraps
 from types import ModuleType
 from typing import Any, TypeVar
 
+from blockstep.spec import features
+from blockstep.spec.rules import STRICT_RULES
+
 R = TypeVar("R")
 
 Claim = Callable[..., object]
@@ -39,8 +42,8 @@ PLACES = ("blockstep.spec", "blockstep.conformance.prove")
 class Twin:
     """A mistake: one function replaced by a wrong one."""
 
-    right: object = field(repr=False)
-    wrong: object = field(repr=False)
+    right: Any = field(repr=False)
+    wrong: Any = field(repr=False)
     name: str
     """The name of the mistake, in words."""
     attribute: str
@@ -55,11 +58,17 @@ class Twin:
         """
         owners = _importers(self.right, self.attribute)
         assert owners, f"no module uses {self.attribute}, which {self.name} replaces"
+        # A hook is called by the function itself, which the rules replace.
+        named, rules = vars(features), STRICT_RULES
+        named["STRICT_RULES"] = rules.replacing(self.right, self.wrong)
+        features.get_feature_rules.cache_clear()
         for owner in owners:
             setattr(owner, self.attribute, self.wrong)
         try:
             yield
         finally:
+            named["STRICT_RULES"] = rules
+            features.get_feature_rules.cache_clear()
             for owner in owners:
                 setattr(owner, self.attribute, self.right)
 

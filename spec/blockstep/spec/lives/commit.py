@@ -11,7 +11,6 @@ from blockstep.spec.lives.endings import get_ended, get_extended
 from blockstep.spec.lives.masks import get_forbidden, get_read
 from blockstep.spec.lives.reports import get_failures, get_reported
 from blockstep.spec.lives.sessions import get_chunk_ended, goes_on
-from blockstep.spec.lives.turns import get_turn_ended
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.deferred import free_deferred_blocks
 from blockstep.spec.memory.slots import publish_slots
@@ -125,8 +124,8 @@ def get_all_ended(state: State, outputs: Sequence[OutputRow]) -> State:
             if goes_on(state.requests[name]):
                 state = get_chunk_ended(state, name)
                 continue
-            if state.config.has_pins:
-                state = get_turn_ended(state, name)
+            for stop in state.rules.hooks.stops:
+                state = state.rules[stop](state, name)
             state = get_ended(state, [name])
     return state
 

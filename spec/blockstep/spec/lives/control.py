@@ -5,7 +5,6 @@ from __future__ import annotations
 from blockstep.spec.beside.encoder import create_encoder
 from blockstep.spec.beside.transfers import NO_OFFERS, is_moving
 from blockstep.spec.copies import replace
-from blockstep.spec.lives.turns import without_pins
 from blockstep.spec.pool import Pool, get_num_free_blocks, take_events, withdraw_all
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
@@ -35,7 +34,7 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     vLLM 0.19.1 `reset_connector_cache`; P17, P25.
     """
     # refuse
-    num_free = get_num_free_blocks(without_pins(state).pool)
+    num_free = get_num_free_blocks(get_reset_parts(state).pool)
     is_idle = num_free == state.config.num_usable_blocks
     if not is_idle and not reset.reset_running_requests:
         return state, ResetDone(False)
@@ -45,7 +44,7 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     # requests
     if reset.reset_running_requests:
         state = state.rules[process_forced_preemption](state)
-    state = without_pins(state)
+    state = get_reset_parts(state)
     if is_held_besides(state.pool):
         return state, ResetDone(False)  # only with a quirk
     if reset.reset_connector:
@@ -55,6 +54,13 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     # observe
     pool, kv_events = state.rules[take_reset_events](pool, state.rules)
     return replace(state, pool=pool), ResetDone(True, kv_events)
+
+
+def get_reset_parts(state: State) -> State:
+    """Return the state without what does not prevent a reset, and ends with it. Source: P25."""
+    for reset in state.rules.hooks.resets:
+        state = state.rules[reset](state)
+    return state
 
 
 def take_reset_events(pool: Pool, rules: Rules) -> tuple[Pool, tuple[KVEvent, ...]]:

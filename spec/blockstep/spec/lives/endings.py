@@ -10,7 +10,6 @@ from blockstep.spec.beside.transfers import Transfers, hold_ended
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.deferred import get_fence
-from blockstep.spec.memory.pins import forget_jobs, list_unfinished_jobs
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
@@ -150,21 +149,20 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
             pool = release_slots(pool, request, state.rules, fence)
         encoder = state.rules[free_items](encoder, request.request, None)
     gone = set(request_ids)
-    pins = state.pins
-    if pins.estimates:
-        pins = forget_jobs(pins, list_unfinished_jobs(requests))
-    return replace(
+    state = replace(
         state,
         pool=pool,
         encoder=encoder,
         transfers=transfers,
-        pins=pins,
         requests=FrozenMap(requests),
         running=tuple(r for r in state.running if r not in gone),
         waiting=tuple(r for r in state.waiting if r not in gone),
         skipped_waiting=tuple(r for r in state.skipped_waiting if r not in gone),
         finished_req_ids=tuple(sorted(gone.union(state.finished_req_ids))),
     )
+    for end in state.rules.hooks.ends:
+        state = state.rules[end](state)
+    return state
 
 
 def get_held_at_end(

@@ -283,15 +283,6 @@ def allocate_slots(
     return publish_slots(config, pool, request, nums_full, rules)
 
 
-def allocate_first_slots(
-    config: Config, pool: Pool, request: RequestState, num_new: int, hit: Hit, rules: Rules
-) -> tuple[Pool, RequestState] | None:
-    """Allocate slots for the first tokens of an admission; without lookahead, because nothing is
-    drafted yet. Source: seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P8.
-    """
-    return allocate_slots(config, pool, request, num_new, 0, hit, rules)
-
-
 def take_hit(
     config: Config, pool: Pool, request: RequestState, hit: Hit
 ) -> tuple[Pool, BlockTables]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from blockstep.spec.features import get_config_rules
 from blockstep.spec.releases import (
     adapters,
     drafts,
@@ -28,7 +29,7 @@ from blockstep.spec.releases import (
     transfers,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.rules import STRICT_RULES, Rules
+from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import Config
 
 __all__ = ["QUIRKS", "Quirk", "QuirkStory", "get_rules"]
@@ -62,9 +63,10 @@ def get_rules(quirks: frozenset[Quirk], config: Config) -> Rules:
 
     Source: architecture D5.
     """
+    rules = get_config_rules(config)
     if not quirks:
-        return STRICT_RULES
-    rules = replace(STRICT_RULES, quirks=quirks, remake=(get_rules, (quirks, config)))
+        return rules
+    rules = replace(rules, quirks=quirks, remake=(get_rules, (quirks, config)))
     for story in QUIRKS:
         if story.quirk in quirks:
             rules = story.change(rules, config)

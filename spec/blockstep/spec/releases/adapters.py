@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from blockstep.spec.features import lora
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, RequestId
 
 
 def adapters_of_rows_only(rules: Rules, _config: Config) -> Rules:
     """A running request without a row in the step leaves its LoRA slot to others."""
-    return rules.replacing(admission.list_seated, list_seated)
+    return rules.replacing(lora.list_seated, list_seated)
 
 
 def list_seated(step: Step) -> list[RequestId]:
-    """Modified `admission.list_seated`: the requests with a row in the step."""
+    """Modified `lora.list_seated`: the requests with a row in the step."""
     return [row.request_id for row in step.rows]
 
 

@@ -12,6 +12,8 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.rules import Rules
+from blockstep.spec.step import admission
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import BlockId, Config, FrameId
 
 
@@ -66,13 +68,14 @@ def can_finish(
 def admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
     """A request is admitted with lookahead slots, which it does not need yet."""
 
-    return rules.replacing(slots.allocate_first_slots, allocate_first_slots)
+    return rules.replacing(admission.allocate_first_slots, allocate_first_slots)
 
 
 def allocate_first_slots(
-    config: Config, pool: Pool, request: RequestState, num_new: int, hit: Hit, rules: Rules
+    step: Step, pool: Pool, request: RequestState, num_new: int, hit: Hit
 ) -> tuple[Pool, RequestState] | None:
-    """Modified `slots.allocate_first_slots`: with lookahead slots."""
+    """Modified `admission.allocate_first_slots`: with lookahead slots."""
+    config, rules = step.state.config, step.state.rules
     num_lookahead = config.num_lookahead_tokens
     return slots.allocate_slots(config, pool, request, num_new, num_lookahead, hit, rules)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
@@ -16,11 +14,9 @@ from blockstep.spec.vocabulary import Config, PauseState, Policy, RequestId, Sta
 def equals_preempt_the_first(rules: Rules, _config: Config) -> Rules:
     """Of requests with equal priority and arrival the first in running order is preempted."""
 
-    def select_victim(
-        policy: Policy, running: list[RequestId], requests: Requests, warm: Collection[str] = ()
-    ) -> int:
+    def select_victim(policy: Policy, running: list[RequestId], requests: Requests) -> int:
         if policy is not Policy.PRIORITY:
-            return rules[queues.select_victim](policy, running, requests, warm)
+            return rules[queues.select_victim](policy, running, requests)
         ranks = [get_rank(requests[name])[:2] for name in running]
         return ranks.index(max(ranks))
 

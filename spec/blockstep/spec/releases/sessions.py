@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from blockstep.spec.beside.grammar import Stand
 from blockstep.spec.lives import endings, sessions
-from blockstep.spec.memory import slots
-from blockstep.spec.pool import Pool, get_num_free_blocks
+from blockstep.spec.pool import Pool
+from blockstep.spec.releases import memory
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, Hit, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.step import admission, giving, plans
-from blockstep.spec.step.work import Step, Verdict
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
@@ -114,41 +114,34 @@ def sessions_admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
     """A continued session is admitted with lookahead slots, other requests are not."""
 
     def allocate_first_slots(
-        config: Config, pool: Pool, request: RequestState, num_new: int, hit: Hit, within: Rules
+        step: Step, pool: Pool, request: RequestState, num_new: int, hit: Hit
     ) -> tuple[Pool, RequestState] | None:
         if not request.num_computed_tokens:
-            allocate = rules[slots.allocate_first_slots]
-            return allocate(config, pool, request, num_new, hit, within)
-        num_lookahead = config.num_lookahead_tokens
-        return slots.allocate_slots(config, pool, request, num_new, num_lookahead, hit, within)
+            return rules[admission.allocate_first_slots](step, pool, request, num_new, hit)
+        return memory.allocate_first_slots(step, pool, request, num_new, hit)
 
-    return rules.replacing(slots.allocate_first_slots, allocate_first_slots)
+    return rules.replacing(admission.allocate_first_slots, allocate_first_slots)
 
 
 def refused_sessions_give_back(rules: Rules, _config: Config) -> Rules:
     """A session that does not fit has already freed its skipped blocks."""
-    return rules.replacing(admission.get_slots_at_admission, process_slots_at_admission)
+
+    def process_first_slots(
+        step: Step, pool: Pool, request: RequestState, num_new: int, hit: Hit
+    ) -> tuple[Pool, RequestState] | None:
+        pool, request = rules[admission.get_skipped_at_admission](step, request)
+        name, step.pool = request.request_id, pool
+        step.requests[name] = replace(step.requests[name], holdings=request.holdings)
+        return rules[admission.allocate_first_slots](step, pool, request, num_new, hit)
+
+    return rules.replacing(admission.get_skipped_at_admission, get_skipped_at_admission).replacing(
+        admission.allocate_first_slots, process_first_slots
+    )
 
 
-def process_slots_at_admission(
-    step: Step, request: RequestState, num_new: int, hit: Hit
-) -> tuple[Pool, RequestState] | Verdict:
-    """Modified `admission.get_slots_at_admission`: skipped blocks are freed after the gate, whether
-    or not the request is admitted then."""
-    config, rules = step.state.config, step.state.rules
-    num_spared = config.watermark_blocks if step.running else 0
-    if config.scheduler_reserve_full_isl and not rules[slots.can_finish](
-        config, step.pool, request, hit, rules, num_spared
-    ):
-        return Verdict.NO_BLOCKS
-    step.pool, request = admission.get_skipped_at_admission(step, request)
-    name = request.request_id
-    step.requests[name] = replace(step.requests[name], holdings=request.holdings)
-    allocate = rules[slots.allocate_first_slots]
-    granted = allocate(config, step.pool, request, num_new, hit, rules)
-    if granted is None or num_spared > get_num_free_blocks(granted[0]):
-        return Verdict.NO_BLOCKS
-    return granted
+def get_skipped_at_admission(step: Step, request: RequestState) -> tuple[Pool, RequestState]:
+    """Modified `admission.get_skipped_at_admission`: nothing is skipped before the gate."""
+    return step.pool, request
 
 
 def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:

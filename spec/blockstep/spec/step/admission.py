@@ -3,15 +3,13 @@ phase."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
-from blockstep.spec.beside.adapters import has_seat
 from blockstep.spec.beside.transfers import Transfers, is_received, start_load
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.forks import list_copies
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
-from blockstep.spec.memory.slots import NO_HIT, allocate_first_slots, can_finish, skip_slots
+from blockstep.spec.memory.slots import NO_HIT, allocate_slots, can_finish, skip_slots
 from blockstep.spec.pool import Pool, get_num_free_blocks, withdraw_blocks
 from blockstep.spec.requests import (
     Frame,
@@ -35,9 +33,9 @@ from blockstep.spec.step.loading import (
     process_load,
     process_return,
 )
+from blockstep.spec.step.preemption import process_giving_way
 from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue, waits_apart
 from blockstep.spec.step.share import compute_num_drafts, compute_share, get_threshold
-from blockstep.spec.step.warmth import process_taking
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -126,7 +124,9 @@ def get_verdict(step: Step, request_id: RequestId) -> Verdict:
     Source: seed 001 "Waiting Queue -- Admission Gate"; P15, P16.
     """
     verdict = process_trial(step, request_id)
-    while verdict is Verdict.NO_BLOCKS and not step.running and process_taking(step, request_id):
+    while (
+        verdict is Verdict.NO_BLOCKS and not step.running and process_giving_way(step, request_id)
+    ):
         verdict = process_trial(step, request_id)
     return verdict
 
@@ -162,8 +162,9 @@ def process_gates(step: Step, request_id: RequestId) -> Verdict:
 
     Source: seed 001 "Waiting Queue -- Admission Gate"; P15, P16.
     """
-    for gate in GATES:
-        verdict = gate(step, step.requests[request_id])
+    rules = step.state.rules
+    for gate in rules.hooks.gates:
+        verdict = rules[gate](step, step.requests[request_id])
         if verdict is not None:
             return verdict
     return process_admission(step, step.requests[request_id])
@@ -191,30 +192,6 @@ def process_flight_gate(step: Step, request: RequestState) -> Verdict | None:
     frames = step.state.frames
     is_held = bool(frames) and step.state.rules[is_held_by_frames](frames, request)
     return Verdict.PASSED_OVER if is_held else None
-
-
-def process_adapter_gate(step: Step, request: RequestState) -> Verdict | None:
-    """Skip a request whose LoRA adapter would exceed `max_loras`, until a running request finishes.
-
-    Source: vLLM 0.19.1 `schedule` ("Scheduling would exceed max_loras"); P9, P15.
-    """
-    adapter, max_loras = request.request.adapter, step.state.config.max_loras
-    if adapter is None or max_loras == 0:
-        return None
-    names = step.state.rules[list_seated](step)
-    in_use = [step.requests[name].request.adapter for name in names]
-    return None if has_seat(adapter, in_use, max_loras) else Verdict.PASSED_OVER
-
-
-def list_seated(step: Step) -> list[RequestId]:
-    """Return the requests whose adapters occupy LoRA slots: the running ones. Source: P9."""
-    return step.running
-
-
-Gate: TypeAlias = Callable[[Step, RequestState], Verdict | None]
-"""A check that may stop a waiting request for a reason of its own; None lets it pass."""
-GATES: tuple[Gate, ...] = (process_grammar_gate, process_flight_gate, process_adapter_gate)
-"""The gates, in this order, before budget and pool are considered."""
 
 
 def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
@@ -333,13 +310,13 @@ def get_slots_at_admission(
     P8, P10.
     """
     config, rules = step.state.config, step.state.rules
-    pool, request = get_skipped_at_admission(step, request)
+    pool, request = rules[get_skipped_at_admission](step, request)
     num_spared = config.watermark_blocks if step.running else 0
     if config.scheduler_reserve_full_isl and not rules[can_finish](
         config, pool, request, hit, rules, num_spared
     ):
         return Verdict.NO_BLOCKS
-    granted = rules[allocate_first_slots](config, pool, request, num_new, hit, rules)
+    granted = rules[allocate_first_slots](step, pool, request, num_new, hit)
     if granted is None or num_spared > get_num_free_blocks(granted[0]):
         return Verdict.NO_BLOCKS
     return granted
@@ -356,6 +333,15 @@ def get_skipped_at_admission(step: Step, request: RequestState) -> tuple[Pool, R
     num_in_doubt = step.state.rules[count_in_doubt](step.state.frames, name)
     fence = step.get_fence(name)
     return skip_slots(config, step.pool, request, num_in_doubt, step.state.rules, fence)
+
+
+def allocate_first_slots(
+    step: Step, pool: Pool, request: RequestState, num_new: int, hit: Hit
+) -> tuple[Pool, RequestState] | None:
+    """Allocate slots for the first tokens of an admission; without lookahead, because nothing is
+    drafted yet. Source: seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P8.
+    """
+    return allocate_slots(step.state.config, pool, request, num_new, 0, hit, step.state.rules)
 
 
 def get_findable_pool(step: Step) -> Pool:

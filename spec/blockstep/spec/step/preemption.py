@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from blockstep.spec.beside.encoder import free_items, withdraw_items
 from blockstep.spec.copies import replace
-from blockstep.spec.memory.pins import list_jobs
 from blockstep.spec.memory.slots import allocate_slots, revoke_slots, skip_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import NOTHING_HELD, RequestState, count_in_doubt
 from blockstep.spec.step.queues import process_prepend, select_victim
 from blockstep.spec.step.saving import get_save
-from blockstep.spec.step.warmth import process_taking
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import RequestId, Status
 
@@ -51,11 +49,9 @@ def process_claim(
         )
         if granted is not None:
             return granted, index
-        if len(step.running) == 1 and process_taking(step, request.request_id):
+        if len(step.running) == 1 and process_giving_way(step, request.request_id):
             continue
-        victim_index = rules[select_victim](
-            config.policy, step.running, step.requests, list_jobs(step.pins)
-        )
+        victim_index = rules[get_victim_index](step)
         victim_id = step.running[victim_index]
         step.awaits_answer = step.awaits_answer or step.get_fence(victim_id) is not None
         if step.awaits_answer:
@@ -64,6 +60,24 @@ def process_claim(
         if process_preemption(step, victim_index) == request.request_id:
             return None, index
         index = next_index
+
+
+def get_victim_index(step: Step) -> int:
+    """Return the index in `running` of the request to preempt.
+
+    Source: seed 001 "Preemption in the Running Loop"; P16.
+    """
+    select, policy = step.state.rules[select_victim], step.state.config.policy
+    return select(policy, step.running, step.requests)
+
+
+def process_giving_way(step: Step, receiver_id: RequestId) -> bool:
+    """Reclaim blocks that no running request holds, for a request that lacks some.
+
+    Returns whether there were any. Source: P10, P17.
+    """
+    rules = step.state.rules
+    return any(rules[give](step, receiver_id) for give in rules.hooks.givers)
 
 
 def get_next_index(step: Step, index: int, victim_index: int) -> int:

@@ -7,7 +7,7 @@ preempted ones return to the front. Under PRIORITY both are kept sorted.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from blockstep.spec.requests import RequestState
 from blockstep.spec.vocabulary import Policy, RequestId, Status
@@ -88,20 +88,13 @@ def select_victim(
     policy: Policy,
     running: list[RequestId],
     requests: Requests,
-    warm: Collection[str] = (),
 ) -> int:
     """Return the index in `running` of the request to preempt.
 
-    FCFS: the last admitted. CONTINUUM: the last one whose job is not in `warm` (jobs with a pin),
-    if there is one (seed 001 "Change 7"). PRIORITY: the one of greatest rank, as in the queues.
-    Upstream leaves the id out of the rank and takes the first of equal priority and arrival; two
-    such requests that do not both fit then preempt each other for ever (P10). Source: seed 001
-    "Preemption in the Running Loop"; P10, P16.
+    FCFS: the last admitted. PRIORITY: the one of greatest rank, as in the queues. The rank has the
+    id, because two requests of equal priority and arrival that do not both fit would otherwise
+    preempt each other for ever. Source: seed 001 "Preemption in the Running Loop"; P10, P16.
     """
-    if policy is Policy.FCFS:
+    if policy is not Policy.PRIORITY:
         return len(running) - 1
-    if policy is Policy.CONTINUUM:
-        jobs = [requests[name].request.job_id for name in running]
-        cold = [index for index, job_id in enumerate(jobs) if job_id not in warm]
-        return max(cold, default=len(running) - 1)
     return max(range(len(running)), key=lambda index: get_rank(requests[running[index]]))

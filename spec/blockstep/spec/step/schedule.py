@@ -15,7 +15,6 @@ from blockstep.spec.step.admission import process_waiting_phase
 from blockstep.spec.step.plans import get_frame_rows, get_plan, process_advance
 from blockstep.spec.step.pressure import process_pressure
 from blockstep.spec.step.running import process_running_phase
-from blockstep.spec.step.warmth import process_expiry
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import PauseState, Plan, RejectCode, Rejected
 
@@ -29,8 +28,8 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
     # select
     step = create_step(state)
     step.encoder = begin_step(step.encoder, state.config.encoder_compute_budget)
-    if state.config.has_pins:
-        process_expiry(step)
+    for begin in state.rules.hooks.begins:
+        state.rules[begin](step)
     process_running_phase(step)
     process_pressure(step)
     if not (step.preempted or step.awaits_answer or step.admission_closed):
@@ -59,6 +58,6 @@ def create_step(state: State) -> Step:
         stats=state.stats,
         encoder=state.encoder,
         transfers=state.transfers,
-        pins=state.pins,
+        parts=state.parts.to_dict(),
         admission_closed=state.admission_closed,
     )

@@ -9,9 +9,9 @@ from typing import Any
 from blockstep.spec.beside.encoder import NO_ENCODER, Encoder
 from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import replace, wide_dataclass
+from blockstep.spec.core.parts import NO_PARTS
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.deferred import get_fence
-from blockstep.spec.memory.pins import NO_PINS, Pins
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
@@ -78,7 +78,8 @@ class Step:
     stats: Stats
     encoder: Encoder = NO_ENCODER
     transfers: Transfers = NO_STORE
-    pins: Pins = NO_PINS
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What features keep, as in `State.parts`."""
     rows: list[Scheduled] = field(default_factory=list)
     granted: list[Scheduled] = field(default_factory=list)
     """All rows, including withdrawn ones, and requests that are given blocks for a load and compute
@@ -126,7 +127,7 @@ class Step:
             stats=self.stats,
             encoder=self.encoder,
             transfers=self.transfers,
-            pins=self.pins,
+            parts=FrozenMap(self.parts) if self.parts else NO_PARTS,
             admission_closed=self.admission_closed,
             **others,
         )

@@ -7,21 +7,23 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec.lives.endings import get_ended
-from blockstep.spec.lives.turns import get_turn_ended, without_pins
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.pins import (
+from blockstep.spec.features.pins import (
+    PINS,
     Pins,
     free_pins,
+    get_turn_ended,
+    get_warm_first,
     list_expired,
     list_givers,
+    select_cold_victim,
     take_estimate,
     tell_time,
+    without_pins,
 )
+from blockstep.spec.lives.endings import get_ended
+from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool, get_num_free_blocks
 from blockstep.spec.state import State
-from blockstep.spec.step.queues import select_victim
-from blockstep.spec.step.warmth import get_warm_first
 from blockstep.spec.vocabulary import (
     Config,
     Pin,
@@ -51,7 +53,7 @@ def build_turns(num_settled: int, ttl: int, is_last: bool) -> State:
     estimates = FrozenMap({"x": ttl}) if ttl else FrozenMap[str, int]()
     pins = Pins(0, (Pin("x", ((4,),), 9),), estimates)
     gone = state.requests.without("b")
-    return replace(state, pins=pins, requests=gone, running=("a",))
+    return PINS.put(replace(state, requests=gone, running=("a",)), pins)
 
 
 # Mistakes: pinned blocks.
@@ -102,10 +104,10 @@ def check_what_stays_and_what_is_freed_is_the_table(
     state = build_turns(num_settled, ttl, is_last == 1)
     after = get_ended(get_turn_ended(state, "a"), ["a"])
     is_kept = num_settled > 0 and ttl > 0 and not is_last
-    expected = () if is_last else state.pins.pins
+    expected = () if is_last else PINS.of(state).pins
     if is_kept:
         expected = (Pin("x", (TABLE[:num_settled],), ttl),)
-    assert after.pins.pins == expected
+    assert PINS.of(after).pins == expected
     held = [block_id for pin in expected for table in pin.block_tables for block_id in table]
     assert [b for b in range(1, 6) if after.pool.ref_counts[b]] == held
     assert h.is_conserved(after.pool)
@@ -133,8 +135,8 @@ def check_no_pin_outlives_a_reset(num_settled: int) -> None:
     ended = get_ended(get_turn_ended(build_turns(num_settled, 5, False), "a"), ["a"])
     after = without_pins(ended)
     assert get_num_free_blocks(after.pool) == 5
-    assert not after.pins.pins
-    assert not after.pins.estimates
+    assert not PINS.of(after).pins
+    assert not PINS.of(after).estimates
 
 
 @ROOM.law("P10 P17", (7, 5, 40))
@@ -152,9 +154,9 @@ def check_a_step_takes_what_is_over_before_it_takes_a_block(
     state = h.build_state(build_config(), (holder, runner), (asked,))
     requests = state.requests.without("p")
     pins = Pins(now, (Pin("x", (TABLE,), end),))
-    state = replace(state, requests=requests, running=("a",), pins=pins)
+    state = PINS.put(replace(state, requests=requests, running=("a",)), pins)
     after, _ = h.schedule(state)
-    assert bool(after.pins.pins) == (end > now)
+    assert bool(PINS.of(after).pins) == (end > now)
     assert (after.running == ("a", "b")) == (end <= now and num_prompt <= 48)
 
 
@@ -188,7 +190,7 @@ def check_who_is_warm_is_preempted_last(first: int, second: int, third: int) -> 
         name: h.build_request(name, 4, job_id="x" if is_warm else None)
         for name, is_warm in zip("abc", warmths, strict=True)
     }
-    victim = select_victim(Policy.CONTINUUM, list(requests), requests, warm=["x"])
+    victim = select_cold_victim(list(requests), requests, ["x"])
     if first and second and third:
         assert victim == 2
     else:

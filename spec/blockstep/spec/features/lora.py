@@ -1,4 +1,4 @@
-"""Adapters: the slots in which a worker keeps LoRA weights, one adapter each.
+"""LoRA: the slots in which a worker keeps LoRA weights, one adapter each.
 
     running      [A: x] [B: -] [C: x] [D: y]        max_loras 2: the LoRA slots of x and y
     waiting      [E: z] [F: x] [G: -]               E is skipped, F and G are not
@@ -18,6 +18,38 @@ adapters in use never stop arriving.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
+
+from blockstep.spec.core.feature import Feature
+from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.requests import RequestState
+from blockstep.spec.step.work import Step, Verdict
+from blockstep.spec.vocabulary import Config, RequestId
+
+
+def is_capped(config: Config) -> bool:
+    """Whether a config limits the adapters of running requests. Source: vLLM 0.19.1 `LoRAConfig`;
+    P9."""
+    return config.max_loras > 0
+
+
+def process_adapter_gate(step: Step, request: RequestState) -> Verdict | None:
+    """Skip a request whose LoRA adapter would exceed `max_loras`, until a running request finishes.
+
+    Source: vLLM 0.19.1 `schedule` ("Scheduling would exceed max_loras"); P9, P15.
+    """
+    adapter = request.request.adapter
+    if adapter is None:
+        return None
+    names = step.state.rules[list_seated](step)
+    in_use = [step.requests[name].request.adapter for name in names]
+    has_one = has_seat(adapter, in_use, step.state.config.max_loras)
+    return None if has_one else Verdict.PASSED_OVER
+
+
+def list_seated(step: Step) -> list[RequestId]:
+    """Return the requests whose adapters occupy LoRA slots: the running ones. Source: P9."""
+    return step.running
 
 
 def has_seat(adapter: str | None, in_use: Collection[str | None], max_loras: int) -> bool:
@@ -37,3 +69,6 @@ def is_within_max_loras(num_in_use: int, is_in_use: bool, max_loras: int) -> boo
     Source: vLLM 0.19.1 `schedule`; P9.
     """
     return is_in_use or num_in_use < max_loras
+
+
+FEATURE: Final = Feature("lora", is_capped, Hooks(gates=(process_adapter_gate,)))

@@ -1,0 +1,56 @@
+"""Hooks: the moments at which features take part, as tuples of functions.
+
+The tuples of a state are made once, from the features that its config asks for, in the order of
+`features.FEATURES`. A feature that is not asked for has no function in them. A hook is called as
+`rules[hook]`, so that a release can replace it like any other function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from blockstep.spec.vocabulary import RequestId
+
+if TYPE_CHECKING:  # a state has rules, which have hooks, which are functions of a step of a state
+    from blockstep.spec.requests import RequestState
+    from blockstep.spec.state import State
+    from blockstep.spec.step.work import Step, Verdict
+
+Gate: TypeAlias = "Callable[[Step, RequestState], Verdict | None]"
+"""A check that may stop a waiting request for a reason of its own; None lets it pass."""
+Giver: TypeAlias = "Callable[[Step, RequestId], bool]"
+"""Reclaims blocks that no running request holds for this request; returns whether it found some."""
+Begin: TypeAlias = "Callable[[Step], None]"
+"""Prepares a step in which nothing is planned yet."""
+Stop: TypeAlias = "Callable[[State, RequestId], State]"
+"""Returns the state after an output has ended this request, which still has its blocks."""
+Change: TypeAlias = "Callable[[State], State]"
+"""Returns the state after requests have ended; or before a reset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Hooks:
+    """The functions that take part, by moment, in the order in which they are called."""
+
+    gates: tuple[Gate, ...] = ()
+    """Admission, before budget and pool are considered: the first verdict decides."""
+    givers: tuple[Giver, ...] = ()
+    """Slots, if blocks are short and no other request runs: the first that gives ends it."""
+    begins: tuple[Begin, ...] = ()
+    """A step, before anything is allocated."""
+    stops: tuple[Stop, ...] = ()
+    """A commit, for each request that it ends, in the order of the rows."""
+    ends: tuple[Change, ...] = ()
+    """Requests, after some have ended for whatever reason."""
+    resets: tuple[Change, ...] = ()
+    """A reset of the prefix cache: what does not prevent it ends with it."""
+
+    def with_hooks(self, others: Hooks) -> Hooks:
+        """Return these hooks followed by the others. Source: architecture D11."""
+        names = [field.name for field in fields(self)]
+        return Hooks(**{name: getattr(self, name) + getattr(others, name) for name in names})
+
+
+NO_HOOKS: Final = Hooks()

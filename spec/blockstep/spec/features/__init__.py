@@ -1,0 +1,44 @@
+"""Features: what a config or a request may ask for besides the core.
+
+The order of `FEATURES` is the order in which they take part at every moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Final
+
+from blockstep.spec.core.feature import Feature, is_always
+from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.features import lora, pins
+from blockstep.spec.rules import STRICT_RULES, Rules
+from blockstep.spec.step.admission import process_flight_gate, process_grammar_gate
+from blockstep.spec.step.giving import process_giving
+from blockstep.spec.vocabulary import Config
+
+FEATURES: Final[tuple[Feature, ...]] = (
+    Feature("structured_output", is_always, Hooks(gates=(process_grammar_gate,))),
+    Feature("async", is_always, Hooks(gates=(process_flight_gate,))),
+    lora.FEATURE,
+    pins.FEATURE,
+    Feature("sessions", is_always, Hooks(givers=(process_giving,))),
+)
+
+
+@cache
+def get_feature_rules(names: tuple[str, ...]) -> Rules:
+    """Return the strict rules with these features. Source: architecture D11."""
+    rules = STRICT_RULES
+    for feature in FEATURES:
+        if feature.name in names:
+            rules = replace(rules, hooks=rules.hooks.with_hooks(feature.hooks))
+            for function, by in feature.instead.items():
+                rules = rules.replacing(function, by)
+    return replace(rules, remake=(get_feature_rules, (names,)))
+
+
+def get_config_rules(config: Config) -> Rules:
+    """Return the strict rules with the features that a config asks for. Source: architecture
+    D11."""
+    return get_feature_rules(tuple([one.name for one in FEATURES if one.is_asked_for(config)]))
