@@ -7,23 +7,35 @@ The tuples of a state are made once, from the features that its config asks for,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from blockstep.spec.vocabulary import RequestId
+from blockstep.spec.vocabulary import Plan, RequestId
 
 if TYPE_CHECKING:  # a state has rules, which have hooks, which are functions of a step of a state
-    from blockstep.spec.requests import RequestState
+    from blockstep.spec.requests import FrameRow, RequestState
     from blockstep.spec.state import State
     from blockstep.spec.step.work import Step, Verdict
 
 Gate: TypeAlias = "Callable[[Step, RequestState], Verdict | None]"
 """A check that may stop a waiting request for a reason of its own; None lets it pass."""
+Limit: TypeAlias = "Callable[[Step, RequestState, int, int], int]"
+"""Returns how many tokens a row gets of those that it could have: (.., computed, that many)."""
+OfRow: TypeAlias = "Callable[[Step, RequestState], None]"
+"""Updates a step for a request that gets a row, or that does not get one."""
 Giver: TypeAlias = "Callable[[Step, RequestId], bool]"
 """Reclaims blocks that no running request holds for this request; returns whether it found some."""
 Begin: TypeAlias = "Callable[[Step], None]"
 """Prepares a step in which nothing is planned yet."""
+OfVictim: TypeAlias = "Callable[[Step, RequestState, bool], None]"
+"""Updates a step for a request that it preempts, and whether it had a row in the step."""
+Tell: TypeAlias = "Callable[[Step, Sequence[FrameRow], Plan], Plan]"
+"""Returns the plan with the fields of a feature."""
+Sent: TypeAlias = "Callable[[Step, Sequence[FrameRow]], None]"
+"""Updates a step whose plan is made: its tokens count as computed."""
+Leave: TypeAlias = "Callable[[State, RequestState], State]"
+"""Returns the state after a request has finished."""
 Stop: TypeAlias = "Callable[[State, RequestId], State]"
 """Returns the state after an output has ended this request, which still has its blocks."""
 Change: TypeAlias = "Callable[[State], State]"
@@ -36,14 +48,30 @@ class Hooks:
 
     gates: tuple[Gate, ...] = ()
     """Admission, before budget and pool are considered: the first verdict decides."""
+    limits: tuple[Limit, ...] = ()
+    """A row, before it has slots: each limits what the one before it left."""
+    shortages: tuple[OfRow, ...] = ()
+    """Admission of a request for which the limits leave no token."""
+    refusals: tuple[OfRow, ...] = ()
+    """Admission of a request for which there are no slots."""
+    grants: tuple[OfRow, ...] = ()
+    """A row that has its slots: it takes what its limits counted on."""
     givers: tuple[Giver, ...] = ()
     """Slots, if blocks are short and no other request runs: the first that gives ends it."""
     begins: tuple[Begin, ...] = ()
     """A step, before anything is allocated."""
+    victims: tuple[OfVictim, ...] = ()
+    """A preemption, before the request loses its blocks."""
+    fields: tuple[Tell, ...] = ()
+    """A plan: all rows are in it."""
+    sent: tuple[Sent, ...] = ()
+    """A step, after its plan was made."""
     stops: tuple[Stop, ...] = ()
     """A commit, for each request that it ends, in the order of the rows."""
+    leaves: tuple[Leave, ...] = ()
+    """Each request that finishes for whatever reason."""
     ends: tuple[Change, ...] = ()
-    """Requests, after some have ended for whatever reason."""
+    """Requests, after some have finished and are gone."""
     resets: tuple[Change, ...] = ()
     """A reset of the prefix cache: what does not prevent it ends with it."""
 

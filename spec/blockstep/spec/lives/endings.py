@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from blockstep.spec.beside.encoder import free_items
 from blockstep.spec.beside.transfers import Transfers, hold_ended
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
@@ -137,7 +136,7 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
     """
     if not request_ids:
         return state
-    pool, encoder, requests = state.pool, state.encoder, state.requests.to_dict()
+    pool, requests = state.pool, state.requests.to_dict()
     transfers = state.transfers
     for request_id in request_ids:
         request = requests.pop(request_id)
@@ -147,12 +146,12 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
         if request_id not in transfers.held:
             fence = state.rules[get_fence](state.config, state.frames, request_id)
             pool = release_slots(pool, request, state.rules, fence)
-        encoder = state.rules[free_items](encoder, request.request, None)
+        for leave in state.rules.hooks.leaves:
+            state = state.rules[leave](state, request)
     gone = set(request_ids)
     state = replace(
         state,
         pool=pool,
-        encoder=encoder,
         transfers=transfers,
         requests=FrozenMap(requests),
         running=tuple(r for r in state.running if r not in gone),

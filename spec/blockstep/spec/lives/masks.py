@@ -16,6 +16,7 @@ from blockstep.spec.copies import replace
 from blockstep.spec.lives.drafts import get_accepted_drafts
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Commit,
@@ -23,6 +24,7 @@ from blockstep.spec.vocabulary import (
     GrammarBitmask,
     GrammarOutput,
     GrammarRow,
+    Plan,
     RejectCode,
     Rejected,
     RequestId,
@@ -172,3 +174,17 @@ def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestSt
     advanced = get_advanced(state, request, tokens)
     assert advanced is not None, "forbidden tokens were rejected (P23)"
     return advanced
+
+
+def tell_masks(step: Step, frame_rows: Sequence[FrameRow], plan: Plan) -> Plan:
+    """Return the plan with whether a grammar constrains some of its rows, and whether tokens in
+    flight come before. Source: vLLM 0.19.1 `pending_structured_output_tokens`; P23, P26.
+    """
+    masked = [step.requests[row.request_id] for row in frame_rows if row.has_mask]
+    if not masked:
+        return plan
+    return replace(
+        plan,
+        has_structured_output_requests=True,
+        pending_structured_output_tokens=any(one.num_output_placeholders for one in masked),
+    )

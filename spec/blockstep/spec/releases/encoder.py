@@ -117,11 +117,12 @@ def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId
 def restored_compute_is_forgotten(rules: Rules, _config: Config) -> Rules:
     """The encoder budget of a removed row is lost if the preempting request has items itself."""
 
-    def process_items_taken(step: Step, request: RequestState, claim: Claim) -> None:
+    def process_items_taken(step: Step, request: RequestState) -> None:
         num_planned = len(step.encoder.planned)
-        rules[encoding.process_items_taken](step, request, claim)
+        rules[encoding.process_items_taken](step, request)
         if any(item.cost > 0 for item in step.encoder.planned[num_planned:]):
-            step.encoder = replace(step.encoder, budget=claim.encoder.budget)
+            budget = encoding.get_noted_claim(step).encoder.budget
+            step.encoder = replace(step.encoder, budget=budget)
 
     return rules.replacing(encoding.process_items_taken, process_items_taken)
 
@@ -386,10 +387,10 @@ def get_shorter_claim(
 def without_items_passed_over(rules: Rules, _config: Config) -> Rules:
     """A waiting request that gets no token because an item does not fit is skipped."""
 
-    def get_verdict_without_tokens(claim: Claim) -> Verdict:
-        if claim.lacks_items:
+    def get_verdict_without_tokens(step: Step) -> Verdict:
+        if encoding.get_noted_claim(step).lacks_items:
             return Verdict.PASSED_OVER
-        return rules[admission.get_verdict_without_tokens](claim)
+        return rules[admission.get_verdict_without_tokens](step)
 
     return rules.replacing(admission.get_verdict_without_tokens, get_verdict_without_tokens)
 

@@ -9,8 +9,7 @@ from blockstep.spec.releases.groups import hits_are_searched
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission, encoding, plans, share
-from blockstep.spec.step.encoding import Claim
+from blockstep.spec.step import admission, plans, share
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
 
@@ -147,14 +146,14 @@ def blocks_of_loads_are_zeroed(rules: Rules, _config: Config) -> Rules:
 
 def states_come_before_items(rules: Rules, config: Config) -> Rules:
     """A chunk is cut first for states, then at any token before an item that does not fit."""
-    return rules.replacing(encoding.process_limits, process_limits) if config.groups else rules
+    return rules.replacing(share.process_limits, process_limits) if config.groups else rules
 
 
-def process_limits(step: Step, request: RequestState, num_computed: int, num_new: int) -> Claim:
-    """Modified `encoding.process_limits`: in the other order."""
-    config, rules = step.state.config, step.state.rules
-    num_new = rules[share.get_aligned_share](config, request, num_computed, num_new)
-    return rules[encoding.process_items_asked](step, request, num_computed, num_new)
+def process_limits(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
+    """Modified `share.process_limits`: in reverse order."""
+    for limit in reversed(step.state.rules.hooks.limits):
+        num_new = step.state.rules[limit](step, request, num_computed, num_new)
+    return num_new
 
 
 STORIES = (

@@ -19,13 +19,6 @@ from blockstep.spec.requests import (
     list_rows_in_flight,
     without_nulls,
 )
-from blockstep.spec.step.encoding import (
-    Claim,
-    process_items_missing,
-    process_items_refused,
-    process_items_taken,
-    process_limits,
-)
 from blockstep.spec.step.loading import (
     counts_as_asked,
     get_offered_hit,
@@ -35,7 +28,12 @@ from blockstep.spec.step.loading import (
 )
 from blockstep.spec.step.preemption import process_giving_way
 from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue, waits_apart
-from blockstep.spec.step.share import compute_num_drafts, compute_share, get_threshold
+from blockstep.spec.step.share import (
+    compute_num_drafts,
+    compute_share,
+    get_threshold,
+    process_limits,
+)
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -226,19 +224,22 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     num_new = rules[get_waiting_share](step, request, num_start)
     if isinstance(num_new, Verdict):
         return num_new
-    claim = rules[process_limits](step, request, num_start, num_new)
-    if claim.num_tokens == 0:
-        rules[process_items_missing](step, request)
-        return rules[get_verdict_without_tokens](claim)
-    granted = rules[get_slots_at_admission](step, request, claim.num_tokens, hit)
+    num_new = rules[process_limits](step, request, num_start, num_new)
+    if num_new == 0:
+        for lack in rules.hooks.shortages:
+            rules[lack](step, request)
+        return rules[get_verdict_without_tokens](step)
+    granted = rules[get_slots_at_admission](step, request, num_new, hit)
     if isinstance(granted, Verdict):
-        process_items_refused(step, request)
+        for refuse in rules.hooks.refusals:
+            rules[refuse](step, request)
         return granted
     # pool
     step.pool, after = granted
     # requests
-    process_entrance(step, request, after, hit, claim.num_tokens)
-    rules[process_items_taken](step, request, claim)
+    process_entrance(step, request, after, hit, num_new)
+    for grant in rules.hooks.grants:
+        rules[grant](step, request)
     return Verdict.ADMITTED
 
 
@@ -290,12 +291,12 @@ def get_parked(request: RequestState, hit: Hit) -> RequestState:
     return replace(request, status=status, num_computed_tokens=hit.num_tokens)
 
 
-def get_verdict_without_tokens(claim: Claim) -> Verdict:
-    """Return the verdict on a request that gets no token because of items or states.
+def get_verdict_without_tokens(step: Step) -> Verdict:
+    """Return the verdict on a request for which the limits of its row leave no token.
 
     No later request overtakes it. Source: seed 001 "Waiting Queue -- Admission Gate"; P16.
     """
-    del claim
+    del step
     return Verdict.NO_ROOM
 
 

@@ -10,25 +10,31 @@ can be encoded again.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from blockstep.spec.beside.encoder import (
     NO_ENCODER,
     Encoder,
+    begin_step,
     compute_end_before,
     compute_end_between_items,
     count_freeable,
+    end_step,
     fits,
     free_items,
     get_item_holder,
     is_item_needed,
+    list_freed,
     take_item,
+    withdraw_items,
 )
-from blockstep.spec.requests import RequestState
+from blockstep.spec.copies import replace
+from blockstep.spec.requests import FrameRow, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.step.share import get_aligned_share
+from blockstep.spec.state import State
 from blockstep.spec.step.work import Step
-from blockstep.spec.vocabulary import Config, EncoderInputs, MultiModalItem, Request
+from blockstep.spec.vocabulary import Config, EncoderInputs, MultiModalItem, Plan, Request
 
 
 class Claim(NamedTuple):
@@ -41,6 +47,16 @@ class Claim(NamedTuple):
     """The encoder after the row, if it may read items."""
     lacks_items: bool = False
     """Whether the row gets no token because an item has no room."""
+
+
+CLAIM: Final = "encoder_claim"
+"""Note of a step: the claim of the row that is being planned."""
+
+
+def get_noted_claim(step: Step) -> Claim:
+    """Return the claim of the row that is being planned. Source: P22."""
+    claim: Claim = step.notes.get(CLAIM, Claim(0))
+    return claim
 
 
 def process_items_asked(
@@ -176,13 +192,24 @@ def has_room(encoder: Encoder, item: MultiModalItem) -> bool:
     return fits(item.num_embeds, cost, count_freeable(encoder), encoder.budget)
 
 
-def process_items_taken(step: Step, request: RequestState, claim: Claim) -> None:
+def limit_to_items(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
+    """Return the tokens of a row before the first item without room; a request that gets none drops
+    its items. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P7, P15, P22.
+    """
+    claim = step.state.rules[process_items_asked](step, request, num_computed, num_new)
+    step.notes[CLAIM] = claim
+    if claim.lacks_items:
+        step.state.rules[process_items_missing](step, request)
+    return claim.num_tokens
+
+
+def process_items_taken(step: Step, request: RequestState) -> None:
     """Hold the items that a row reads, now that it has blocks, and plan to encode missing ones.
 
     Source: vLLM 0.19.1 `schedule` ("Allocate the encoder cache"); P9, P22.
     """
     asked = request.request
-    for index in claim.items:
+    for index in get_noted_claim(step).items:
         holder = step.state.rules[get_item_holder](asked, index)
         step.encoder = take_item(step.encoder, asked, index, holder)
     assert step.encoder.budget >= 0, "the compute is never overdrawn (P9)"
@@ -204,16 +231,49 @@ def process_items_missing(step: Step, request: RequestState) -> None:
     process_items_refused(step, request)
 
 
-def process_limits(step: Step, request: RequestState, num_computed: int, num_new: int) -> Claim:
-    """Return the claim of a row that could have `num_new` tokens: it ends before an item without
-    room, and then at a boundary of states. Source: vLLM 0.19.1 `schedule`; P5, P10, P22.
+def process_items_of_victim(step: Step, victim: RequestState, had_row: bool) -> None:
+    """Withdraw what a preempted request planned in this step, and drop its items.
+
+    Source: upstream #23347; P4, P9, P22.
     """
-    config, rules = step.state.config, step.state.rules
-    claim = rules[process_items_asked](step, request, num_computed, num_new)
-    if not config.groups:
-        return claim
-    num_new = rules[get_aligned_share](config, request, num_computed, claim.num_tokens)
-    return claim._replace(num_tokens=num_new)
+    rules = step.state.rules
+    if had_row:
+        order = [row.request_id for row in step.rows]
+        step.encoder = rules[withdraw_items](step.encoder, victim.request, order)
+    step.encoder = rules[free_items](step.encoder, victim.request, None)
+
+
+def process_encoder_beginning(step: Step) -> None:
+    """Give the encoder the compute budget of one step. Source: vLLM 0.19.1 `schedule`; P9."""
+    step.encoder = begin_step(step.encoder, step.state.config.encoder_compute_budget)
+
+
+def process_items_read(step: Step, rows: Sequence[FrameRow]) -> None:
+    """Drop the items that the rows of a step have read. Source: vLLM 0.19.1 `_free_encoder_inputs`;
+    P22."""
+    for row in rows:
+        request = step.requests[row.request_id]
+        num_computed = request.num_computed_tokens
+        step.encoder = step.state.rules[free_items](step.encoder, request.request, num_computed)
+    step.encoder = end_step(step.encoder)
+
+
+def tell_items(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+    """Return the plan with the items to encode, to load and to drop. Source: vLLM 0.19.1
+    `schedule`; P22."""
+    return replace(
+        plan,
+        scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
+        external_encoder_inputs=list_encoder_inputs(step, is_external=True),
+        free_encoder_mm_hashes=step.state.rules[list_freed](step.encoder),
+    )
+
+
+def let_go_of_items(state: State, request: RequestState) -> State:
+    """Return the state after a finished request dropped its items. Source: vLLM 0.19.1
+    `_free_request`; P22."""
+    encoder = state.rules[free_items](state.encoder, request.request, None)
+    return replace(state, encoder=encoder)
 
 
 def list_encoder_inputs(step: Step, is_external: bool) -> tuple[EncoderInputs, ...]:

@@ -9,20 +9,23 @@ Until a load is confirmed only the blocks of the local hit are published (P19).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from blockstep.spec.beside.transfers import (
     Transfers,
     compute_num_external,
     forget_load,
     get_offer,
 )
+from blockstep.spec.copies import replace
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import compute_num_blocks, release_slots, settle_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Hit, RequestState
+from blockstep.spec.requests import FrameRow, Hit, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.giving import get_unparked, without_blocks
 from blockstep.spec.step.work import Step
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockTables, Config, KVLoad, RequestId
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockTables, Config, KVLoad, Plan, RequestId
 
 
 def asks_store(request: RequestState) -> bool:
@@ -131,3 +134,8 @@ def get_returned(config: Config, pool: Pool, request: RequestState) -> tuple[Poo
     Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
     """
     return settle_slots(config, pool, request, request.num_computed_tokens)
+
+
+def tell_transfers(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+    """Return the plan with the loads and saves of the step. Source: P19, P26."""
+    return replace(plan, kv_loads=tuple(step.loads), kv_saves=tuple(step.saves))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from blockstep.spec.beside.encoder import end_step, free_items, list_freed
 from blockstep.spec.copies import replace
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
-from blockstep.spec.step.encoding import list_encoder_inputs
 from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -93,7 +91,6 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
                 draft_token_ids=row.drafts,
             )
         )
-    masked = [step.requests[row.request_id] for row in frame_rows if row.has_mask]
     plan = Plan(
         frame_id=step.state.next_frame_id,
         new=tuple(new),
@@ -101,22 +98,10 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         finished_req_ids=step.state.finished_req_ids,
         preempted_req_ids=step.state.rules[list_preempted](step),
         num_common_prefix_blocks=get_num_common_prefix_blocks(step),
-        new_block_ids_to_zero=get_blocks_to_zero(step),
-        has_structured_output_requests=bool(masked),
-        pending_structured_output_tokens=any(one.num_output_placeholders for one in masked),
-        kv_loads=tuple(step.loads),
-        kv_saves=tuple(step.saves),
     )
-    if step.state.config.enable_forks:
-        plan = get_copying(step, plan)
-    if not step.encoder.size:
-        return plan
-    return replace(
-        plan,
-        scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
-        external_encoder_inputs=list_encoder_inputs(step, is_external=True),
-        free_encoder_mm_hashes=step.state.rules[list_freed](step.encoder),
-    )
+    for tell in step.state.rules.hooks.fields:
+        plan = step.state.rules[tell](step, frame_rows, plan)
+    return plan
 
 
 def list_preempted(step: Step) -> tuple[RequestId, ...]:
@@ -124,7 +109,12 @@ def list_preempted(step: Step) -> tuple[RequestId, ...]:
     return tuple(sorted(step.preempted))
 
 
-def get_copying(step: Step, plan: Plan) -> Plan:
+def tell_zeroes(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+    """Return the plan with the blocks to be zeroed. Source: upstream #48481; P3."""
+    return replace(plan, new_block_ids_to_zero=get_blocks_to_zero(step))
+
+
+def tell_copies(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with blocks to be copied, and with the requests whose tables change by that.
 
     Source: seed 002 "The COW Mechanism" (`pending_copies`); P2, P26.
@@ -231,7 +221,6 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
         step.requests[row.request_id] = replace(
             request, num_computed_tokens=num_computed, is_prefill_chunk=not frame_row.samples
         )
-        step.encoder = step.state.rules[free_items](step.encoder, request.request, num_computed)
     if step.state.config.async_scheduling:
         process_promises(step, frame_rows)
     frames, frame_id = step.state.frames, step.state.next_frame_id
@@ -240,7 +229,8 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
         is_structured = any(request.structured_output for request in sampling)
         loads = tuple([load for load in step.loads if not load.is_async])
         frames = (*frames, Frame(frame_id, frame_rows, is_structured, loads))
-    step.encoder = end_step(step.encoder)
+    for sent in step.state.rules.hooks.sent:
+        step.state.rules[sent](step, frame_rows)
     return step.get_state(
         frames=frames,
         next_frame_id=frame_id + 1,

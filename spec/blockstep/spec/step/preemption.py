@@ -12,13 +12,11 @@ needed.
 
 from __future__ import annotations
 
-from blockstep.spec.beside.encoder import free_items, withdraw_items
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import allocate_slots, revoke_slots, skip_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import NOTHING_HELD, RequestState, count_in_doubt
 from blockstep.spec.step.queues import process_prepend, select_victim
-from blockstep.spec.step.saving import get_save
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import RequestId, Status
 
@@ -101,14 +99,10 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
     victim_id = step.running.pop(victim_index)
     # select
     victim = step.requests[victim_id]
-    if step.withdraw(victim_id):
-        order = [row.request_id for row in step.rows]
-        step.encoder = rules[withdraw_items](step.encoder, victim.request, order)
-    step.encoder = rules[free_items](step.encoder, victim.request, None)
+    had_row = step.withdraw(victim_id)
     step.preempted.append(victim_id)
-    save = get_save(config, victim)
-    if save is not None:
-        step.saves.append(save)
+    for hook in rules.hooks.victims:
+        rules[hook](step, victim, had_row)
     # pool, requests
     fence = step.get_fence(victim_id)
     step.pool = rules[revoke_slots](step.pool, victim, config.block_sizes, rules, fence)

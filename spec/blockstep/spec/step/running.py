@@ -6,18 +6,13 @@ from blockstep.spec.copies import replace
 from blockstep.spec.memory.forks import list_copies
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
-from blockstep.spec.step.encoding import (
-    Claim,
-    process_items_missing,
-    process_items_taken,
-    process_limits,
-)
 from blockstep.spec.step.preemption import process_claim
 from blockstep.spec.step.share import (
     compute_num_drafts,
     compute_share,
     get_threshold,
     is_past_max_tokens,
+    process_limits,
 )
 from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import BlockCopy
@@ -30,20 +25,21 @@ def process_running_phase(step: Step) -> None:
     blocks that a commit will free. Source: seed 001 "Schedule RUNNING Requests"; seed 000 "Phase
     1"; P15.
     """
-    index = 0
+    index, rules = 0, step.state.rules
     while index < len(step.running) and step.budget > 0:
         request = step.requests[step.running[index]]
-        claim = process_running_share(step, request)
-        num_new = claim.num_tokens
+        num_new = get_num_running_tokens(step, request)
+        num_new = rules[process_limits](step, request, request.num_computed_tokens, num_new)
         if num_new <= 0:
             index += 1
             continue
         granted, index = process_claim(step, index, num_new)
         if granted is not None:
             process_grant(step, request, num_new, granted)
-            step.state.rules[process_items_taken](step, request, claim)
+            for grant in rules.hooks.grants:
+                rules[grant](step, request)
             index += 1
-        elif step.awaits_answer or step.state.rules[ends_with_self_victim](step):
+        elif step.awaits_answer or rules[ends_with_self_victim](step):
             return
 
 
@@ -55,18 +51,6 @@ def ends_with_self_victim(step: Step) -> bool:
     """
     del step
     return True
-
-
-def process_running_share(step: Step, request: RequestState) -> Claim:
-    """Return the tokens that a running request gets in this step, none if 0 or less; and its items.
-
-    Source: seed 001 "For Running Requests"; P15, P22.
-    """
-    num_new = get_num_running_tokens(step, request)
-    claim = step.state.rules[process_limits](step, request, request.num_computed_tokens, num_new)
-    if claim.lacks_items:
-        step.state.rules[process_items_missing](step, request)
-    return claim
 
 
 def get_num_running_tokens(step: Step, request: RequestState) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from math import lcm
 
 from blockstep.spec.requests import RequestState
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, KVSave
 
 
@@ -64,3 +65,11 @@ def get_save(config: Config, victim: RequestState) -> KVSave | None:
     tables = zip(victim.block_tables, config.block_sizes, strict=True)
     saved = tuple([table[: num_tokens // size] for table, size in tables])
     return KVSave(victim.request_id, saved, num_tokens)
+
+
+def process_saving(step: Step, victim: RequestState, had_row: bool) -> None:
+    """Plan to save the KV of a preempted request, if it is worth it. Source: P17."""
+    del had_row
+    save = get_save(step.state.config, victim)
+    if save is not None:
+        step.saves.append(save)

@@ -9,7 +9,6 @@ Iteration".
 
 from __future__ import annotations
 
-from blockstep.spec.beside.encoder import begin_step
 from blockstep.spec.state import State
 from blockstep.spec.step.admission import process_waiting_phase
 from blockstep.spec.step.plans import get_frame_rows, get_plan, process_advance
@@ -27,7 +26,6 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
         return Rejected(RejectCode.PIPELINE_FULL, f"commit frame {waiting} first")
     # select
     step = create_step(state)
-    step.encoder = begin_step(step.encoder, state.config.encoder_compute_budget)
     for begin in state.rules.hooks.begins:
         state.rules[begin](step)
     process_running_phase(step)

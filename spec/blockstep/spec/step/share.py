@@ -47,6 +47,19 @@ def get_threshold(step: Step) -> int:
     return step.state.config.long_prefill_token_threshold
 
 
+def process_limits(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
+    """Return the tokens that a row gets of `num_new` that it could have. Source: P9, P15."""
+    for limit in step.state.rules.hooks.limits:
+        num_new = step.state.rules[limit](step, request, num_computed, num_new)
+    return num_new
+
+
+def limit_to_states(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
+    """Return the tokens of a row up to a boundary of states. Source: P5, P10."""
+    get_share = step.state.rules[get_aligned_share]
+    return get_share(step.state.config, request, num_computed, num_new)
+
+
 def get_aligned_share(
     config: Config, request: RequestState, num_computed: int, num_new: int
 ) -> int:

@@ -80,6 +80,8 @@ class Step:
     transfers: Transfers = NO_STORE
     parts: dict[str, Any] = field(default_factory=dict)
     """What features keep, as in `State.parts`."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What features remember while they plan a row; it never gets into a state."""
     rows: list[Scheduled] = field(default_factory=list)
     granted: list[Scheduled] = field(default_factory=list)
     """All rows, including withdrawn ones, and requests that are given blocks for a load and compute
