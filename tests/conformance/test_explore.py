@@ -266,7 +266,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "num_cached_tokens", "grammar_ready", "junction", "stand", "updates",
         "last_stop_token_id",
         "rows", "draft_token_ids", "samples", "is_dropped", "num_in_doubt", "has_mask", "is_masked",
-        "has_structured_output", "num_scheduled",
+        "has_structured_output",
         "ref_counts", "free_queue", "cached", "kv_events", "deferred_frees",
         "state", "reasoning_ended",
         "encoder", "size", "num_in_flight", "entries", "freeable", "offered", "freed", "num_embeds",

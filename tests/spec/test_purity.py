@@ -364,11 +364,12 @@ PLUMBING = {
         "exec() acts on the world, or on names",
         "setattr() acts on the world, or on names",
     ),
+    "features/__init__.py": ("cache keeps state between calls",),
     "vocabulary/config.py": ("cache keeps state between calls",),
 }
 """What decides nothing: constructors and copies written for the fields of a class, as `dataclasses`
-writes its own (`tests/spec/test_copies.py` holds them to those), and the one KV group of a config,
-a function of an int that is remembered."""
+writes its own (`tests/spec/test_copies.py` holds them to those), and the one KV group of a config
+and the rules with some features, functions of an int and of names that are remembered."""
 
 
 @pytest.mark.parametrize("file", FILES, ids=short)

@@ -28,6 +28,6 @@ class Feature:
 
 
 def is_always(config: Config) -> bool:
-    """Whether a config has a feature that requests ask for: every config has it."""
+    """Whether a config has a feature that requests ask for: every config has it. Source: D11."""
     del config
     return True
