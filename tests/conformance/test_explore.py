@@ -263,7 +263,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "finished_req_ids", "prev_scheduled_req_ids", "parts",
         "status", "output_token_ids", "num_computed_tokens", "num_output_placeholders",
         "spec_token_ids", "is_prefill_chunk", "holdings", "block_table", "num_cached_blocks",
-        "num_cached_tokens", "grammar_ready", "junction", "stand", "updates",
+        "num_cached_tokens", "grammar_ready", "junction", "updates",
         "last_stop_token_id",
         "rows", "draft_token_ids", "samples", "is_dropped", "num_in_doubt", "has_mask", "is_masked",
         "has_structured_output",

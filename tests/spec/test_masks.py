@@ -26,6 +26,7 @@ from blockstep.spec import (
     Submit,
 )
 from blockstep.spec.beside.grammar import (
+    STAND,
     Stand,
     get_mask,
     get_next_stand,
@@ -356,7 +357,8 @@ def draw_event(draw: Random, state: State) -> object:
         return Schedule()
     rows = []
     for row in state.frames[0].rows:
-        stand = state.requests[row.request_id].stand if row.request_id in state.requests else None
+        request = state.requests.get(row.request_id)
+        stand = None if request is None else STAND.of(request)
         number = 1 + draw.randrange(len(row.verifiable_drafts) + 1)
         if stand is None or not row.samples:
             rows.append(RowTokens(row.request_id, (4,) * row.samples))
@@ -401,7 +403,7 @@ def test_the_state_of_a_grammar_is_that_of_the_accepted_output(
         for request in oracle.state.requests.values():
             prompt = request.request.prompt_token_ids
             expected = walk(request.output_token_ids, prompt, has_reasoning)
-            assert (request.stand.state, request.stand.reasoning_ended) == expected
+            assert (STAND.of(request).state, STAND.of(request).reasoning_ended) == expected
         if isinstance(answer, GrammarOutput):
             for row in answer.rows:
                 assert len(row.allowed) == len(row.draft_token_ids) + 1

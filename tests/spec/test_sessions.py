@@ -21,6 +21,7 @@ from blockstep.spec import (
     Request,
     SpecMethod,
 )
+from blockstep.spec.beside.grammar import STAND
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.memory.slots import count_reserved_blocks
 from blockstep.spec.pool import allocate_blocks, create_pool, touch_blocks
@@ -494,7 +495,7 @@ def test_reasoning_is_sought_in_the_next_chunk(sampled: int, waiting: int, stops
         oracle.grammar_ready("A")
         oracle.schedule()
         oracle.apply(Commit(0, (RowTokens("A", (sampled,)),)))
-        ended.append(oracle.state.requests["A"].stand.reasoning_ended)
+        ended.append(STAND.of(oracle.state.requests["A"]).reasoning_ended)
     assert ended == [sampled == 7, waiting == 7 if stops else sampled == 7]
 
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from blockstep.spec.beside.encoder import count_free, count_freeable
 from blockstep.spec.beside.grammar import (
+    STAND,
     get_first_stand,
     get_next_stand,
     get_stand_behind,
@@ -274,13 +275,13 @@ def is_every_grammar_in_step(state: State) -> bool:
             continue
         first = get_first_stand(config, asked.prompt_token_ids)
         outputs = request.output_token_ids
-        if get_stand_behind(config, grammar, first, outputs, get_next_stand) != request.stand:
+        if get_stand_behind(config, grammar, first, outputs, get_next_stand) != STAND.of(request):
             return False
         rows = list_rows_in_flight(state.frames, request.request_id)
         mine = [row.verifiable_drafts for row in rows if row.has_mask]
         for drafts in (request.spec_token_ids, *mine[:1]):
             known = tuple([token for token in drafts if token != DRAFT_PLACEHOLDER])
-            stands = get_stands(config, grammar, request.stand, known, get_next_stand)
+            stands = get_stands(config, grammar, STAND.of(request), known, get_next_stand)
             if len(stands) <= len(known):
                 return False
     return True

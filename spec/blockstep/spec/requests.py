@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockstep.spec.beside.grammar import Stand
 from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.core.parts import NO_PARTS, Parts
 from blockstep.spec.vocabulary import (
@@ -34,7 +33,6 @@ class Holding:
     """Leading blocks of the table that were published or hit."""
 
 
-AT_THE_BEGINNING = Stand()
 NOTHING_HELD = (Holding(),)
 """A holding without blocks: before admission, and after preemption."""
 
@@ -92,13 +90,13 @@ class RequestState:
     """The stop token of a session that was reported at the end of its last input."""
     updates: tuple[Request, ...] = ()
     """The waiting inputs of a session, oldest first; one that is not resumable is the last."""
-    stand: Stand = AT_THE_BEGINNING
-    """The state of its grammar after its outputs, if it has one (P23)."""
     junction: int = 0
     """The junction of its hit; 0 in strict runs."""
     is_unsettled: bool = False
     """Whether KV that a store loads for it is unconfirmed: until it is confirmed, no loaded block
     is published (P19)."""
+    parts: Parts = NO_PARTS
+    """What features and releases keep of it."""
 
     @property
     def request_id(self) -> RequestId:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from blockstep.spec.beside.encoder import Encoder, count_free, count_freeable
+from blockstep.spec.beside.grammar import STAND
 from blockstep.spec.beside.transfers import is_received
 from blockstep.spec.features.pins import PINS, Pins
 from blockstep.spec.lives.idle import has_work
@@ -113,6 +114,6 @@ def get_request_snapshot(request: RequestState) -> RequestSnapshot:
         grammar_ready=request.grammar_ready,
         prompt_token_ids=request.request.prompt_token_ids if request.request.resumable else (),
         num_streaming_updates=len(request.updates),
-        grammar_state=request.stand.state,
-        reasoning_ended=request.stand.reasoning_ended,
+        grammar_state=STAND.of(request).state,
+        reasoning_ended=STAND.of(request).reasoning_ended,
     )

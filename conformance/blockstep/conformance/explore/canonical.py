@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
 from blockstep.spec.beside.encoder import Encoder
+from blockstep.spec.beside.grammar import STAND
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.releases.failures import NUM_SCHEDULED
 from blockstep.spec.releases.flight import list_reset_victims
@@ -214,7 +215,7 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         *(held.num_cached_blocks for held in request.holdings),
         request.num_cached_tokens,
         request.grammar_ready,
-        *_get_more(request.stand.state, request.stand.reasoning_ended, request.junction),
+        *_get_more(STAND.of(request).state, STAND.of(request).reasoning_ended, request.junction),
         *_get_more(request.is_unsettled),
         *_session_form(request),
     )

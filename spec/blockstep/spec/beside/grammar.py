@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
+from blockstep.spec.core.parts import Part
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Config, Grammar, TokenId, TokenIds
 
 
@@ -23,6 +24,8 @@ class Stand:
     reasoning_ended: bool = False
 
 
+STAND: Final = Part("grammar", Stand())
+"""Of a request: the state of its grammar after its outputs, if it has one (P23)."""
 Follow: TypeAlias = Callable[[Config, Grammar, Stand, TokenId], Stand | None]
 """Returns the grammar state after one more token; None if the grammar does not accept it."""
 

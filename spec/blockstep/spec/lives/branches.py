@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.spec.beside.grammar import get_first_stand
+from blockstep.spec.beside.grammar import STAND, get_first_stand
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_extended
@@ -90,7 +90,7 @@ def get_branch(state: State, fork: Fork) -> RequestState | None:
         return None
     if asked.grammar is not None:
         stand = get_first_stand(config, asked.prompt_token_ids)
-        advanced = get_advanced(state, replace(branch, stand=stand), outputs)
+        advanced = get_advanced(state, STAND.put(branch, stand), outputs)
         if advanced is None:
             return None
         branch = advanced

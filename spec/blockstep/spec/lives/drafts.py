@@ -7,7 +7,7 @@ in flight count as known, and drafts are placeholders: only the worker knows the
 
 from __future__ import annotations
 
-from blockstep.spec.beside.grammar import get_next_stand, get_stands
+from blockstep.spec.beside.grammar import STAND, get_next_stand, get_stands
 from blockstep.spec.copies import replace
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
@@ -72,7 +72,7 @@ def get_accepted_drafts(state: State, request: RequestState, drafts: TokenIds) -
     if grammar is None:
         return drafts
     follow = state.rules[get_next_stand]
-    return drafts[: len(get_stands(state.config, grammar, request.stand, drafts, follow)) - 1]
+    return drafts[: len(get_stands(state.config, grammar, STAND.of(request), drafts, follow)) - 1]
 
 
 def process_drafts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.spec.beside.grammar import get_first_stand
+from blockstep.spec.beside.grammar import STAND, get_first_stand
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_ended, get_error_row
@@ -111,7 +111,7 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
     entry = RequestState(request, status, holdings=NOTHING_HELD * len(state.config.block_sizes))
     if request.grammar is not None:
         stand = get_first_stand(state.config, request.prompt_token_ids)
-        entry = replace(entry, stand=stand)
+        entry = STAND.put(entry, stand)
     entry = get_keyed(state.config, entry, state.rules)
     requests = state.requests.having(request.request_id, entry)
     waiting, skipped = list(state.waiting), list(state.skipped_waiting)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from blockstep.spec.beside.grammar import get_mask, get_next_stand, get_stand_behind
+from blockstep.spec.beside.grammar import STAND, get_mask, get_next_stand, get_stand_behind
 from blockstep.spec.copies import replace
 from blockstep.spec.lives.drafts import get_accepted_drafts
 from blockstep.spec.requests import Frame, FrameRow, RequestState
@@ -133,7 +133,7 @@ def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
     assert grammar is not None, "a mask has rows of requests with a grammar"
     rules, drafts = state.rules, row.draft_token_ids
     follow = rules[get_next_stand]
-    allowed = rules[get_mask](state.config, grammar, request.stand, drafts, follow)
+    allowed = rules[get_mask](state.config, grammar, STAND.of(request), drafts, follow)
     return GrammarRow(row.request_id, allowed, drafts)
 
 
@@ -148,8 +148,8 @@ def get_forbidden(state: State, frame: Frame, commit: Commit) -> str:
         request = state.requests.get(row.request_id) if row.request_id in held else None
         if request is not None and get_advanced(state, request, row.token_ids) is None:
             return (
-                f"{row.request_id!r}: its grammar, in state {request.stand.state}, forbids one of "
-                f"{row.token_ids}; sample by the mask (GrammarBitmask)"
+                f"{row.request_id!r}: its grammar, in state {STAND.of(request).state}, forbids one "
+                f"of {row.token_ids}; sample by the mask (GrammarBitmask)"
             )
     return ""
 
@@ -162,8 +162,8 @@ def get_advanced(state: State, request: RequestState, tokens: TokenIds) -> Reque
     grammar = request.request.grammar
     assert grammar is not None, "a mask has rows of requests with a grammar"
     follow = state.rules[get_next_stand]
-    stand = get_stand_behind(state.config, grammar, request.stand, tokens, follow)
-    return None if stand is None else replace(request, stand=stand)
+    stand = get_stand_behind(state.config, grammar, STAND.of(request), tokens, follow)
+    return None if stand is None else STAND.put(request, stand)
 
 
 def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestState:

@@ -14,7 +14,7 @@ The positions that they write are computed again for the next input, in later fr
 
 from __future__ import annotations
 
-from blockstep.spec.beside.grammar import Stand, get_first_stand
+from blockstep.spec.beside.grammar import STAND, Stand, get_first_stand
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_ended
@@ -199,17 +199,15 @@ def get_continued(
     kept = request.all_token_ids[: rules[get_num_kept](request)]
     asked = get_joined(request.request, update, kept, len(kept), rules)
     num_keys = rules[get_num_kept_keys](request, len(kept) // config.block_size)
-    stand = request.stand
-    if asked.grammar is not None:
-        stand = rules[get_stand_of_chunk](config, request, asked)
     after = replace(
         request,
         request=asked,
         status=Status.WAITING,
         output_token_ids=(),
-        stand=stand,
         block_keys=request.block_keys[:num_keys],
     )
+    if asked.grammar is not None:
+        after = STAND.put(after, rules[get_stand_of_chunk](config, request, asked))
     return get_keyed(config, after, rules)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from blockstep.spec.beside import grammar as automaton
-from blockstep.spec.beside.grammar import Follow, Stand, get_stands, holds
+from blockstep.spec.beside.grammar import STAND, Follow, Stand, get_stands, holds
 from blockstep.spec.copies import replace
 from blockstep.spec.lives import masks
 from blockstep.spec.lives.endings import compute_stop
@@ -79,9 +79,9 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
 
 def _get_reasoned(config: Config, request: RequestState, tokens: TokenIds) -> RequestState:
     """Return the request with its reasoning ended, if one of these tokens ends it."""
-    if holds(config, request.stand) or config.reasoning_end_token_id not in tokens:
+    if holds(config, STAND.of(request)) or config.reasoning_end_token_id not in tokens:
         return request
-    return replace(request, stand=Stand(request.stand.state, reasoning_ended=True))
+    return STAND.put(request, Stand(STAND.of(request).state, reasoning_ended=True))
 
 
 def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
@@ -95,10 +95,10 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
         seen = _list_seen(request, request.all_token_ids)
         after = _get_reasoned(config, request, seen) if is_stepwise else request
         is_seen = holds(config, before) or config.reasoning_end_token_id in seen
-        return after if is_seen else replace(after, stand=before)
+        return after if is_seen else STAND.put(after, before)
 
     def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestState:
-        return get_seen(state.config, masks.get_read(state, request, tokens), request.stand)
+        return get_seen(state.config, masks.get_read(state, request, tokens), STAND.of(request))
 
     def get_mask_output(
         state: State, frame: Frame, rows: Mapping[RequestId, FrameRow], bitmask: GrammarBitmask
@@ -109,7 +109,7 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
             request = requests.get(row.request_id) if row.request_id in told else None
             if request is None or not row.draft_token_ids or request.request.grammar is None:
                 continue
-            request = get_seen(state.config, request, request.stand)
+            request = get_seen(state.config, request, STAND.of(request))
             requests = requests.having(row.request_id, request)
         state = replace(state, requests=requests)
         return rules[masks.get_mask_output](state, frame, rows, bitmask)
@@ -140,7 +140,7 @@ def reasoning_is_sought_in_the_next_chunk(rules: Rules, _config: Config) -> Rule
     """
 
     def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestState:
-        config, before = state.config, request.stand
+        config, before = state.config, STAND.of(request)
         chunk = request.updates[0] if request.updates else None
         if holds(config, before) or chunk is None or not chunk.resumable:
             return rules[masks.get_read](state, request, tokens)
@@ -151,7 +151,7 @@ def reasoning_is_sought_in_the_next_chunk(rules: Rules, _config: Config) -> Rule
             return rules[masks.get_read](state, request, tokens)
         text = request.all_token_ids[: rules[get_num_kept](request)] + chunk.prompt_token_ids
         is_seen = config.reasoning_end_token_id in _list_seen(request, text)
-        return replace(request, stand=Stand(before.state, is_seen))
+        return STAND.put(request, Stand(before.state, is_seen))
 
     return rules.replacing(masks.get_read, get_read)
 

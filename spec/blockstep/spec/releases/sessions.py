@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.spec.beside.grammar import Stand
+from blockstep.spec.beside.grammar import STAND, Stand
 from blockstep.spec.lives import endings, sessions
 from blockstep.spec.pool import Pool
 from blockstep.spec.releases import memory
@@ -55,7 +55,7 @@ def sessions_keep_their_grammar(rules: Rules, _config: Config) -> Rules:
 def get_stand_of_chunk(config: Config, request: RequestState, asked: Request) -> Stand:
     """Modified `sessions.get_stand_of_chunk`: that after the outputs of the input before."""
     del config, asked
-    return request.stand
+    return STAND.of(request)
 
 
 def session_keys_are_appended(rules: Rules, _config: Config) -> Rules:
