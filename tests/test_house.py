@@ -65,7 +65,8 @@ MODULES = (
     "spec.rules", "spec.state",
     "spec.hashing", "spec.beside.grammar", "spec.memory.slots", "spec.step.running",
     "spec.lives.commit",
-    "spec.transition", "spec.snapshots", "spec.invariants", "spec.core.parts", "spec.releases.order",
+    "spec.transition", "spec.snapshots", "spec.invariants", "spec.core.parts",
+    "spec.features.lora", "spec.releases.order",
     "spec.profiles", "spec.oracle", "impl.host.engine", "kernels.attention",
     "conformance.moved",
     "conformance.engine", "conformance.protocol.program", "conformance.draw.actions",
@@ -90,6 +91,8 @@ ALLOWED = (
 FORBIDDEN = (
     ("spec.step.running", "from blockstep.spec.releases.order import one_waiting_queue"),
     ("spec.rules", "from blockstep.spec.releases import order"),
+    ("spec.step.running", "from blockstep.spec.features import lora"),
+    ("spec.features.lora", "from blockstep.spec.releases import order"),
     ("spec.state", "from blockstep.spec import profiles"),
     ("spec.vocabulary.config", "from blockstep.spec.profiles import STRICT"),
     ("spec.pool", "import blockstep.impl.host.engine"),

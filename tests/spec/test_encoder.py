@@ -20,7 +20,8 @@ from blockstep.spec import (
     Request,
     SpecMethod,
 )
-from blockstep.spec.beside.encoder import (
+from blockstep.spec.features.encoder.cache import (
+    ENCODER,
     Encoder,
     Entry,
     PlannedItem,
@@ -740,7 +741,7 @@ def test_items_are_let_go_row_by_row_whoever_ends() -> None:
     oracle.submit(request("B", "tcc", max_tokens=1))
     oracle.submit(request("C", "dt", max_tokens=1))
     oracle.commit(oracle.schedule(), {"B": [5], "C": [5]})
-    assert oracle.state.encoder.freeable == ("c", "d")
+    assert ENCODER.of(oracle.state).freeable == ("c", "d")
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 3)])

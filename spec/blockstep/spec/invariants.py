@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from blockstep.spec.beside.encoder import count_free, count_freeable
 from blockstep.spec.beside.grammar import (
     STAND,
     get_first_stand,
@@ -302,38 +301,6 @@ def is_within_limits(state: State) -> bool:
     )
 
 
-def is_encoder_cache_exact(state: State) -> bool:
-    """The encoder cache is within its size, and exactly the entries without holders are freeable.
-
-    Between two steps nothing is planned. Source: vLLM 0.19.1 `EncoderCacheManager`; P9, P22.
-    """
-    encoder = state.encoder
-    unheld = [name for name, entry in encoder.entries.items() if not entry.holders]
-    return (
-        0 <= count_free(encoder) <= count_freeable(encoder) <= encoder.size
-        and sorted(encoder.freeable) == sorted(unheld)
-        and (encoder.budget, encoder.planned, encoder.evicted) == (0, (), ())
-        and not (encoder.entries if not encoder.is_shared else encoder.freed)
-    )
-
-
-def is_every_held_item_needed(state: State) -> bool:
-    """An entry is held only by occurrences of its item that a running request has not computed yet.
-
-    Source: P7, P22.
-    """
-    for identifier, entry in state.encoder.entries.items():
-        for name, index in entry.holders:
-            if name not in state.running:
-                return False
-            request = state.requests[name]
-            item = request.request.items[index]
-            is_behind = item.offset + item.length <= request.num_computed_tokens
-            if item.identifier != identifier or is_behind:
-                return False
-    return True
-
-
 def is_every_load_of_who_is_parked(state: State) -> bool:
     """Exactly the requests that wait for an asynchronous load have one, with blocks. Source:
     P17."""
@@ -420,8 +387,6 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_placeholder_in_flight,
     is_every_grammar_in_step,
     is_within_limits,
-    is_encoder_cache_exact,
-    is_every_held_item_needed,
     is_every_load_of_who_is_parked,
     is_every_load_unpublished,
     is_every_hold_of_somebody_gone,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blockstep.spec.beside.encoder import Encoder, count_free, count_freeable
 from blockstep.spec.beside.grammar import STAND
 from blockstep.spec.beside.transfers import is_received
+from blockstep.spec.features.encoder.cache import ENCODER, Encoder, count_free, count_freeable
 from blockstep.spec.features.pins import PINS, Pins
 from blockstep.spec.lives.idle import has_work
 from blockstep.spec.requests import RequestState
@@ -42,7 +42,7 @@ def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None)
         state.finished_req_ids,
         state.prev_scheduled_req_ids,
         state.stats,
-        encoder=get_encoder_snapshot(state.encoder),
+        encoder=get_encoder_snapshot(ENCODER.of(state)),
         transfers=get_transfers_snapshot(state) if state.config.kv_connector else None,
         pins=get_pins_snapshot(PINS.of(state)) if state.config.has_pins else None,
         admission_closed=state.admission_closed,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.spec.beside.encoder import NO_ENCODER, Encoder, create_encoder
 from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.core.parts import NO_PARTS, Parts
@@ -44,7 +43,6 @@ class State:
     finished_req_ids: tuple[RequestId, ...] = ()
     prev_scheduled_req_ids: tuple[RequestId, ...] = ()
     stats: Stats = NO_STATS
-    encoder: Encoder = NO_ENCODER
     transfers: Transfers = NO_STORE
     admission_closed: bool = False
     parts: Parts = NO_PARTS
@@ -60,7 +58,7 @@ def create_state(config: Config, rules: Rules) -> State:
     problems = config_problems(config)
     if problems:
         raise ConfigError(problems)
-    return State(
+    state = State(
         config=config,
         rules=rules,
         pool=create_pool(
@@ -69,5 +67,7 @@ def create_state(config: Config, rules: Rules) -> State:
             is_lifo=config.pool_order is PoolOrder.LIFO,
         ),
         requests=FrozenMap(),
-        encoder=create_encoder(config),
     )
+    for create in rules.hooks.creates:
+        state = rules[create](state)
+    return state

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from blockstep.spec import vocabulary as v
+from blockstep.spec.features.encoder import process_encoder_offer, process_encoder_reset
 from blockstep.spec.features.pins import process_clock, process_estimate
 from blockstep.spec.lives.branches import process_fork
 from blockstep.spec.lives.commit import process_commit
 from blockstep.spec.lives.control import (
-    process_encoder_offer,
-    process_encoder_reset,
     process_pause,
     process_reset,
 )

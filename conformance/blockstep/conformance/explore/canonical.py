@@ -21,8 +21,8 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
-from blockstep.spec.beside.encoder import Encoder
 from blockstep.spec.beside.grammar import STAND
+from blockstep.spec.features.encoder.cache import ENCODER, Encoder
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.releases.failures import NUM_SCHEDULED
 from blockstep.spec.releases.flight import list_reset_victims
@@ -119,7 +119,7 @@ class Canonicaliser:
             tuple(sorted(tuple(places[block_id] for block_id in blocks) for blocks in equals)),
             frames,
             *(tuple(sorted(labels[name] for name in names)) for names in _get_sets(state)),
-            *_encoder_form(state.encoder, labels),
+            *_encoder_form(ENCODER.of(state), labels),
             *_transfers_form(state, labels, places),
             *_pins_form(state, places),
             *((type(event).__name__, len(_get_keys(event))) for event in told),

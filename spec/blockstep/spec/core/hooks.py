@@ -11,13 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from blockstep.spec.vocabulary import Plan, RequestId
+from blockstep.spec.vocabulary import Plan, Rejected, Request, RequestId
 
 if TYPE_CHECKING:  # a state has rules, which have hooks, which are functions of a step of a state
     from blockstep.spec.requests import FrameRow, RequestState
     from blockstep.spec.state import State
     from blockstep.spec.step.work import Step, Verdict
 
+Create: TypeAlias = "Callable[[State], State]"
+"""Returns the state before the first event with the initial values of a feature."""
+Reject: TypeAlias = "Callable[[State, Request], Rejected | None]"
+"""Returns why a request, or an input of a session, must be rejected."""
 Gate: TypeAlias = "Callable[[Step, RequestState], Verdict | None]"
 """A check that may stop a waiting request for a reason of its own; None lets it pass."""
 Limit: TypeAlias = "Callable[[Step, RequestState, int, int], int]"
@@ -46,6 +50,10 @@ Change: TypeAlias = "Callable[[State], State]"
 class Hooks:
     """The functions that take part, by moment, in the order in which they are called."""
 
+    creates: tuple[Create, ...] = ()
+    """A new scheduler."""
+    rejects: tuple[Reject, ...] = ()
+    """Submission of a request, or of an input of a session."""
     gates: tuple[Gate, ...] = ()
     """Admission, before budget and pool are considered: the first verdict decides."""
     limits: tuple[Limit, ...] = ()

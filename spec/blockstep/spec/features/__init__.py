@@ -11,32 +11,16 @@ from typing import Final
 
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.features import lora, pins
+from blockstep.spec.features import encoder, lora, pins
 from blockstep.spec.lives.masks import tell_masks
 from blockstep.spec.rules import STRICT_RULES, Rules
 from blockstep.spec.step.admission import process_flight_gate, process_grammar_gate
-from blockstep.spec.step.encoding import (
-    let_go_of_items,
-    limit_to_items,
-    process_encoder_beginning,
-    process_items_missing,
-    process_items_of_victim,
-    process_items_read,
-    process_items_refused,
-    process_items_taken,
-    tell_items,
-)
 from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.loading import tell_transfers
 from blockstep.spec.step.plans import tell_copies, tell_zeroes
 from blockstep.spec.step.saving import process_saving
 from blockstep.spec.step.share import limit_to_states
 from blockstep.spec.vocabulary import Config
-
-
-def has_encoder(config: Config) -> bool:
-    """Whether there is an encoder cache. Source: vLLM 0.19.1 `EncoderCacheManager`; P22."""
-    return config.encoder_cache_size > 0
 
 
 def has_groups(config: Config) -> bool:
@@ -62,21 +46,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
     ),
     Feature("async", is_always, Hooks(gates=(process_flight_gate,))),
     lora.FEATURE,
-    Feature(
-        "encoder",
-        has_encoder,
-        Hooks(
-            limits=(limit_to_items,),
-            shortages=(process_items_missing,),
-            refusals=(process_items_refused,),
-            grants=(process_items_taken,),
-            begins=(process_encoder_beginning,),
-            victims=(process_items_of_victim,),
-            fields=(tell_items,),
-            sent=(process_items_read,),
-            leaves=(let_go_of_items,),
-        ),
-    ),
+    encoder.FEATURE,
     Feature("groups", has_groups, Hooks(limits=(limit_to_states,), fields=(tell_zeroes,))),
     Feature("kv_transfer", has_store, Hooks(victims=(process_saving,), fields=(tell_transfers,))),
     Feature("forks", has_forks, Hooks(fields=(tell_copies,))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from blockstep.spec.beside.encoder import create_encoder
 from blockstep.spec.beside.transfers import NO_OFFERS, is_moving
 from blockstep.spec.copies import replace
 from blockstep.spec.pool import Pool, get_num_free_blocks, take_events, withdraw_all
@@ -81,29 +80,6 @@ def is_awaiting_transfers(state: State, is_idle: bool) -> bool:
     """
     del is_idle
     return is_moving(state.transfers)
-
-
-def process_encoder_reset(state: State) -> tuple[State, Ack]:
-    """Forget every encoded item, also those in use: chunks that read one have it encoded again.
-
-    A worker forgets them after the frames in flight, and each of those finds what it reads. KV that
-    was computed from items stays, and so do the items that a connector has. Source: vLLM 0.19.1
-    `reset_encoder_cache`; P25.
-    """
-    encoder = replace(create_encoder(state.config), offered=state.encoder.offered)
-    return replace(state, encoder=encoder), Ack()
-
-
-def process_encoder_offer(state: State, identifiers: tuple[str, ...]) -> tuple[State, Ack]:
-    """Set the encoded items that a connector has.
-
-    An encoder-decoder model loads none: a step encodes what it reads. Upstream loads them, and
-    takes no cross-attention blocks for them. Source: vLLM 0.19.1 `has_cache_item`; P8, P22.
-    """
-    if not state.encoder.size or not state.encoder.is_shared:
-        return state, Ack()
-    offered = tuple(sorted({*identifiers}))
-    return replace(state, encoder=replace(state.encoder, offered=offered)), Ack()
 
 
 def process_forced_preemption(state: State) -> State:

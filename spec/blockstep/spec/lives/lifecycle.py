@@ -21,7 +21,6 @@ from blockstep.spec.vocabulary import (
     RequestId,
     Status,
     item_problem,
-    refuse_other_size,
 )
 
 
@@ -36,7 +35,7 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
     problem = get_id_problem(state, request.request_id)
     if problem is not None:
         return problem
-    return get_size_problem(state.config, request) or get_other_size_problem(state, request)
+    return get_size_problem(state.config, request) or get_feature_problem(state, request)
 
 
 def get_id_problem(state: State, request_id: RequestId) -> Rejected | None:
@@ -54,25 +53,12 @@ def get_id_problem(state: State, request_id: RequestId) -> Rejected | None:
     return None
 
 
-def get_other_size_problem(state: State, request: Request) -> Rejected | None:
-    """Return why its items conflict with others of the same identifier, or None.
-
-    One identifier has one content. If it had two sizes, requests that share a cache entry would
-    read another item's embeddings. Sizes are known from the cache, and from unfinished requests.
-    Upstream accepts the request, and fails later. Source: vLLM 0.33.0 `check_and_update_cache`; P6,
-    P22.
-    """
-    if not state.encoder.size or not request.items:
-        return None
-    entries = state.encoder.entries
-    sizes = {identifier: entries[identifier].num_embeds for identifier in sorted(entries)}
-    for request_id in sorted(state.requests):
-        other = state.requests[request_id]
-        for asked in (other.request, *other.updates):
-            sizes |= {item.identifier: item.num_embeds for item in asked.items}
-    for item in request.items:
-        if sizes.get(item.identifier, item.num_embeds) != item.num_embeds:
-            return refuse_other_size(request, item, sizes[item.identifier])
+def get_feature_problem(state: State, request: Request) -> Rejected | None:
+    """Return why a feature must reject this request now, or None. Source: architecture D11."""
+    for refuse in state.rules.hooks.rejects:
+        problem = state.rules[refuse](state, request)
+        if problem is not None:
+            return problem
     return None
 
 

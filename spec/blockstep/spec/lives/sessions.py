@@ -18,7 +18,7 @@ from blockstep.spec.beside.grammar import STAND, Stand, get_first_stand
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_ended
-from blockstep.spec.lives.lifecycle import get_other_size_problem, get_size_problem
+from blockstep.spec.lives.lifecycle import get_feature_problem, get_size_problem
 from blockstep.spec.memory.deferred import get_fence
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import release_slots
@@ -106,7 +106,7 @@ def get_update_problem(state: State, request: RequestState, update: Request) -> 
         rule = f"an input brings {name_of_field} = {value}, which is the session's: leave it out"
         return Rejected(RejectCode.BAD_REQUEST, f"request {name!r}: {rule}")
     longest = get_longest_request(state, request, update)
-    return get_size_problem(state.config, longest) or get_other_size_problem(state, update)
+    return get_size_problem(state.config, longest) or get_feature_problem(state, update)
 
 
 def get_foreign_field(asked: Request, update: Request) -> str | None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from blockstep.spec.beside import encoder as items
-from blockstep.spec.beside.encoder import (
+from blockstep.spec.copies import replace
+from blockstep.spec.features.encoder import cache as items
+from blockstep.spec.features.encoder import claims as encoding
+from blockstep.spec.features.encoder.cache import (
+    ENCODER,
     NO_ENCODER,
     Encoder,
     Holder,
@@ -16,7 +19,7 @@ from blockstep.spec.beside.encoder import (
     fits,
     let_go,
 )
-from blockstep.spec.copies import replace
+from blockstep.spec.features.encoder.claims import Claim
 from blockstep.spec.lives import commit
 from blockstep.spec.lives.sessions import goes_on
 from blockstep.spec.maps import FrozenMap
@@ -24,8 +27,7 @@ from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
-from blockstep.spec.step import admission, encoding
-from blockstep.spec.step.encoding import Claim
+from blockstep.spec.step import admission
 from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import (
     Config,
@@ -66,19 +68,20 @@ def asking_evicts_and_holds(rules: Rules, _config: Config) -> Rules:
     def process_items_asked(
         step: Step, request: RequestState, num_computed: int, num_new: int
     ) -> Claim:
-        before = step.encoder
+        before = ENCODER.of(step)
         claim = rules[encoding.process_items_asked](step, request, num_computed, num_new)
         if claim.encoder is NO_ENCODER:
             return claim
         entries = claim.encoder.entries.to_dict()
         for item in claim.encoder.planned[len(before.planned) :]:
             entries.pop(item.identifier, None)
-        step.encoder = replace(
+        encoder = replace(
             claim.encoder,
             entries=FrozenMap(entries),
             planned=before.planned,
             budget=before.budget,
         )
+        ENCODER.set(step, encoder)
         return claim
 
     return rules.replacing(encoding.process_items_asked, process_items_asked)
@@ -118,11 +121,11 @@ def restored_compute_is_forgotten(rules: Rules, _config: Config) -> Rules:
     """The encoder budget of a removed row is lost if the preempting request has items itself."""
 
     def process_items_taken(step: Step, request: RequestState) -> None:
-        num_planned = len(step.encoder.planned)
+        num_planned = len(ENCODER.of(step).planned)
         rules[encoding.process_items_taken](step, request)
-        if any(item.cost > 0 for item in step.encoder.planned[num_planned:]):
+        if any(item.cost > 0 for item in ENCODER.of(step).planned[num_planned:]):
             budget = encoding.get_noted_claim(step).encoder.budget
-            step.encoder = replace(step.encoder, budget=budget)
+            ENCODER.set(step, replace(ENCODER.of(step), budget=budget))
 
     return rules.replacing(encoding.process_items_taken, process_items_taken)
 
@@ -347,7 +350,7 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
         state: State, frame: Frame, sampled: Mapping[RequestId, TokenIds]
     ) -> tuple[State, list[OutputRow]]:
         after, outputs = rules[commit.get_rows_committed](state, frame, sampled)
-        encoder = state.encoder
+        encoder = ENCODER.of(state)
         ended = {output.request_id for output in outputs if output.finish_reason is not None}
         for row in frame.rows if encoder.size else ():
             request, tokens = state.requests.get(row.request_id), sampled[row.request_id]
@@ -357,7 +360,7 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
             encoder = free_read_items(encoder, request, num_rejected)
             if row.request_id in ended and not goes_on(after.requests[row.request_id]):
                 encoder = free_read_items(encoder, request, None)
-        return replace(after, encoder=encoder), outputs
+        return ENCODER.put(after, encoder), outputs
 
     return rules.replacing(items.free_items, free_items).replacing(
         commit.get_rows_committed, get_rows_committed

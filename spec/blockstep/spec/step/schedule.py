@@ -54,7 +54,6 @@ def create_step(state: State) -> Step:
         waiting=list(state.waiting),
         skipped=list(state.skipped_waiting),
         stats=state.stats,
-        encoder=state.encoder,
         transfers=state.transfers,
         parts=state.parts.to_dict(),
         admission_closed=state.admission_closed,

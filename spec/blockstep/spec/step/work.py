@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from blockstep.spec.beside.encoder import NO_ENCODER, Encoder
 from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.core.parts import NO_PARTS
@@ -76,7 +75,6 @@ class Step:
     waiting: list[RequestId]
     skipped: list[RequestId]
     stats: Stats
-    encoder: Encoder = NO_ENCODER
     transfers: Transfers = NO_STORE
     parts: dict[str, Any] = field(default_factory=dict)
     """What features keep, as in `State.parts`."""
@@ -127,7 +125,6 @@ class Step:
             skipped_waiting=tuple(self.skipped),
             running=tuple(self.running),
             stats=self.stats,
-            encoder=self.encoder,
             transfers=self.transfers,
             parts=FrozenMap(self.parts) if self.parts else NO_PARTS,
             admission_closed=self.admission_closed,

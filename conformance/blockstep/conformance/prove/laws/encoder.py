@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec.beside.encoder import (
+from blockstep.spec.features.encoder.cache import (
     Encoder,
     Entry,
     compute_end_before,

@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from blockstep.spec.beside.encoder import (
+from blockstep.spec.copies import replace
+from blockstep.spec.features.encoder.cache import (
+    ENCODER,
     NO_ENCODER,
     Encoder,
     begin_step,
@@ -29,7 +31,6 @@ from blockstep.spec.beside.encoder import (
     take_item,
     withdraw_items,
 )
-from blockstep.spec.copies import replace
 from blockstep.spec.requests import FrameRow, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
@@ -67,13 +68,13 @@ def process_items_asked(
     Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P7, P15, P22.
     """
     items = request.request.items
-    if num_new <= 0 or not step.encoder.size or not items:
+    if num_new <= 0 or not ENCODER.of(step).size or not items:
         return Claim(num_new)
-    end = items[-1].offset + items[-1].length if step.encoder.is_shared else 1
+    end = items[-1].offset + items[-1].length if ENCODER.of(step).is_shared else 1
     if end <= num_computed:
         return Claim(num_new)
     config, rules = step.state.config, step.state.rules
-    claim = get_claim(config, rules, step.encoder, request.request, num_computed, num_new)
+    claim = get_claim(config, rules, ENCODER.of(step), request.request, num_computed, num_new)
     return claim._replace(lacks_items=claim.num_tokens == 0)
 
 
@@ -211,8 +212,8 @@ def process_items_taken(step: Step, request: RequestState) -> None:
     asked = request.request
     for index in get_noted_claim(step).items:
         holder = step.state.rules[get_item_holder](asked, index)
-        step.encoder = take_item(step.encoder, asked, index, holder)
-    assert step.encoder.budget >= 0, "the compute is never overdrawn (P9)"
+        ENCODER.set(step, take_item(ENCODER.of(step), asked, index, holder))
+    assert ENCODER.of(step).budget >= 0, "the compute is never overdrawn (P9)"
 
 
 def process_items_refused(step: Step, request: RequestState) -> None:
@@ -220,7 +221,7 @@ def process_items_refused(step: Step, request: RequestState) -> None:
 
     Source: vLLM 0.19.1 `schedule` ("untouch the request"); upstream #31857; P7, P10, P22.
     """
-    step.encoder = step.state.rules[free_items](step.encoder, request.request, None)
+    ENCODER.set(step, step.state.rules[free_items](ENCODER.of(step), request.request, None))
 
 
 def process_items_missing(step: Step, request: RequestState) -> None:
@@ -239,23 +240,24 @@ def process_items_of_victim(step: Step, victim: RequestState, had_row: bool) -> 
     rules = step.state.rules
     if had_row:
         order = [row.request_id for row in step.rows]
-        step.encoder = rules[withdraw_items](step.encoder, victim.request, order)
-    step.encoder = rules[free_items](step.encoder, victim.request, None)
+        ENCODER.set(step, rules[withdraw_items](ENCODER.of(step), victim.request, order))
+    ENCODER.set(step, rules[free_items](ENCODER.of(step), victim.request, None))
 
 
 def process_encoder_beginning(step: Step) -> None:
     """Give the encoder the compute budget of one step. Source: vLLM 0.19.1 `schedule`; P9."""
-    step.encoder = begin_step(step.encoder, step.state.config.encoder_compute_budget)
+    ENCODER.set(step, begin_step(ENCODER.of(step), step.state.config.encoder_compute_budget))
 
 
 def process_items_read(step: Step, rows: Sequence[FrameRow]) -> None:
     """Drop the items that the rows of a step have read. Source: vLLM 0.19.1 `_free_encoder_inputs`;
     P22."""
+    free = step.state.rules[free_items]
     for row in rows:
         request = step.requests[row.request_id]
         num_computed = request.num_computed_tokens
-        step.encoder = step.state.rules[free_items](step.encoder, request.request, num_computed)
-    step.encoder = end_step(step.encoder)
+        ENCODER.set(step, free(ENCODER.of(step), request.request, num_computed))
+    ENCODER.set(step, end_step(ENCODER.of(step)))
 
 
 def tell_items(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
@@ -265,15 +267,15 @@ def tell_items(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
         plan,
         scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
         external_encoder_inputs=list_encoder_inputs(step, is_external=True),
-        free_encoder_mm_hashes=step.state.rules[list_freed](step.encoder),
+        free_encoder_mm_hashes=step.state.rules[list_freed](ENCODER.of(step)),
     )
 
 
 def let_go_of_items(state: State, request: RequestState) -> State:
     """Return the state after a finished request dropped its items. Source: vLLM 0.19.1
     `_free_request`; P22."""
-    encoder = state.rules[free_items](state.encoder, request.request, None)
-    return replace(state, encoder=encoder)
+    encoder = state.rules[free_items](ENCODER.of(state), request.request, None)
+    return ENCODER.put(state, encoder)
 
 
 def list_encoder_inputs(step: Step, is_external: bool) -> tuple[EncoderInputs, ...]:
@@ -282,7 +284,7 @@ def list_encoder_inputs(step: Step, is_external: bool) -> tuple[EncoderInputs, .
     Source: vLLM 0.19.1 `schedule`.
     """
     found: dict[str, list[int]] = {}
-    for item in step.encoder.planned:
+    for item in ENCODER.of(step).planned:
         if item.is_external is is_external:
             found.setdefault(item.holder[0], []).append(item.holder[1])
     return tuple([EncoderInputs(name, tuple(sorted(indices))) for name, indices in found.items()])

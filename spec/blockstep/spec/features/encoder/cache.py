@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from blockstep.spec.copies import replace, wide_dataclass
+from blockstep.spec.core.parts import Part
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
 
@@ -91,6 +92,8 @@ class Encoder:
 
 
 NO_ENCODER: Final = Encoder(0)
+ENCODER: Final = Part("encoder", NO_ENCODER)
+"""The encoder of a state, or of a step."""
 
 
 def create_encoder(config: Config) -> Encoder:
