@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from blockstep.spec import Config, ConfigError, Oracle, RejectedEvent, Request
+from blockstep.spec.features.admission_control import is_closed
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.step.pressure import is_closed
 from blockstep.spec.vocabulary import KVTransfers, PauseState, Plan, RequestId, Status
 
 

@@ -17,6 +17,7 @@ from blockstep.spec.beside.grammar import (
     get_stands,
 )
 from blockstep.spec.features import FEATURES
+from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import (
@@ -297,7 +298,7 @@ def is_within_limits(state: State) -> bool:
         len(state.running) <= config.max_num_seqs
         and len(state.frames) <= config.max_frames_in_flight
         and not 0 < config.max_loras < len(adapters)
-        and (config.admission_high_blocks > 0 or not state.admission_closed)
+        and (config.admission_high_blocks > 0 or not ADMISSION_CLOSED.of(state))
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from blockstep.spec.beside.grammar import STAND
 from blockstep.spec.beside.transfers import is_received
+from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder, count_free, count_freeable
 from blockstep.spec.features.pins import PINS, Pins
 from blockstep.spec.lives.idle import has_work
@@ -45,7 +46,7 @@ def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None)
         encoder=get_encoder_snapshot(ENCODER.of(state)),
         transfers=get_transfers_snapshot(state) if state.config.kv_connector else None,
         pins=get_pins_snapshot(PINS.of(state)) if state.config.has_pins else None,
-        admission_closed=state.admission_closed,
+        admission_closed=ADMISSION_CLOSED.of(state),
         has_work=state.rules[has_work](state),
     )
 

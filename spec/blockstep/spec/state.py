@@ -44,7 +44,6 @@ class State:
     prev_scheduled_req_ids: tuple[RequestId, ...] = ()
     stats: Stats = NO_STATS
     transfers: Transfers = NO_STORE
-    admission_closed: bool = False
     parts: Parts = NO_PARTS
     """What features and releases keep."""
 

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
 from blockstep.spec.beside.grammar import STAND
+from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.releases.failures import NUM_SCHEDULED
@@ -111,7 +112,7 @@ class Canonicaliser:
         equals = [blocks for blocks in pool.cached.values() if len(blocks) > 1]
         return (
             _PAUSES[state.pause_state],
-            *_get_more(state.admission_closed),
+            *_get_more(ADMISSION_CLOSED.of(state)),
             (len(state.running), len(state.waiting), len(pool.free_queue)),
             tuple(requests),
             tuple(pool.ref_counts[block_id] for block_id in places),

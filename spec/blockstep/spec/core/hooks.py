@@ -32,6 +32,8 @@ Giver: TypeAlias = "Callable[[Step, RequestId], bool]"
 """Reclaims blocks that no running request holds for this request; returns whether it found some."""
 Begin: TypeAlias = "Callable[[Step], None]"
 """Prepares a step in which nothing is planned yet."""
+Close: TypeAlias = "Callable[[Step], bool]"
+"""Returns whether no request is admitted in a step, after its running phase."""
 OfVictim: TypeAlias = "Callable[[Step, RequestState, bool], None]"
 """Updates a step for a request that it preempts, and whether it had a row in the step."""
 Tell: TypeAlias = "Callable[[Step, Sequence[FrameRow], Plan], Plan]"
@@ -68,6 +70,8 @@ class Hooks:
     """Slots, if blocks are short and no other request runs: the first that gives ends it."""
     begins: tuple[Begin, ...] = ()
     """A step, before anything is allocated."""
+    closes: tuple[Close, ...] = ()
+    """A step, between its two phases: all are asked."""
     victims: tuple[OfVictim, ...] = ()
     """A preemption, before the request loses its blocks."""
     fields: tuple[Tell, ...] = ()

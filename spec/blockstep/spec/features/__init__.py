@@ -11,7 +11,7 @@ from typing import Final
 
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.features import encoder, lora, pins
+from blockstep.spec.features import admission_control, encoder, lora, pins
 from blockstep.spec.lives.masks import tell_masks
 from blockstep.spec.rules import STRICT_RULES, Rules
 from blockstep.spec.step.admission import process_flight_gate, process_grammar_gate
@@ -50,6 +50,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
     Feature("groups", has_groups, Hooks(limits=(limit_to_states,), fields=(tell_zeroes,))),
     Feature("kv_transfer", has_store, Hooks(victims=(process_saving,), fields=(tell_transfers,))),
     Feature("forks", has_forks, Hooks(fields=(tell_copies,))),
+    admission_control.FEATURE,
     pins.FEATURE,
     Feature("sessions", is_always, Hooks(givers=(process_giving,))),
 )

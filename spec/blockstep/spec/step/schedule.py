@@ -12,7 +12,6 @@ from __future__ import annotations
 from blockstep.spec.state import State
 from blockstep.spec.step.admission import process_waiting_phase
 from blockstep.spec.step.plans import get_frame_rows, get_plan, process_advance
-from blockstep.spec.step.pressure import process_pressure
 from blockstep.spec.step.running import process_running_phase
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import PauseState, Plan, RejectCode, Rejected
@@ -29,8 +28,8 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
     for begin in state.rules.hooks.begins:
         state.rules[begin](step)
     process_running_phase(step)
-    process_pressure(step)
-    if not (step.preempted or step.awaits_answer or step.admission_closed):
+    closed = [state.rules[close](step) for close in state.rules.hooks.closes]
+    if not (step.preempted or step.awaits_answer or any(closed)):
         process_waiting_phase(step)
     assert step.budget >= 0, "the budget is never overdrawn (P9)"
     # observe
@@ -56,5 +55,4 @@ def create_step(state: State) -> Step:
         stats=state.stats,
         transfers=state.transfers,
         parts=state.parts.to_dict(),
-        admission_closed=state.admission_closed,
     )

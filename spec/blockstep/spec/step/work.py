@@ -92,7 +92,6 @@ class Step:
     passed_over: list[RequestId] = field(default_factory=list)
     """Waiting requests that were skipped, until all have been tried: then they return to a queue.
     """
-    admission_closed: bool = False
     awaits_answer: bool = False
     """Whether a request lacks blocks that only a commit of a frame in flight will free."""
 
@@ -127,6 +126,5 @@ class Step:
             stats=self.stats,
             transfers=self.transfers,
             parts=FrozenMap(self.parts) if self.parts else NO_PARTS,
-            admission_closed=self.admission_closed,
             **others,
         )

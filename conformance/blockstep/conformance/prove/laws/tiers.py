@@ -20,8 +20,8 @@ from blockstep.spec.beside.tiers import (
     fetch,
     keep,
 )
+from blockstep.spec.features.admission_control import is_closed
 from blockstep.spec.requests import Holding
-from blockstep.spec.step.pressure import is_closed
 from blockstep.spec.step.saving import compute_break_even, compute_num_saved, get_save
 from blockstep.spec.vocabulary import KVSave
 

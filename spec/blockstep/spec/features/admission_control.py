@@ -10,8 +10,17 @@ next: requests are computed again and again.
 
 from __future__ import annotations
 
+from typing import Final
+
+from blockstep.spec.core.feature import Feature
+from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.parts import Part
 from blockstep.spec.pool import get_num_free_blocks
 from blockstep.spec.step.work import Step
+from blockstep.spec.vocabulary import Config
+
+ADMISSION_CLOSED: Final = Part("admission_closed", False)
+"""Of a state, or a step: whether admission is closed."""
 
 
 def is_closed(
@@ -29,14 +38,27 @@ def is_closed(
     return has_victims or num_free < (high if was_closed else low)
 
 
-def process_pressure(step: Step) -> None:
-    """Close or open admission for this step. Source: seed 002 "Memory Pressure Signals"; P10."""
+def process_pressure(step: Step) -> bool:
+    """Close or open admission for this step; return whether it is closed.
+
+    Source: seed 002 "Memory Pressure Signals"; P10.
+    """
     config = step.state.config
-    step.admission_closed = is_closed(
-        step.state.admission_closed,
+    closed = is_closed(
+        ADMISSION_CLOSED.of(step),
         len(step.running),
         bool(step.preempted),
         get_num_free_blocks(step.pool),
         config.admission_low_blocks,
         config.admission_high_blocks,
     )
+    ADMISSION_CLOSED.set(step, closed)
+    return closed
+
+
+def has_limit(config: Config) -> bool:
+    """Whether admission may close. Source: seed 002 "Memory Pressure Signals"."""
+    return config.admission_high_blocks > 0
+
+
+FEATURE: Final = Feature("admission_control", has_limit, Hooks(closes=(process_pressure,)))
