@@ -27,8 +27,8 @@ from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec import vocabulary as v
 from blockstep.spec.beside.grammar import Stand
-from blockstep.spec.beside.transfers import Load, Transfers
 from blockstep.spec.features.encoder.cache import Encoder, Entry
+from blockstep.spec.features.kv_transfer.transfers import Load, Transfers
 from blockstep.spec.features.pins import Pins
 from blockstep.spec.pool import Pool
 from blockstep.spec.profiles import (
@@ -271,7 +271,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "state", "reasoning_ended",
         "size", "num_in_flight", "entries", "freeable", "offered", "freed", "num_embeds",
         "holders",
-        "transfers", "offers", "loads", "parked", "held", "is_unsettled", "is_received",
+        "offers", "loads", "parked", "held", "is_unsettled", "is_received",
         "num_tokens", "is_async", "delays_free", "block_ids", "num_external_tokens", "block_tables",
         "is_recving", "is_sending",
         "pins", "now", "estimates", "job_id", "end",

@@ -8,6 +8,7 @@ import pytest
 from groups_support import full, window
 
 from blockstep.spec import Config, Oracle, Policy, Request
+from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import STRICT, Profile, Quirk
 from blockstep.spec.vocabulary import (
@@ -226,7 +227,7 @@ def test_behind_the_end_of_a_transfer_they_wait_as_well() -> None:
     oracle.offer_kv("A", 0, delays_free=True)
     plan = oracle.schedule()
     oracle.abort("A")
-    assert (waiting(oracle), len(oracle.state.transfers.held)) == ((), 1)
+    assert (waiting(oracle), len(TRANSFERS.of(oracle.state).held)) == ((), 1)
     oracle.report(finished_sending=["A"])
     assert waiting(oracle) == ((0, (1, 2)),)
     answer(oracle, plan)

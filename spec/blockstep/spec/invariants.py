@@ -18,6 +18,7 @@ from blockstep.spec.beside.grammar import (
 )
 from blockstep.spec.features import FEATURES
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
+from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import (
@@ -44,7 +45,6 @@ from blockstep.spec.vocabulary import (
     Config,
     GroupKind,
     KVGroup,
-    KVOffer,
     Policy,
     RequestId,
     Status,
@@ -81,7 +81,7 @@ def is_every_block_free_or_held(state: State) -> bool:
     for _, _, _, holding in list_holdings(state):
         for block_id in without_nulls(holding.block_table):
             holders[block_id] += 1
-    for entry in state.transfers.held.values():
+    for entry in TRANSFERS.of(state).held.values():
         for block_id in without_nulls(sum(entry.block_tables, ())):
             holders[block_id] += 1
     for deferred in pool.deferred_frees:
@@ -302,48 +302,6 @@ def is_within_limits(state: State) -> bool:
     )
 
 
-def is_every_load_of_who_is_parked(state: State) -> bool:
-    """Exactly the requests that wait for an asynchronous load have one, with blocks. Source:
-    P17."""
-    return {*state.transfers.parked} == {
-        name for name, request in state.requests.items() if request.status is PARKED
-    } and all(all(state.requests[name].block_tables) for name in state.transfers.parked)
-
-
-def is_every_load_unpublished(state: State) -> bool:
-    """No block of an unconfirmed load is published.
-
-    Only loads of a frame in flight, and asynchronous ones, may be unconfirmed. Source: P4, P19.
-    """
-    loads = {load.request_id: load for frame in state.frames for load in frame.loads}
-    for name, request in state.requests.items():
-        is_parked = name in state.transfers.parked
-        if not request.is_unsettled:
-            if is_parked:
-                return False
-            continue
-        if is_parked:
-            continue
-        load = loads.get(name)
-        if load is None or request.status is not Status.RUNNING:
-            return False
-        for holding, size in zip(request.holdings, state.config.block_sizes, strict=True):
-            if holding.num_cached_blocks * size > load.num_computed_tokens:
-                return False
-    return True
-
-
-def is_every_hold_of_somebody_gone(state: State) -> bool:
-    """Blocks are held only for finished requests, by a read or a write. Source: P17."""
-    return all(
-        name == entry.request_id
-        and name not in state.requests
-        and (entry.is_recving or entry.is_sending)
-        and any(map(any, entry.block_tables))
-        for name, entry in state.transfers.held.items()
-    )
-
-
 def is_every_deferred_free_of_a_frame_in_flight(state: State) -> bool:
     """Deferred frees wait for a frame in flight, and exist only with a store. Source: P17."""
     frame_ids = [frame.frame_id for frame in state.frames]
@@ -353,14 +311,6 @@ def is_every_deferred_free_of_a_frame_in_flight(state: State) -> bool:
         and deferred.block_ids
         and NULL_BLOCK not in deferred.block_ids
         for deferred in deferred_frees
-    )
-
-
-def is_every_offer_of_an_unfinished_request(state: State) -> bool:
-    """Every offer is for an unfinished request, and says something. Source: P18."""
-    return all(
-        name in state.requests and offer != KVOffer(name)
-        for name, offer in state.transfers.offers.items()
     )
 
 
@@ -388,11 +338,7 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_placeholder_in_flight,
     is_every_grammar_in_step,
     is_within_limits,
-    is_every_load_of_who_is_parked,
-    is_every_load_unpublished,
-    is_every_hold_of_somebody_gone,
     is_every_deferred_free_of_a_frame_in_flight,
-    is_every_offer_of_an_unfinished_request,
     is_priority_queue_sorted,
     *[invariant for feature in FEATURES for invariant in feature.invariants],
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from blockstep.spec.beside.grammar import STAND
-from blockstep.spec.beside.transfers import is_received
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder, count_free, count_freeable
+from blockstep.spec.features.kv_transfer.transfers import TRANSFERS, is_received
 from blockstep.spec.features.pins import PINS, Pins
 from blockstep.spec.lives.idle import has_work
 from blockstep.spec.requests import RequestState
@@ -70,7 +70,7 @@ def get_encoder_snapshot(encoder: Encoder) -> EncoderSnapshot | None:
 
 def get_transfers_snapshot(state: State) -> TransfersSnapshot:
     """Return the transfers between pool and store. Source: architecture D1."""
-    moving, requests = state.transfers, state.requests
+    moving, requests = TRANSFERS.of(state), state.requests
     unsettled = [name for name in state.running if requests[name].is_unsettled]
     return TransfersSnapshot(
         offers=tuple([moving.offers[name] for name in sorted(moving.offers)]),

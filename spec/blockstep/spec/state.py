@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.core.parts import NO_PARTS, Parts
 from blockstep.spec.maps import FrozenMap
@@ -43,7 +42,6 @@ class State:
     finished_req_ids: tuple[RequestId, ...] = ()
     prev_scheduled_req_ids: tuple[RequestId, ...] = ()
     stats: Stats = NO_STATS
-    transfers: Transfers = NO_STORE
     parts: Parts = NO_PARTS
     """What features and releases keep."""
 

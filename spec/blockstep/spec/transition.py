@@ -10,6 +10,7 @@ from typing import assert_never
 
 from blockstep.spec import vocabulary as v
 from blockstep.spec.features.encoder import process_encoder_offer, process_encoder_reset
+from blockstep.spec.features.kv_transfer.reports import process_kv_offer, process_transfers_reported
 from blockstep.spec.features.pins import process_clock, process_estimate
 from blockstep.spec.lives.branches import process_fork
 from blockstep.spec.lives.commit import process_commit
@@ -25,7 +26,6 @@ from blockstep.spec.lives.lifecycle import (
     process_submit,
 )
 from blockstep.spec.lives.masks import process_bitmask
-from blockstep.spec.lives.reports import process_kv_offer, process_transfers_reported
 from blockstep.spec.lives.sessions import process_streaming_update
 from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule

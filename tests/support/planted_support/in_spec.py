@@ -13,8 +13,8 @@ from typing import Any
 from blockstep.conformance.engine import ALL_CAPABILITIES, Capability, EngineFactory
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
-from blockstep.spec.beside.transfers import compute_num_external
 from blockstep.spec.features.encoder.cache import free_items
+from blockstep.spec.features.kv_transfer.transfers import compute_num_external
 from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.lives.endings import compute_stop
 from blockstep.spec.lives.masks import list_masked

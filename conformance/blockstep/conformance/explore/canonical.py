@@ -24,6 +24,7 @@ from blockstep.conformance.explore.world import World
 from blockstep.spec.beside.grammar import STAND
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder
+from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.releases.failures import NUM_SCHEDULED
 from blockstep.spec.releases.flight import list_reset_victims
@@ -191,7 +192,7 @@ def _list_other_tables(
     """Yield the tables of blocks that no unfinished request need have: of transfers, frames and
     pins.
     """
-    held = sorted(state.transfers.held.values(), key=lambda entry: labels[entry.request_id])
+    held = sorted(TRANSFERS.of(state).held.values(), key=lambda entry: labels[entry.request_id])
     for entry in held:
         yield from entry.block_tables
     for deferred in state.pool.deferred_frees:
@@ -273,7 +274,7 @@ def _transfers_form(
     state: State, labels: Mapping[RequestId, Any], places: Mapping[int, int]
 ) -> Form:
     """Return the transfers between pool and store; nothing without a store."""
-    moving = state.transfers
+    moving = TRANSFERS.of(state)
     if not state.config.kv_connector:
         return ()
 
@@ -325,5 +326,5 @@ def _pins_form(state: State, places: Mapping[int, int]) -> Form:
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:
-    held = (state.transfers.held,) if state.config.kv_connector else ()
+    held = (TRANSFERS.of(state).held,) if state.config.kv_connector else ()
     return state.finished_req_ids, state.prev_scheduled_req_ids, list_reset_victims(state), *held

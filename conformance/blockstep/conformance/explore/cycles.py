@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from blockstep.conformance.explore.canonical import Digest
 from blockstep.conformance.explore.probe import Moment
-from blockstep.spec.beside.transfers import get_offer, is_moving
+from blockstep.spec.features.kv_transfer.transfers import TRANSFERS, get_offer, is_moving
 from blockstep.spec.vocabulary import (
     Commit,
     Outputs,
@@ -43,10 +43,13 @@ def get_no_progress(moment: Moment, is_loop: bool) -> bool:
         case _:
             return False
     ends_transfer = isinstance(moment.event, TransfersReported)
-    if is_moving(state.transfers) != ends_transfer or state.pause_state is not PauseState.UNPAUSED:
+    if (
+        is_moving(TRANSFERS.of(state)) != ends_transfer
+        or state.pause_state is not PauseState.UNPAUSED
+    ):
         return False
     return any(
-        get_offer(state.transfers, request.request_id).num_tokens is not None
+        get_offer(TRANSFERS.of(state), request.request_id).num_tokens is not None
         and request.status is not Status.WAITING_FOR_STREAMING_REQ
         and (request.grammar_ready or request.status is not GRAMMAR)
         for request in state.requests.values()

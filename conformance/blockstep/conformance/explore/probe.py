@@ -25,6 +25,7 @@ from blockstep.conformance.protocol.findings import Difference, tell_error
 from blockstep.conformance.protocol.renaming import pair_states, rename_plan, rename_snapshot
 from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
+from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.lives.idle import has_work
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.requests import RequestState
@@ -125,7 +126,7 @@ def _recall_transfers(store: StoreLedger, state: State) -> None:
     """Record the transfers that the state shows: a load comprises all blocks that are not
     published.
     """
-    moving, known = state.transfers, store.transfers
+    moving, known = TRANSFERS.of(state), store.transfers
     known.offers = dict(moving.offers)
     known.at_once = {frame.frame_id: frame.loads for frame in state.frames if frame.loads}
     for frame in state.frames:

@@ -14,6 +14,7 @@ from itertools import product, repeat
 
 from blockstep.conformance.protocol.features import FEATURES, HOSTILE
 from blockstep.spec import vocabulary as v
+from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.requests import Frame
 from blockstep.spec.state import State
@@ -252,10 +253,10 @@ def get_reports(state: State) -> Iterator[v.TransfersReported]:
     """Yield the possible reports of each transfer in flight, and of an unknown request; a failed
     load lacks its first or its last block.
     """
-    for name in (*sorted({*state.transfers.parked, *state.transfers.held}), "nobody"):
+    for name in (*sorted({*TRANSFERS.of(state).parked, *TRANSFERS.of(state).held}), "nobody"):
         yield v.TransfersReported(v.KVTransfers(finished_recving=(name,)))
         yield v.TransfersReported(v.KVTransfers(finished_sending=(name,)))
-    for name in sorted(state.transfers.parked):
+    for name in sorted(TRANSFERS.of(state).parked):
         request = state.requests[name]
         firsts = [holding.num_cached_blocks for holding in request.holdings]
         for block_id in list_ends(request.block_tables, firsts):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from blockstep.spec.vocabulary import Plan, Rejected, Request, RequestId
 
 if TYPE_CHECKING:  # a state has rules, which have hooks, which are functions of a step of a state
-    from blockstep.spec.requests import FrameRow, RequestState
+    from blockstep.spec.requests import FrameRow, Hit, RequestState
     from blockstep.spec.state import State
     from blockstep.spec.step.work import Step, Verdict
 
@@ -24,6 +24,12 @@ Reject: TypeAlias = "Callable[[State, Request], Rejected | None]"
 """Returns why a request, or an input of a session, must be rejected."""
 Gate: TypeAlias = "Callable[[Step, RequestState], Verdict | None]"
 """A check that may stop a waiting request for a reason of its own; None lets it pass."""
+Look: TypeAlias = "Callable[[Step, RequestState, Hit], tuple[RequestState, Hit] | Verdict]"
+"""Returns a waiting request and its hit, which may be longer; or why it is not admitted now."""
+Stuck: TypeAlias = "Callable[[Step, RequestId], None]"
+"""Admits requests behind the head of the queue, which does not fit."""
+Admit: TypeAlias = "Callable[[Step, RequestState, RequestState, Hit], None]"
+"""Updates a step for an admitted request: (.., as it waited, with its slots, its hit)."""
 Limit: TypeAlias = "Callable[[Step, RequestState, int, int], int]"
 """Returns how many tokens a row gets of those that it could have: (.., computed, that many)."""
 OfRow: TypeAlias = "Callable[[Step, RequestState], None]"
@@ -58,6 +64,12 @@ class Hooks:
     """Submission of a request, or of an input of a session."""
     gates: tuple[Gate, ...] = ()
     """Admission, before budget and pool are considered: the first verdict decides."""
+    hits: tuple[Look, ...] = ()
+    """Admission, after the prefix cache: each extends what the one before it found."""
+    stuck: tuple[Stuck, ...] = ()
+    """Admission, at a head that does not fit: no later request is tried, except by these."""
+    admits: tuple[Admit, ...] = ()
+    """Admission of a request that has its slots."""
     limits: tuple[Limit, ...] = ()
     """A row, before it has slots: each limits what the one before it left."""
     shortages: tuple[OfRow, ...] = ()

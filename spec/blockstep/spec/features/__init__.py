@@ -11,14 +11,12 @@ from typing import Final
 
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.features import admission_control, encoder, lora, pins
+from blockstep.spec.features import admission_control, encoder, kv_transfer, lora, pins
 from blockstep.spec.lives.masks import tell_masks
 from blockstep.spec.rules import STRICT_RULES, Rules
 from blockstep.spec.step.admission import process_flight_gate, process_grammar_gate
 from blockstep.spec.step.giving import process_giving
-from blockstep.spec.step.loading import tell_transfers
 from blockstep.spec.step.plans import tell_copies, tell_zeroes
-from blockstep.spec.step.saving import process_saving
 from blockstep.spec.step.share import limit_to_states
 from blockstep.spec.vocabulary import Config
 
@@ -26,11 +24,6 @@ from blockstep.spec.vocabulary import Config
 def has_groups(config: Config) -> bool:
     """Whether there are KV groups. Source: architecture D13."""
     return bool(config.groups)
-
-
-def has_store(config: Config) -> bool:
-    """Whether there is a store. Source: vLLM 0.19.1 `KVTransferConfig`; P17."""
-    return config.kv_connector
 
 
 def has_forks(config: Config) -> bool:
@@ -48,7 +41,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
     lora.FEATURE,
     encoder.FEATURE,
     Feature("groups", has_groups, Hooks(limits=(limit_to_states,), fields=(tell_zeroes,))),
-    Feature("kv_transfer", has_store, Hooks(victims=(process_saving,), fields=(tell_transfers,))),
+    kv_transfer.FEATURE,
     Feature("forks", has_forks, Hooks(fields=(tell_copies,))),
     admission_control.FEATURE,
     pins.FEATURE,

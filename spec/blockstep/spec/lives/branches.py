@@ -57,7 +57,7 @@ def get_fork_problem(state: State, fork: Fork) -> Rejected | None:
         return Rejected(
             RejectCode.UNKNOWN_REQUEST, f"{name!r} is unknown; fork an unfinished request"
         )
-    problem = get_id_problem(state, fork.child_id)
+    problem = state.rules[get_id_problem](state, fork.child_id)
     if problem is not None:
         return problem
     if parent.request.resumable:

@@ -9,10 +9,8 @@ from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
 from blockstep.spec.lives.endings import get_ended, get_extended
 from blockstep.spec.lives.masks import get_forbidden, get_read
-from blockstep.spec.lives.reports import get_failures, get_reported
 from blockstep.spec.lives.sessions import get_chunk_ended, goes_on
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.deferred import free_deferred_blocks
 from blockstep.spec.memory.slots import publish_slots
 from blockstep.spec.pool import Pool, take_events
 from blockstep.spec.requests import Frame, RequestState
@@ -52,20 +50,21 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     if problem:
         return Rejected(RejectCode.BAD_RESULT, problem)
     # requests
-    sampled = {row.request_id: row.token_ids for row in commit.sampled}
-    failed: tuple[RequestId, ...] = ()
-    if state.config.kv_connector:
-        state, failed = get_state_after_store(state, commit)
-        frame = state.frames[0]
-    state, outputs = state.rules[get_rows_committed](state, frame, sampled)
-    state = get_all_ended(state, outputs)
-    if state.config.kv_connector:
-        state, rows = get_reported(state, commit.transfers, failed)
-        outputs += rows
+    state, outputs = state.rules[get_committed](state, commit)
     # observe
     pool, kv_events = state.rules[take_events](state.pool)
     state = state if pool is state.pool else replace(state, pool=pool)
     return state, Outputs(tuple(outputs), kv_events)
+
+
+def get_committed(state: State, commit: Commit) -> tuple[State, list[OutputRow]]:
+    """Return the state after the oldest frame in flight ended, and what its rows deliver.
+
+    Source: seed 001 "Speculative Decoding & update_from_output()"; P13.
+    """
+    sampled = {row.request_id: row.token_ids for row in commit.sampled}
+    state, outputs = state.rules[get_rows_committed](state, state.frames[0], sampled)
+    return get_all_ended(state, outputs), outputs
 
 
 def get_rows_committed(
@@ -98,19 +97,6 @@ def get_rows_committed(
         stats=stats,
     )
     return state, outputs
-
-
-def get_state_after_store(state: State, commit: Commit) -> tuple[State, tuple[RequestId, ...]]:
-    """Return the state before the rows are processed, and the requests that fail by policy.
-
-    Blocks that waited for the frame are freed, and its loads are confirmed, or have failed. Source:
-    vLLM 0.33.0 `update_from_output`; P17, P19.
-    """
-    pool = free_deferred_blocks(state.pool, commit.frame_id, state.rules)
-    state, invalid = replace(state, pool=pool), commit.transfers.invalid_block_ids
-    failed: tuple[RequestId, ...]
-    state, failed = state.rules[get_failures](state, invalid, state.frames[0])
-    return state, failed
 
 
 def get_all_ended(state: State, outputs: Sequence[OutputRow]) -> State:

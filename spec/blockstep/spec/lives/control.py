@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from blockstep.spec.beside.transfers import NO_OFFERS, is_moving
 from blockstep.spec.copies import replace
 from blockstep.spec.pool import Pool, get_num_free_blocks, take_events, withdraw_all
 from blockstep.spec.rules import Rules
@@ -26,19 +25,15 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     without `reset_running_requests` nothing happens while any block is held. With it the running
     requests are preempted first, the last one first, so that they wait in the order in which they
     ran; then sessions that do not run release their blocks, where upstream stops with an error.
-    Blocks of a transfer under way cannot be released. Pins do not prevent a reset: they end. Blocks
+    Pins do not prevent a reset: they end. Blocks
     that wait for frames in flight count as held, but do not prevent a forced reset, as in vLLM
     0.33.0: they lose their keys, and are not reused before those frames are committed. With
-    `reset_connector` the store's offers are removed, too. Source: seed 001 "Reset Prefix Cache",
-    vLLM 0.19.1 `reset_connector_cache`; P17, P25.
+    `reset_connector` nothing happens if there is no store. Source: seed 001 "Reset Prefix Cache";
+    P17, P25.
     """
     # refuse
-    num_free = get_num_free_blocks(get_reset_parts(state).pool)
-    is_idle = num_free == state.config.num_usable_blocks
-    if not is_idle and not reset.reset_running_requests:
-        return state, ResetDone(False)
-    is_without_store = reset.reset_connector and not state.config.kv_connector
-    if is_without_store or state.rules[is_awaiting_transfers](state, is_idle):
+    is_refused = reset.reset_connector or not (reset.reset_running_requests or is_idle(state))
+    if is_refused:
         return state, ResetDone(False)
     # requests
     if reset.reset_running_requests:
@@ -46,13 +41,16 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     state = get_reset_parts(state)
     if is_held_besides(state.pool):
         return state, ResetDone(False)  # only with a quirk
-    if reset.reset_connector:
-        state = replace(state, transfers=replace(state.transfers, offers=NO_OFFERS))
     # pool
     pool = withdraw_all(state.pool)
     # observe
     pool, kv_events = state.rules[take_reset_events](pool, state.rules)
     return replace(state, pool=pool), ResetDone(True, kv_events)
+
+
+def is_idle(state: State) -> bool:
+    """Whether no block is held, but for what ends with a reset. Source: P25."""
+    return get_num_free_blocks(get_reset_parts(state).pool) == state.config.num_usable_blocks
 
 
 def get_reset_parts(state: State) -> State:
@@ -73,15 +71,6 @@ def is_held_besides(pool: Pool) -> bool:
     return sum(pool.ref_counts) > num_deferred
 
 
-def is_awaiting_transfers(state: State, is_idle: bool) -> bool:
-    """Whether a reset is refused because transfers are under way.
-
-    `is_idle`: whether no block is held. Source: P17, P25.
-    """
-    del is_idle
-    return is_moving(state.transfers)
-
-
 def process_forced_preemption(state: State) -> State:
     """Preempt all running requests, and take the blocks of all sessions that do not run.
 
@@ -93,6 +82,6 @@ def process_forced_preemption(state: State) -> State:
     while step.running:
         process_preemption(step, len(step.running) - 1)
     while (giver_id := find_giver(step)) is not None:
-        process_gift(step, giver_id)
+        state.rules[process_gift](step, giver_id)
     # observe
     return replace(step.get_state(), prev_scheduled_req_ids=())

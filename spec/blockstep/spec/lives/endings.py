@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from blockstep.spec.beside.transfers import Transfers, hold_ended
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.deferred import get_fence
 from blockstep.spec.memory.slots import release_slots
-from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
@@ -130,29 +128,20 @@ def is_repeating(outputs: TokenIds, detection: RepetitionDetection) -> bool:
 def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
     """Remove these requests from the state, in order, and free all that they hold.
 
-    Except for blocks that a store still writes or reads, or, with a store, a frame in flight. The
-    next plan lists them for the worker. Source: seed 001 "Request Completion", vLLM 0.19.1
+    The next plan lists them for the worker. Source: seed 001 "Request Completion", vLLM 0.19.1
     `_free_request`; P1, P13, P17, P22.
     """
     if not request_ids:
         return state
-    pool, requests = state.pool, state.requests.to_dict()
-    transfers = state.transfers
+    requests = state.requests.to_dict()
     for request_id in request_ids:
         request = requests.pop(request_id)
-        if state.config.kv_connector:
-            hold = state.rules[get_held_at_end]
-            pool, transfers, request = hold(state, pool, transfers, request)
-        if request_id not in transfers.held:
-            fence = state.rules[get_fence](state.config, state.frames, request_id)
-            pool = release_slots(pool, request, state.rules, fence)
+        state = state.rules[get_released](state, request)
         for leave in state.rules.hooks.leaves:
             state = state.rules[leave](state, request)
     gone = set(request_ids)
     state = replace(
         state,
-        pool=pool,
-        transfers=transfers,
         requests=FrozenMap(requests),
         running=tuple(r for r in state.running if r not in gone),
         waiting=tuple(r for r in state.waiting if r not in gone),
@@ -164,12 +153,8 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
     return state
 
 
-def get_held_at_end(
-    state: State, pool: Pool, transfers: Transfers, request: RequestState
-) -> tuple[Pool, Transfers, RequestState]:
-    """Return pool, transfers and a request that finishes with a store, which may hold its blocks.
-
-    Source: vLLM 0.19.1 `_free_request`, `request_finished`; P17.
-    """
-    del state
-    return pool, hold_ended(transfers, request.request_id, request.block_tables), request
+def get_released(state: State, request: RequestState) -> State:
+    """Return the state after a finished request released its blocks. Source: vLLM 0.19.1
+    `_free_blocks`; P1, P17."""
+    fence = state.rules[get_fence](state.config, state.frames, request.request_id)
+    return replace(state, pool=release_slots(state.pool, request, state.rules, fence))

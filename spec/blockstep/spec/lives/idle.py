@@ -6,7 +6,6 @@ up for it: nothing else asks the workers. One that never sleeps wastes a core.
 
 from __future__ import annotations
 
-from blockstep.spec.beside.transfers import is_under_way
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import PauseState, Status
 
@@ -14,16 +13,9 @@ from blockstep.spec.vocabulary import PauseState, Status
 def has_work(state: State) -> bool:
     """Whether a further plan may do anything before the next event.
 
-    Upstream does not count transfers: a loop then forgets a finished request whose blocks a store
-    reads, and the blocks are never freed. Source: vLLM 0.19.1 `has_requests`; P10, P17.
+    Source: vLLM 0.19.1 `has_requests`; P10, P17.
     """
-    return bool(state.finished_req_ids) or has_transfers(state) or has_runnable(state)
-
-
-def has_transfers(state: State) -> bool:
-    """Whether the end of a load, or of a hold, is awaited. Source: P17."""
-    moving = state.transfers
-    return bool(moving.held) or any(is_under_way(moving, name) for name in moving.parked)
+    return bool(state.finished_req_ids) or has_runnable(state)
 
 
 def has_runnable(state: State) -> bool:

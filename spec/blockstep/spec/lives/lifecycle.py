@@ -32,7 +32,7 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
     again only when no frame in flight has a row of it, or its tokens would go to another request.
     Source: upstream #52520, seed 001 "FINISHED_IGNORED"; P11, P13.
     """
-    problem = get_id_problem(state, request.request_id)
+    problem = state.rules[get_id_problem](state, request.request_id)
     if problem is not None:
         return problem
     return get_size_problem(state.config, request) or get_feature_problem(state, request)
@@ -47,9 +47,6 @@ def get_id_problem(state: State, request_id: RequestId) -> Rejected | None:
         if any(row.request_id == request_id for row in frame.rows):
             detail = f"frame {frame.frame_id} still has a row of {request_id!r}; commit it first"
             return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
-    if request_id in state.transfers.held:
-        detail = f"a transfer holds blocks of finished {request_id!r}; report its end first"
-        return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
     return None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.beside.grammar import STAND, Stand
+from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.lives import endings, sessions
 from blockstep.spec.pool import Pool
 from blockstep.spec.releases import memory
@@ -29,11 +30,12 @@ from blockstep.spec.vocabulary import (
 def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
     """An idle or waiting session keeps its blocks under memory pressure and under any reset."""
 
-    def may_give(step: Step, request_id: RequestId) -> bool:
-        is_parked = step.requests[request_id].status is Status.WAITING_FOR_REMOTE_KVS
-        return is_parked and rules[giving.may_give](step, request_id)
+    def list_queued(step: Step) -> list[RequestId]:
+        parked = Status.WAITING_FOR_REMOTE_KVS
+        queued = rules[giving.list_queued](step)
+        return [name for name in queued if step.requests[name].status is parked]
 
-    return rules.replacing(giving.may_give, may_give)
+    return rules.replacing(giving.list_queued, list_queued)
 
 
 def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
@@ -180,7 +182,7 @@ def count_held_by_all(step: Step, table: Sequence[BlockId]) -> int:
     that holds a block in two tables twice; P26.
     """
     waiting = [step.requests[name].block_tables for name in (*step.waiting, *step.skipped)]
-    ended = step.transfers.held
+    ended = TRANSFERS.of(step).held
     held = [ended[name].block_tables for name in sorted(ended)]
     num_holders = len(step.running) + sum(map(any, (*waiting, *held)))
     refs = step.pool.ref_counts

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blockstep.spec.beside import transfers as machine
-from blockstep.spec.beside.transfers import NO_OFFERS, Transfers
 from blockstep.spec.copies import replace
-from blockstep.spec.lives import control, endings, idle
-from blockstep.spec.lives.idle import has_runnable
+from blockstep.spec.features import kv_transfer
+from blockstep.spec.features.kv_transfer import loads
+from blockstep.spec.features.kv_transfer import transfers as machine
+from blockstep.spec.features.kv_transfer.transfers import NO_OFFERS, TRANSFERS, Transfers
+from blockstep.spec.lives import control, idle
 from blockstep.spec.memory import slots
 from blockstep.spec.memory.groups import compute_num_skipped_tokens
 from blockstep.spec.memory.slots import compute_num_blocks, skip_slots
@@ -21,7 +22,7 @@ from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Hit, RequestState, count_in_doubt, without_nulls
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
-from blockstep.spec.step import admission, giving, loading
+from blockstep.spec.step import admission, giving
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockId,
@@ -38,22 +39,22 @@ from blockstep.spec.vocabulary import (
 
 def skipped_reading_still_loads(rules: Rules, _config: Config) -> Rules:
     """A request with skip_reading_prefix_cache loads KV from a store."""
-    return rules.replacing(loading.asks_store, asks_store)
+    return rules.replacing(loads.asks_store, asks_store)
 
 
 def asks_store(request: RequestState) -> bool:
-    """Modified `loading.asks_store`: also if it skips reading the cache."""
+    """Modified `loads.asks_store`: also if it skips reading the cache."""
     return request.num_computed_tokens == 0
 
 
 def skipped_reading_counts_as_asked(rules: Rules, _config: Config) -> Rules:
     """A request with skip_reading_prefix_cache counts as a miss of the store."""
-    return rules.replacing(loading.counts_as_asked, counts_as_asked)
+    return rules.replacing(loads.counts_as_asked, counts_as_asked)
 
 
 def counts_as_asked(request: RequestState, rules: Rules) -> bool:
-    """Modified `loading.counts_as_asked`: also if it does not ask."""
-    return request.num_computed_tokens == 0 or rules[loading.asks_store](request)
+    """Modified `loads.counts_as_asked`: also if it does not ask."""
+    return request.num_computed_tokens == 0 or rules[loads.asks_store](request)
 
 
 def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
@@ -75,11 +76,11 @@ def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
         config: Config, pool: Pool, request: RequestState
     ) -> tuple[Pool, RequestState]:
         num_computed = min(request.num_computed_tokens, request.num_known_tokens - 1)
-        pool, after = rules[loading.get_returned](config, pool, request)
+        pool, after = rules[loads.get_returned](config, pool, request)
         return pool, replace(after, num_computed_tokens=num_computed)
 
     return rules.replacing(machine.compute_num_external, compute_num_external).replacing(
-        loading.get_returned, get_returned
+        loads.get_returned, get_returned
     )
 
 
@@ -87,9 +88,9 @@ def loads_publish_at_once(rules: Rules, _config: Config) -> Rules:
     """Blocks that a store loads within a step are published before they are loaded."""
 
     def is_unconfirmed(hit: Hit, is_async: bool) -> bool:
-        return is_async and rules[loading.is_unconfirmed](hit, is_async)
+        return is_async and rules[loads.is_unconfirmed](hit, is_async)
 
-    return rules.replacing(loading.is_unconfirmed, is_unconfirmed)
+    return rules.replacing(loads.is_unconfirmed, is_unconfirmed)
 
 
 def returned_though_refused(rules: Rules, _config: Config) -> Rules:
@@ -101,43 +102,44 @@ def returned_though_refused(rules: Rules, _config: Config) -> Rules:
     def get_returned(
         config: Config, pool: Pool, request: RequestState
     ) -> tuple[Pool, RequestState]:
-        pool, after = rules[loading.get_returned](config, pool, request)
+        pool, after = rules[loads.get_returned](config, pool, request)
         num_loaded = compute_num_blocks(request.num_computed_tokens, config.block_sizes[0])
         num_loaded += config.kv_groups[0].num_speculative_blocks
         if request.num_cached_tokens >= 0 or num_loaded < len(request.block_tables[0]):
             return pool, after
         return pool, replace(after, num_cached_tokens=after.num_computed_tokens)
 
-    return rules.replacing(admission.process_refused_return, process_refused_return).replacing(
-        loading.get_returned, get_returned
+    return rules.replacing(loads.process_refused_return, process_refused_return).replacing(
+        loads.get_returned, get_returned
     )
 
 
 def process_refused_return(
     step: Step, request: RequestState, pool: Pool, transfers: Transfers
 ) -> None:
-    """Modified `admission.process_refused_return`: nothing is undone."""
+    """Modified `loads.process_refused_return`: nothing is undone."""
 
 
 def loaded_wait_behind_the_head(rules: Rules, _config: Config) -> Rules:
     """A request whose load has finished waits behind a head that does not fit, holding its
     blocks."""
-    return rules.replacing(admission.process_received_behind, process_received_behind)
+    return rules.replacing(loads.process_received_behind, process_received_behind)
 
 
 def process_received_behind(step: Step, head_id: RequestId) -> None:
-    """Modified `admission.process_received_behind`: they wait."""
+    """Modified `loads.process_received_behind`: they wait."""
 
 
 def loaded_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
     """A request whose load has finished keeps its blocks until it runs, even under memory
     pressure."""
 
-    def may_give(step: Step, request_id: RequestId) -> bool:
-        is_parked = step.requests[request_id].status is Status.WAITING_FOR_REMOTE_KVS
-        return not is_parked and rules[giving.may_give](step, request_id)
+    def list_queued(step: Step) -> list[RequestId]:
+        parked = Status.WAITING_FOR_REMOTE_KVS
+        queued = rules[giving.list_queued](step)
+        return [name for name in queued if step.requests[name].status is not parked]
 
-    return rules.replacing(giving.may_give, may_give)
+    return rules.replacing(giving.list_queued, list_queued)
 
 
 def compute_num_loaded(group: KVGroup, num_tokens: int, num_found: int) -> int:
@@ -212,9 +214,9 @@ def ended_leave_their_windows_first(rules: Rules, _config: Config) -> Rules:
         at_end = replace(request, num_computed_tokens=request.num_known_tokens)
         pool, at_end = skip_slots(state.config, pool, at_end, 0, state.rules)
         request = replace(request, holdings=at_end.holdings)
-        return rules[endings.get_held_at_end](state, pool, transfers, request)
+        return rules[kv_transfer.get_held_at_end](state, pool, transfers, request)
 
-    return rules.replacing(endings.get_held_at_end, get_held_at_end)
+    return rules.replacing(kv_transfer.get_held_at_end, get_held_at_end)
 
 
 def ended_leave_what_is_answered_first(rules: Rules, _config: Config) -> Rules:
@@ -229,9 +231,9 @@ def ended_leave_what_is_answered_first(rules: Rules, _config: Config) -> Rules:
     ) -> tuple[Pool, Transfers, RequestState]:
         num_in_doubt = state.rules[count_in_doubt](state.frames, request.request_id)
         pool, request = skip_slots(state.config, pool, request, num_in_doubt, state.rules)
-        return rules[endings.get_held_at_end](state, pool, transfers, request)
+        return rules[kv_transfer.get_held_at_end](state, pool, transfers, request)
 
-    return rules.replacing(endings.get_held_at_end, get_held_at_end)
+    return rules.replacing(kv_transfer.get_held_at_end, get_held_at_end)
 
 
 def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
@@ -242,7 +244,7 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
     """
 
     def get_parked(request: RequestState, hit: Hit) -> RequestState:
-        after = rules[admission.get_parked](request, hit)
+        after = rules[loads.get_parked](request, hit)
         if request.num_preemptions or request.output_token_ids:
             return after
         return replace(after, num_cached_tokens=after.num_computed_tokens)
@@ -253,7 +255,7 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
         is_first = not request.num_preemptions and not request.output_token_ids
         return num_start if looks_up and is_first else num_cached
 
-    return rules.replacing(admission.get_parked, get_parked).replacing(
+    return rules.replacing(loads.get_parked, get_parked).replacing(
         admission.get_num_cached_tokens, get_num_cached_tokens
     )
 
@@ -265,9 +267,9 @@ def empty_transfers_are_reset(rules: Rules, _config: Config) -> Rules:
     """
 
     def is_awaiting_transfers(state: State, is_idle: bool) -> bool:
-        return not is_idle and rules[control.is_awaiting_transfers](state, is_idle)
+        return not is_idle and rules[kv_transfer.is_awaiting_transfers](state, is_idle)
 
-    return rules.replacing(control.is_awaiting_transfers, is_awaiting_transfers)
+    return rules.replacing(kv_transfer.is_awaiting_transfers, is_awaiting_transfers)
 
 
 def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
@@ -279,7 +281,7 @@ def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
             return rules[control.process_reset](state, reset)
         of_pool = replace(reset, reset_connector=False)
         state, done = rules[control.process_reset](state, of_pool)
-        state = replace(state, transfers=replace(state.transfers, offers=NO_OFFERS))
+        state = TRANSFERS.put(state, replace(TRANSFERS.of(state), offers=NO_OFFERS))
         return state, replace(done, success=done.success and state.config.kv_connector)
 
     return rules.replacing(control.process_reset, process_reset)
@@ -288,12 +290,7 @@ def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
 def transfers_are_no_work(rules: Rules, _config: Config) -> Rules:
     """The loop sleeps while a store reads blocks of a finished request, or, in a pause, loads
     some."""
-    return rules.replacing(idle.has_work, has_work)
-
-
-def has_work(state: State) -> bool:
-    """Modified `idle.has_work`: without transfers."""
-    return bool(state.finished_req_ids) or has_runnable(state)
+    return rules.replacing(idle.has_work, idle.has_work)  # that of the core
 
 
 STORIES = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blockstep.spec.beside.transfers import Transfers, is_received, start_load
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.forks import list_copies
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
@@ -18,13 +17,6 @@ from blockstep.spec.requests import (
     count_in_doubt,
     list_rows_in_flight,
     without_nulls,
-)
-from blockstep.spec.step.loading import (
-    counts_as_asked,
-    get_offered_hit,
-    is_unconfirmed,
-    process_load,
-    process_return,
 )
 from blockstep.spec.step.preemption import process_giving_way
 from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue, waits_apart
@@ -58,7 +50,8 @@ def process_waiting_phase(step: Step) -> None:
             break
         verdict = get_verdict(step, queue[0])
         if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
-            rules[process_received_behind](step, queue[0])
+            for look in rules.hooks.stuck:
+                rules[look](step, queue[0])
             break
         request_id = queue.pop(0)
         if verdict is not Verdict.ADMITTED:
@@ -95,64 +88,18 @@ def count_seats(step: Step) -> int:
     return len(step.running)
 
 
-def process_received_behind(step: Step, head_id: RequestId) -> None:
-    """Admit requests behind a head that does not fit if their asynchronous load has ended.
-
-    They have their blocks already. They are tried in queue order, each is admitted or stays where
-    it is, and no blocks are reclaimed for them. Otherwise they would wait, holding blocks, for a
-    head that may wait for these blocks; upstream lets them wait. Source: vLLM 0.19.1 `schedule`;
-    P10, P15, P17.
-    """
-    if not step.transfers.parked:
-        return
-    queues, policy = ([*step.waiting], [*step.skipped]), step.state.config.policy
-    while queue := select_queue(policy, *queues, step.requests):
-        request_id = queue.pop(0)
-        if not has_room(step):
-            return
-        if request_id == head_id or not is_received(step.transfers, request_id):
-            continue
-        if process_trial(step, request_id) is Verdict.ADMITTED:
-            (step.skipped if request_id in step.skipped else step.waiting).remove(request_id)
-
-
 def get_verdict(step: Step, request_id: RequestId) -> Verdict:
     """Try to admit the request, reclaiming blocks if no request runs; return the verdict.
 
     Source: seed 001 "Waiting Queue -- Admission Gate"; P15, P16.
     """
+    process_trial = step.state.rules[process_gates]
     verdict = process_trial(step, request_id)
     while (
         verdict is Verdict.NO_BLOCKS and not step.running and process_giving_way(step, request_id)
     ):
         verdict = process_trial(step, request_id)
     return verdict
-
-
-def process_trial(step: Step, request_id: RequestId) -> Verdict:
-    """Try to admit a waiting request; one with an ended asynchronous load as it is after the load.
-
-    If it is not admitted it keeps waiting for the load's admission, and none of its blocks is
-    published. Source: P7, P15, P19.
-    """
-    request = step.requests[request_id]
-    if request.status is not Status.WAITING_FOR_REMOTE_KVS:
-        return process_gates(step, request_id)
-    if not is_received(step.transfers, request_id):
-        return Verdict.PASSED_OVER
-    pool, transfers = step.pool, step.transfers
-    process_return(step, request_id)
-    verdict = process_gates(step, request_id)
-    if verdict not in (Verdict.ADMITTED, Verdict.PARKED):
-        step.state.rules[process_refused_return](step, request, pool, transfers)
-    return verdict
-
-
-def process_refused_return(
-    step: Step, request: RequestState, pool: Pool, transfers: Transfers
-) -> None:
-    """Undo the confirmation of a load, because its request is not admitted. Source: P7, P19."""
-    step.pool, step.transfers, step.requests[request.request_id] = pool, transfers, request
 
 
 def process_gates(step: Step, request_id: RequestId) -> Verdict:
@@ -198,11 +145,11 @@ def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
 
 
 def process_admission(step: Step, request: RequestState) -> Verdict:
-    """Admit `request`, or start its asynchronous load, if it fits; otherwise change nothing (P7).
+    """Admit `request` if it fits; otherwise change nothing (P7).
 
-    A session continues after its computed tokens, without a prefix hit; so does a request whose
-    asynchronous load has ended. Source: seed 001 "Decision 2: Which WAITING requests get
-    admitted?", "Full ISL reservation"; upstream #37307; P7, P8.
+    A request with computed tokens continues after them, without a prefix hit. Source: seed 001
+    "Decision 2: Which WAITING requests get admitted?", "Full ISL reservation"; upstream #37307; P7,
+    P8.
     """
     config, rules = step.state.config, step.state.rules
     # refuse
@@ -211,15 +158,11 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
         hit = get_prefix_hit(config, rules[get_findable_pool](step), request, rules)
     if hit.junction != request.junction:
         request = replace(request, junction=hit.junction)
-    if config.kv_connector:
-        offered = get_offered_hit(config, step.transfers, request, hit, rules)
-        if offered is None:
-            return Verdict.PASSED_OVER
-        hit, is_async = offered
-        is_unsettled = rules[is_unconfirmed](hit, is_async)
-        request = replace(request, is_unsettled=is_unsettled)
-        if is_async:
-            return process_parking(step, request, hit)
+    for look in rules.hooks.hits:
+        found = rules[look](step, request, hit)
+        if isinstance(found, Verdict):
+            return found
+        request, hit = found
     num_start = num_computed + hit.num_tokens
     num_new = rules[get_waiting_share](step, request, num_start)
     if isinstance(num_new, Verdict):
@@ -258,37 +201,6 @@ def get_waiting_share(step: Step, request: RequestState, num_start: int) -> int 
         is_whole=not step.state.config.enable_chunked_prefill,
     )
     return num_new if num_new > 0 else Verdict.NO_ROOM
-
-
-def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
-    """Start an asynchronous load for `request` if its blocks are available; else change nothing.
-
-    It takes no tokens and no running slot, and blocks only for the loaded tokens, and for drafts
-    after a state; but the admission gate asks for all of the request, as for others.
-    Source: vLLM 0.19.1 `schedule`
-    (`load_kv_async`); P7, P8, P19.
-    """
-    granted = step.state.rules[get_slots_at_admission](step, request, 0, hit)
-    if isinstance(granted, Verdict):
-        return granted
-    step.pool, after = granted
-    after = step.state.rules[get_parked](after, hit)
-    step.requests[request.request_id] = after
-    taken = Scheduled(request.request_id, hit.num_tokens, 0, after.block_tables, hit.block_tables)
-    step.granted.append(taken)
-    step.transfers = start_load(step.transfers, request.request_id, request.status)
-    process_load(step, after, hit, is_async=True)
-    process_counted(step, request, hit)
-    return Verdict.PARKED
-
-
-def get_parked(request: RequestState, hit: Hit) -> RequestState:
-    """Return a request that waits for its asynchronous load; the loaded tokens count as computed.
-
-    Nothing is reported as cached before it is admitted. Source: vLLM 0.19.1 `schedule`; P19, P21.
-    """
-    status = Status.WAITING_FOR_REMOTE_KVS
-    return replace(request, status=status, num_computed_tokens=hit.num_tokens)
 
 
 def get_verdict_without_tokens(step: Step) -> Verdict:
@@ -389,8 +301,8 @@ def process_entrance(
     )
     step.running.append(request.request_id)
     process_counted(step, request, hit)
-    if hit.num_external:
-        process_load(step, after, hit, is_async=False)
+    for admit in step.state.rules.hooks.admits:
+        step.state.rules[admit](step, request, after, hit)
     drafts = (DRAFT_PLACEHOLDER,) * compute_num_drafts(num_start, num_new, num_known)
     tables = after.block_tables
     is_kept = num_start > num_hit
@@ -410,22 +322,15 @@ def get_num_cached_tokens(request: RequestState, num_start: int) -> int:
 
 
 def process_counted(step: Step, request: RequestState, hit: Hit) -> None:
-    """Count the cache and store hits of a request that asked for them and got blocks.
+    """Count the cache hit of a request that looked for one and got blocks.
 
     Source: seed 001 "For Waiting Requests (First Prefill)", vLLM 0.19.1 `make_stats`; P21.
     """
-    config, stats, num_local = step.state.config, step.stats, hit.num_local
-    if request.num_computed_tokens == 0 and reads_prefix_cache(config, request):
-        stats = replace(
-            stats,
-            prefix_cache_queries=stats.prefix_cache_queries + request.num_known_tokens,
-            prefix_cache_hits=stats.prefix_cache_hits + num_local,
-        )
-    if config.kv_connector and step.state.rules[counts_as_asked](request, step.state.rules):
-        num_behind = request.num_known_tokens - num_local
-        stats = replace(
-            stats,
-            external_prefix_cache_queries=stats.external_prefix_cache_queries + num_behind,
-            external_prefix_cache_hits=stats.external_prefix_cache_hits + hit.num_external,
-        )
-    step.stats = stats
+    if request.num_computed_tokens > 0 or not reads_prefix_cache(step.state.config, request):
+        return
+    stats = step.stats
+    step.stats = replace(
+        stats,
+        prefix_cache_queries=stats.prefix_cache_queries + request.num_known_tokens,
+        prefix_cache_hits=stats.prefix_cache_hits + hit.num_local,
+    )

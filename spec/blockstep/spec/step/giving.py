@@ -7,9 +7,6 @@ one at a time, and only as many as it needs. Since the empty pool can hold every
 head of the queue is then admitted, and a request that runs alone continues: no request waits for
 ever (P10), and each hold has an end (P17). While other requests run it waits for their blocks.
 
-A request whose asynchronous load has ended also holds blocks until it is admitted, and two of them
-could each lack the blocks of the other. A load under way is not reclaimed: it ends by itself.
-
 Idle sessions are reclaimed before requests that wait for admission, and among equals the one that
 would be tried last. A session loses no tokens by this: it looks for a hit and computes the rest
 again, as after a preemption; but it did not run, so it does not count as one.
@@ -19,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from blockstep.spec.beside.transfers import Transfers, forget_load, is_under_way
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.requests import NOTHING_HELD, RequestState
@@ -41,7 +37,7 @@ def process_giving(step: Step, receiver_id: RequestId) -> bool:
     if step.get_fence(giver_id) is not None:
         step.awaits_answer = True
         return False
-    process_gift(step, giver_id)
+    step.state.rules[process_gift](step, giver_id)
     return True
 
 
@@ -50,8 +46,7 @@ def find_giver(step: Step, receiver_id: RequestId | None = None) -> RequestId | 
 
     Source: upstream #49439; P10, P17.
     """
-    queued = [*step.passed_over, *step.skipped, *step.waiting]
-    queued = [name for name in queued if step.state.rules[may_give](step, name)]
+    queued = step.state.rules[list_queued](step)
     givers = get_givers(step.state.config.policy, queued, step.requests)
     return next((name for name in givers if name != receiver_id), None)
 
@@ -61,17 +56,13 @@ def process_gift(step: Step, giver_id: RequestId) -> None:
     giver = step.requests[giver_id]
     fence = step.get_fence(giver_id)
     step.pool = release_slots(step.pool, giver, step.state.rules, fence)
-    if giver.status is Status.WAITING_FOR_REMOTE_KVS:
-        giver = get_unparked(giver, step.transfers)
-        step.transfers = forget_load(step.transfers, giver_id)
     step.requests[giver_id] = without_blocks(giver)
 
 
-def may_give(step: Step, request_id: RequestId) -> bool:
-    """Whether the blocks of a request that does not run may be reclaimed: unless a load of it is
-    under way. Source: P10, P17.
-    """
-    return not is_under_way(step.transfers, request_id)
+def list_queued(step: Step) -> list[RequestId]:
+    """Return the requests that do not run, in the order in which they would be tried. Source:
+    P10."""
+    return [*step.passed_over, *step.skipped, *step.waiting]
 
 
 def get_givers(policy: Policy, queued: Iterable[RequestId], requests: Requests) -> list[RequestId]:
@@ -88,12 +79,3 @@ def without_blocks(request: RequestState) -> RequestState:
     """Return a request without blocks: it computes all of it again. Source: P10, P17."""
     held = NOTHING_HELD * len(request.holdings)
     return replace(request, num_computed_tokens=0, holdings=held)
-
-
-def get_unparked(request: RequestState, transfers: Transfers) -> RequestState:
-    """Return a request with the status from before its asynchronous load: waiting or preempted.
-
-    Source: vLLM 0.19.1 `_try_promote_blocked_waiting_request`; P26.
-    """
-    status = transfers.parked[request.request_id].status
-    return replace(request, status=status, is_unsettled=False)

@@ -53,6 +53,5 @@ def create_step(state: State) -> Step:
         waiting=list(state.waiting),
         skipped=list(state.skipped_waiting),
         stats=state.stats,
-        transfers=state.transfers,
         parts=state.parts.to_dict(),
     )

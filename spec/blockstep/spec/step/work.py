@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.core.parts import NO_PARTS
 from blockstep.spec.maps import FrozenMap
@@ -75,7 +74,6 @@ class Step:
     waiting: list[RequestId]
     skipped: list[RequestId]
     stats: Stats
-    transfers: Transfers = NO_STORE
     parts: dict[str, Any] = field(default_factory=dict)
     """What features keep, as in `State.parts`."""
     notes: dict[str, Any] = field(default_factory=dict)
@@ -124,7 +122,6 @@ class Step:
             skipped_waiting=tuple(self.skipped),
             running=tuple(self.running),
             stats=self.stats,
-            transfers=self.transfers,
             parts=FrozenMap(self.parts) if self.parts else NO_PARTS,
             **others,
         )

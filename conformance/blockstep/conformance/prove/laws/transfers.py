@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec.beside.transfers import (
+from blockstep.spec.features.kv_transfer.transfers import (
     NO_STORE,
+    TRANSFERS,
     Transfers,
     compute_num_external,
     compute_num_valid,
@@ -189,7 +190,7 @@ def check_nothing_of_a_load_is_findable_before_its_answer(
     keys = tuple(map(h.key_of, (1, 2, 3)))[: num_known // block_size]
     asked = replace(h.build_request("a", num_known), block_keys=keys)
     state = h.build_state(config, (), (asked,))
-    state = replace(state, transfers=take_offer(NO_STORE, KVOffer("a", num_offered)))
+    state = TRANSFERS.put(state, take_offer(NO_STORE, KVOffer("a", num_offered)))
     after, plan = h.schedule(state)
     (load,) = plan.kv_loads
     assert load.num_external_tokens == min(num_offered, num_known - 1)
@@ -207,7 +208,7 @@ def check_who_is_parked_takes_no_tokens_from_others(
     waiting = (h.build_request("a", 4000), h.build_request("b", num_known))
     state = h.build_state(config, (), waiting)
     offer = KVOffer("a", num_offered, is_async=True)
-    after, plan = h.schedule(replace(state, transfers=take_offer(NO_STORE, offer)))
+    after, plan = h.schedule(TRANSFERS.put(state, take_offer(NO_STORE, offer)))
     assert after.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS
     assert after.running == ("b",)
     assert plan.total_num_scheduled_tokens == min(num_known, budget)

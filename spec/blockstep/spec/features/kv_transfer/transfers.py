@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core.parts import Part
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import (
@@ -59,6 +60,8 @@ class Transfers:
 
 
 NO_STORE: Final = Transfers()
+TRANSFERS: Final = Part("kv_transfer", NO_STORE)
+"""The transfers of a state, or of a step."""
 
 
 # Offers.

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blockstep.spec.beside.transfers import (
+from blockstep.spec.copies import replace
+from blockstep.spec.features.kv_transfer.transfers import (
+    TRANSFERS,
     compute_num_valid,
     end_recving,
     end_sending,
     take_offer,
 )
-from blockstep.spec.copies import replace
+from blockstep.spec.lives import commit as commit_rows
 from blockstep.spec.lives.endings import get_ended, get_error_row
 from blockstep.spec.lives.sessions import drop_row
-from blockstep.spec.memory.deferred import get_fence, give_up_blocks
+from blockstep.spec.memory.deferred import free_deferred_blocks, get_fence, give_up_blocks
 from blockstep.spec.memory.slots import compute_num_blocks, settle_slots
 from blockstep.spec.pool import take_events
 from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
@@ -31,6 +33,7 @@ from blockstep.spec.step.schedule import create_step
 from blockstep.spec.vocabulary import (
     Ack,
     BlockId,
+    Commit,
     KVLoad,
     KVLoadFailurePolicy,
     KVOffer,
@@ -49,7 +52,7 @@ def process_kv_offer(state: State, offer: KVOffer) -> tuple[State, Ack]:
     """
     if not state.config.kv_connector or offer.request_id not in state.requests:
         return state, Ack()
-    return replace(state, transfers=take_offer(state.transfers, offer)), Ack()
+    return TRANSFERS.put(state, take_offer(TRANSFERS.of(state), offer)), Ack()
 
 
 def process_transfers_reported(state: State, transfers: KVTransfers) -> tuple[State, Outputs]:
@@ -75,14 +78,38 @@ def get_reported(
     failed = [name for name in dict.fromkeys(failed) if name in state.requests]
     rows = tuple([state.rules[get_failed_row](state.requests[name]) for name in failed])
     state = get_ended(state, failed)
-    moving, pool = state.transfers, state.pool
+    moving, pool = TRANSFERS.of(state), state.pool
     ends = [(end_recving, name) for name in transfers.finished_recving]
     ends += [(end_sending, name) for name in transfers.finished_sending]
     for end, name in ends:
         moving, tables = end(moving, name, state.rules)
         fence = state.rules[get_fence](state.config, state.frames, name)
         pool = give_up_blocks(pool, tables, state.rules, fence)
-    return replace(state, pool=pool, transfers=moving), rows
+    return TRANSFERS.put(replace(state, pool=pool), moving), rows
+
+
+def get_committed(state: State, commit: Commit) -> tuple[State, list[OutputRow]]:
+    """Return the state after a commit with a report of a store, and what it delivers.
+
+    Source: vLLM 0.19.1 `update_from_output`; P13, P17, P19.
+    """
+    state, failed = get_state_after_store(state, commit)
+    state, outputs = commit_rows.get_committed(state, commit)
+    state, rows = get_reported(state, commit.transfers, failed)
+    return state, [*outputs, *rows]
+
+
+def get_state_after_store(state: State, commit: Commit) -> tuple[State, tuple[RequestId, ...]]:
+    """Return the state before the rows are processed, and the requests that fail by policy.
+
+    Blocks that waited for the frame are freed, and its loads are confirmed, or have failed. Source:
+    vLLM 0.33.0 `update_from_output`; P17, P19.
+    """
+    pool = free_deferred_blocks(state.pool, commit.frame_id, state.rules)
+    state, invalid = replace(state, pool=pool), commit.transfers.invalid_block_ids
+    failed: tuple[RequestId, ...]
+    state, failed = state.rules[get_failures](state, invalid, state.frames[0])
+    return state, failed
 
 
 # Failures.
@@ -116,7 +143,7 @@ def get_failures_of_parked(
     Also returns the requests that fail by policy. Source: vLLM 0.19.1 `_handle_invalid_blocks`;
     P19.
     """
-    if not invalid or not state.transfers.parked:
+    if not invalid or not TRANSFERS.of(state).parked:
         return state, ()
     requests, affected = state.requests, []
     for name in (*state.skipped_waiting, *state.waiting):
