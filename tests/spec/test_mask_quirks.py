@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from blockstep.spec import Config, Grammar, Oracle, Request, SpecMethod
-from blockstep.spec.beside.grammar import STAND, Stand
+from blockstep.spec.features.structured_output.grammar import STAND, Stand
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import GrammarRow

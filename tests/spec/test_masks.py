@@ -25,7 +25,7 @@ from blockstep.spec import (
     SpecMethod,
     Submit,
 )
-from blockstep.spec.beside.grammar import (
+from blockstep.spec.features.structured_output.grammar import (
     STAND,
     Stand,
     get_mask,

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from blockstep.spec.beside.grammar import (
+from blockstep.spec.features import FEATURES
+from blockstep.spec.features.admission_control import ADMISSION_CLOSED
+from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
+from blockstep.spec.features.pins import PINS
+from blockstep.spec.features.structured_output.grammar import (
     STAND,
     get_first_stand,
     get_next_stand,
     get_stand_behind,
     get_stands,
 )
-from blockstep.spec.features import FEATURES
-from blockstep.spec.features.admission_control import ADMISSION_CLOSED
-from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
-from blockstep.spec.features.pins import PINS
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import (
     compute_max_doubt,

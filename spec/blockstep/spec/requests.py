@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockstep.spec.copies import wide_dataclass
+from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.core.parts import NO_PARTS, Parts
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -181,3 +181,15 @@ def list_rows_in_flight(frames: Sequence[Frame], request_id: RequestId) -> list[
 def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
     """Return a request's computed tokens that frames in flight may roll back. Source: P14."""
     return sum([row.num_in_doubt for row in list_rows_in_flight(frames, request_id)])
+
+
+def drop_row(frame: Frame, request_id: RequestId) -> Frame:
+    """Return a frame in flight in which the row of this request, if any, delivers nothing.
+
+    Source: P13.
+    """
+    rows = [
+        replace(row, is_dropped=True, has_mask=False) if row.request_id == request_id else row
+        for row in frame.rows
+    ]
+    return replace(frame, rows=tuple(rows))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blockstep.spec.beside.grammar import STAND
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder, count_free, count_freeable
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS, is_received
 from blockstep.spec.features.pins import PINS, Pins
+from blockstep.spec.features.structured_output.grammar import STAND
 from blockstep.spec.lives.idle import has_work
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State

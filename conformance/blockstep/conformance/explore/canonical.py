@@ -21,11 +21,11 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
-from blockstep.spec.beside.grammar import STAND
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.pins import PINS
+from blockstep.spec.features.structured_output.grammar import STAND
 from blockstep.spec.releases.failures import NUM_SCHEDULED
 from blockstep.spec.releases.flight import list_reset_victims
 from blockstep.spec.requests import Frame, FrameRow, RequestState

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from blockstep.spec.vocabulary import Plan, Rejected, Request, RequestId
+from blockstep.spec.vocabulary import Commit, Plan, Rejected, Request, RequestId, TokenIds
 
 if TYPE_CHECKING:  # a state has rules, which have hooks, which are functions of a step of a state
-    from blockstep.spec.requests import FrameRow, Hit, RequestState
+    from blockstep.spec.requests import Frame, FrameRow, Hit, RequestState
     from blockstep.spec.state import State
     from blockstep.spec.step.work import Step, Verdict
 
@@ -22,6 +22,14 @@ Create: TypeAlias = "Callable[[State], State]"
 """Returns the state before the first event with the initial values of a feature."""
 Reject: TypeAlias = "Callable[[State, Request], Rejected | None]"
 """Returns why a request, or an input of a session, must be rejected."""
+Arrive: TypeAlias = "Callable[[State, RequestState], RequestState]"
+"""Returns a request that was just submitted."""
+Accept: TypeAlias = "Callable[[State, RequestState, TokenIds], TokenIds]"
+"""Returns the drafts of a request that may be verified, of those that are proposed."""
+Dispute: TypeAlias = "Callable[[State, Frame, Commit], str]"
+"""Returns why a model output is impossible; "" if it is not."""
+Read: TypeAlias = "Callable[[State, FrameRow, RequestState, TokenIds], RequestState]"
+"""Returns a request after a row delivered tokens, which are among its outputs already."""
 Gate: TypeAlias = "Callable[[Step, RequestState], Verdict | None]"
 """A check that may stop a waiting request for a reason of its own; None lets it pass."""
 Look: TypeAlias = "Callable[[Step, RequestState, Hit], tuple[RequestState, Hit] | Verdict]"
@@ -62,6 +70,10 @@ class Hooks:
     """A new scheduler."""
     rejects: tuple[Reject, ...] = ()
     """Submission of a request, or of an input of a session."""
+    arrives: tuple[Arrive, ...] = ()
+    """Submission of a request that is not rejected."""
+    accepts: tuple[Accept, ...] = ()
+    """Proposal of drafts."""
     gates: tuple[Gate, ...] = ()
     """Admission, before budget and pool are considered: the first verdict decides."""
     hits: tuple[Look, ...] = ()
@@ -90,6 +102,10 @@ class Hooks:
     """A plan: all rows are in it."""
     sent: tuple[Sent, ...] = ()
     """A step, after its plan was made."""
+    disputes: tuple[Dispute, ...] = ()
+    """A commit, before it changes anything: the first reason rejects it."""
+    reads: tuple[Read, ...] = ()
+    """A commit, for each row that delivers."""
     stops: tuple[Stop, ...] = ()
     """A commit, for each request that it ends, in the order of the rows."""
     leaves: tuple[Leave, ...] = ()

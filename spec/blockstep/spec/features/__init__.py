@@ -11,12 +11,19 @@ from typing import Final
 
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.features import admission_control, encoder, kv_transfer, lora, pins
-from blockstep.spec.lives.masks import tell_masks
+from blockstep.spec.features import (
+    admission_control,
+    encoder,
+    forks,
+    kv_transfer,
+    lora,
+    pins,
+    sessions,
+    structured_output,
+)
 from blockstep.spec.rules import STRICT_RULES, Rules
-from blockstep.spec.step.admission import process_flight_gate, process_grammar_gate
-from blockstep.spec.step.giving import process_giving
-from blockstep.spec.step.plans import tell_copies, tell_zeroes
+from blockstep.spec.step.admission import process_flight_gate
+from blockstep.spec.step.plans import tell_zeroes
 from blockstep.spec.step.share import limit_to_states
 from blockstep.spec.vocabulary import Config
 
@@ -26,26 +33,17 @@ def has_groups(config: Config) -> bool:
     return bool(config.groups)
 
 
-def has_forks(config: Config) -> bool:
-    """Whether requests may fork. Source: seed 002 "Fork: Creating New Beams"."""
-    return config.enable_forks
-
-
 FEATURES: Final[tuple[Feature, ...]] = (
-    Feature(
-        "structured_output",
-        is_always,
-        Hooks(gates=(process_grammar_gate,), fields=(tell_masks,)),
-    ),
+    structured_output.FEATURE,
     Feature("async", is_always, Hooks(gates=(process_flight_gate,))),
     lora.FEATURE,
     encoder.FEATURE,
     Feature("groups", has_groups, Hooks(limits=(limit_to_states,), fields=(tell_zeroes,))),
     kv_transfer.FEATURE,
-    Feature("forks", has_forks, Hooks(fields=(tell_copies,))),
+    forks.FEATURE,
     admission_control.FEATURE,
     pins.FEATURE,
-    Feature("sessions", is_always, Hooks(givers=(process_giving,))),
+    sessions.FEATURE,
 )
 
 

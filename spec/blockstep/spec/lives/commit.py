@@ -8,8 +8,6 @@ from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
 from blockstep.spec.lives.endings import get_ended, get_extended
-from blockstep.spec.lives.masks import get_forbidden, get_read
-from blockstep.spec.lives.sessions import get_chunk_ended, goes_on
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import publish_slots
 from blockstep.spec.pool import Pool, take_events
@@ -34,8 +32,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
 
     Rows of requests that finished meanwhile are ignored. A request that was preempted while its
     frame was in flight still gets its tokens; it computes their KV again. So no token is lost, and
-    none is sampled twice, because it was not admitted again yet (upstream #48245, #42043). A
-    session that stops does not finish: it becomes idle, or continues with its next input. Source:
+    none is sampled twice, because it was not admitted again yet (upstream #48245, #42043). Source:
     seed 001 "Speculative Decoding & update_from_output()"; P13, P14, P18.
     """
     # refuse
@@ -46,7 +43,9 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     if frame is not state.frames[0]:
         detail = f"frame {state.frames[0].frame_id} is older than {frame.frame_id}; commit it first"
         return Rejected(RejectCode.FRAME_OUT_OF_ORDER, detail)
-    problem = get_result_problem(frame, commit) or get_forbidden(state, frame, commit)
+    problem = get_result_problem(frame, commit)
+    for dispute in state.rules.hooks.disputes:
+        problem = problem or state.rules[dispute](state, frame, commit)
     if problem:
         return Rejected(RejectCode.BAD_RESULT, problem)
     # requests
@@ -84,8 +83,8 @@ def get_rows_committed(
         request = get_rolled_back(request, len(row.draft_token_ids), len(tokens))
         stats = count_drafts(stats, len(row.verifiable_drafts), len(tokens))
         request, output = get_extended(request, tokens, state.config.max_model_len, state.rules)
-        if row.has_mask:
-            request = state.rules[get_read](state, request, output.new_token_ids)
+        for read in state.rules.hooks.reads:
+            request = state.rules[read](state, row, request, output.new_token_ids)
         outputs.append(output)
         request = get_keyed(state.config, request, state.rules)
         pool, requests[row.request_id] = publish_verified(state, pool, request)
@@ -100,20 +99,22 @@ def get_rows_committed(
 
 
 def get_all_ended(state: State, outputs: Sequence[OutputRow]) -> State:
-    """Finish the requests that have stopped, in the order of the rows; a session continues.
+    """Finish the requests that have stopped, in the order of the rows.
 
     Source: vLLM 0.19.1 `_handle_stopped_request`; P1, P13.
     """
     for output in outputs:
         if output.finish_reason is not None:
-            name = output.request_id
-            if goes_on(state.requests[name]):
-                state = get_chunk_ended(state, name)
-                continue
-            for stop in state.rules.hooks.stops:
-                state = state.rules[stop](state, name)
-            state = get_ended(state, [name])
+            state = state.rules[get_request_ended](state, output.request_id)
     return state
+
+
+def get_request_ended(state: State, request_id: RequestId) -> State:
+    """Finish a request that an output has stopped. Source: vLLM 0.19.1 `_handle_stopped_request`;
+    P1, P13."""
+    for stop in state.rules.hooks.stops:
+        state = state.rules[stop](state, request_id)
+    return get_ended(state, [request_id])
 
 
 def get_result_problem(frame: Frame, commit: Commit) -> str:

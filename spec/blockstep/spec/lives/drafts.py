@@ -7,7 +7,6 @@ in flight count as known, and drafts are placeholders: only the worker knows the
 
 from __future__ import annotations
 
-from blockstep.spec.beside.grammar import STAND, get_next_stand, get_stands
 from blockstep.spec.copies import replace
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
@@ -63,18 +62,6 @@ def can_take_drafts(state: State, request: RequestState) -> bool:
     )
 
 
-def get_accepted_drafts(state: State, request: RequestState, drafts: TokenIds) -> TokenIds:
-    """Return the leading drafts that the grammar of a request accepts; all if it has none.
-
-    Source: vLLM 0.19.1 `update_draft_token_ids`; P23.
-    """
-    grammar = request.request.grammar
-    if grammar is None:
-        return drafts
-    follow = state.rules[get_next_stand]
-    return drafts[: len(get_stands(state.config, grammar, STAND.of(request), drafts, follow)) - 1]
-
-
 def process_drafts(
     state: State, drafts: tuple[RowTokens, ...]
 ) -> tuple[State, DraftsTaken] | Rejected:
@@ -104,7 +91,9 @@ def process_drafts(
     for row in drafts:
         request = requests.get(row.request_id)
         if request is not None and can_take_drafts(state, request):
-            tokens = get_accepted_drafts(state, request, row.token_ids)
+            tokens = row.token_ids
+            for accept in state.rules.hooks.accepts:
+                tokens = state.rules[accept](state, request, tokens)
             requests[row.request_id] = replace(request, spec_token_ids=tokens)
             taken.append(row.request_id)
     # observe

@@ -1,11 +1,10 @@
-"""Lifecycle: submission, compilation of grammars, and abort."""
+"""Lifecycle: submission and abort."""
 
 from __future__ import annotations
 
-from blockstep.spec.beside.grammar import STAND, get_first_stand
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
-from blockstep.spec.lives.endings import get_ended, get_error_row
+from blockstep.spec.lives.endings import get_ended
 from blockstep.spec.memory.slots import compute_max_blocks, is_servable
 from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.state import State
@@ -14,7 +13,6 @@ from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
     Config,
-    Outputs,
     RejectCode,
     Rejected,
     Request,
@@ -89,12 +87,10 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
     if problem is not None:
         return problem
     # requests
-    blocked = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    status = blocked if request.structured_output else Status.WAITING
-    entry = RequestState(request, status, holdings=NOTHING_HELD * len(state.config.block_sizes))
-    if request.grammar is not None:
-        stand = get_first_stand(state.config, request.prompt_token_ids)
-        entry = STAND.put(entry, stand)
+    held = NOTHING_HELD * len(state.config.block_sizes)
+    entry = RequestState(request, Status.WAITING, holdings=held)
+    for arrive in state.rules.hooks.arrives:
+        entry = state.rules[arrive](state, entry)
     entry = get_keyed(state.config, entry, state.rules)
     requests = state.requests.having(request.request_id, entry)
     waiting, skipped = list(state.waiting), list(state.skipped_waiting)
@@ -104,50 +100,6 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
     return replace(
         state, requests=requests, waiting=tuple(waiting), skipped_waiting=tuple(skipped)
     ), Ack()
-
-
-def process_grammar_ready(state: State, request_id: RequestId) -> tuple[State, Ack] | Rejected:
-    """Note that the grammar is compiled; the next Schedule that tries the request makes it waiting.
-
-    Source: seed 001 "Filter on blocking status"; P18.
-    """
-    # refuse
-    request = get_structured(state, request_id)
-    if isinstance(request, Rejected):
-        return request
-    # requests
-    requests = state.requests.having(request_id, replace(request, grammar_ready=True))
-    return replace(state, requests=requests), Ack()
-
-
-def get_structured(state: State, request_id: RequestId) -> RequestState | Rejected:
-    """Return the request to which an event about a grammar refers, or why there is none.
-
-    Source: P18.
-    """
-    request = state.requests.get(request_id)
-    if request is None:
-        detail = f"no unfinished request {request_id!r}"
-        return Rejected(RejectCode.UNKNOWN_REQUEST, detail)
-    if not request.request.structured_output:
-        detail = f"{request_id!r} was submitted without structured_output"
-        return Rejected(RejectCode.NOT_STRUCTURED, detail)
-    return request
-
-
-def process_grammar_failed(state: State, request_id: RequestId) -> tuple[State, Outputs] | Rejected:
-    """Finish a request whose grammar cannot be compiled, with an error, whatever its status.
-
-    Upstream's engine ends, not the request: a failed compilation raises during the next plan.
-    Frames in flight still return tokens for it, which are ignored, as after an abort. Source: vLLM
-    0.19.1 `is_grammar_ready`; P13, P18.
-    """
-    # refuse
-    request = get_structured(state, request_id)
-    if isinstance(request, Rejected):
-        return request
-    # observe
-    return get_ended(state, [request_id]), Outputs((get_error_row(request),))
 
 
 def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[State, Aborted]:

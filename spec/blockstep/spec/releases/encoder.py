@@ -20,8 +20,8 @@ from blockstep.spec.features.encoder.cache import (
     let_go,
 )
 from blockstep.spec.features.encoder.claims import Claim
+from blockstep.spec.features.sessions import goes_on
 from blockstep.spec.lives import commit
-from blockstep.spec.lives.sessions import goes_on
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, RequestState

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from blockstep.spec.beside import grammar as automaton
-from blockstep.spec.beside.grammar import STAND, Follow, Stand, get_stands, holds
 from blockstep.spec.copies import replace
-from blockstep.spec.lives import masks
+from blockstep.spec.features.sessions import get_num_kept
+from blockstep.spec.features.structured_output import grammar as automaton
+from blockstep.spec.features.structured_output import masks
+from blockstep.spec.features.structured_output.grammar import (
+    STAND,
+    Follow,
+    Stand,
+    get_stands,
+    holds,
+)
 from blockstep.spec.lives.endings import compute_stop
-from blockstep.spec.lives.sessions import get_num_kept
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.rules import Rules
@@ -69,8 +75,11 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
             return stand
         return rules[automaton.get_next_stand](config, grammar, stand, token)
 
-    def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestState:
-        return _get_reasoned(state.config, rules[masks.get_read](state, request, tokens), tokens)
+    def get_read(
+        state: State, row: FrameRow, request: RequestState, tokens: TokenIds
+    ) -> RequestState:
+        after = rules[masks.get_read](state, row, request, tokens)
+        return _get_reasoned(state.config, after, tokens) if row.has_mask else after
 
     return rules.replacing(automaton.get_next_stand, get_next_stand).replacing(
         masks.get_read, get_read
@@ -97,8 +106,11 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
         is_seen = holds(config, before) or config.reasoning_end_token_id in seen
         return after if is_seen else STAND.put(after, before)
 
-    def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestState:
-        return get_seen(state.config, masks.get_read(state, request, tokens), STAND.of(request))
+    def get_read(
+        state: State, row: FrameRow, request: RequestState, tokens: TokenIds
+    ) -> RequestState:
+        after = masks.get_read(state, row, request, tokens)
+        return get_seen(state.config, after, STAND.of(request)) if row.has_mask else after
 
     def get_mask_output(
         state: State, frame: Frame, rows: Mapping[RequestId, FrameRow], bitmask: GrammarBitmask
@@ -139,16 +151,20 @@ def reasoning_is_sought_in_the_next_chunk(rules: Rules, _config: Config) -> Rule
         should be                                   |--- sampled ---|
     """
 
-    def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestState:
+    def get_read(
+        state: State, row: FrameRow, request: RequestState, tokens: TokenIds
+    ) -> RequestState:
         config, before = state.config, STAND.of(request)
         chunk = request.updates[0] if request.updates else None
-        if holds(config, before) or chunk is None or not chunk.resumable:
-            return rules[masks.get_read](state, request, tokens)
+        is_last = not row.has_mask or chunk is None or not chunk.resumable
+        if is_last or holds(config, before):
+            return rules[masks.get_read](state, row, request, tokens)
+        assert chunk is not None
         reason, _ = rules[compute_stop](
             request, request.output_token_ids, request.num_known_tokens, config.max_model_len
         )
         if reason is None:
-            return rules[masks.get_read](state, request, tokens)
+            return rules[masks.get_read](state, row, request, tokens)
         text = request.all_token_ids[: rules[get_num_kept](request)] + chunk.prompt_token_ids
         is_seen = config.reasoning_end_token_id in _list_seen(request, text)
         return STAND.put(request, Stand(before.state, is_seen))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.spec.beside.grammar import STAND, Stand
+from blockstep.spec.features import sessions
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
-from blockstep.spec.lives import endings, sessions
+from blockstep.spec.features.structured_output.grammar import STAND, Stand
+from blockstep.spec.lives import endings
 from blockstep.spec.pool import Pool
 from blockstep.spec.releases import memory
 from blockstep.spec.releases.quirk import Quirk, QuirkStory

@@ -19,7 +19,7 @@ from blockstep.spec.requests import (
     without_nulls,
 )
 from blockstep.spec.step.preemption import process_giving_way
-from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue, waits_apart
+from blockstep.spec.step.queues import process_prepend, select_queue, waits_apart
 from blockstep.spec.step.share import (
     compute_num_drafts,
     compute_share,
@@ -113,20 +113,6 @@ def process_gates(step: Step, request_id: RequestId) -> Verdict:
         if verdict is not None:
             return verdict
     return process_admission(step, step.requests[request_id])
-
-
-def process_grammar_gate(step: Step, request: RequestState) -> Verdict | None:
-    """Skip a request whose grammar is not compiled; once it is, the request waits like others.
-
-    An idle session is skipped until it gets further input. Source: seed 001 "Filter on blocking
-    status"; P15.
-    """
-    if not is_blocked(request):
-        return None
-    if request.status is Status.WAITING_FOR_STREAMING_REQ or not request.grammar_ready:
-        return Verdict.PASSED_OVER
-    step.requests[request.request_id] = replace(request, status=Status.WAITING)
-    return None
 
 
 def process_flight_gate(step: Step, request: RequestState) -> Verdict | None:

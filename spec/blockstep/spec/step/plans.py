@@ -114,19 +114,6 @@ def tell_zeroes(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     return replace(plan, new_block_ids_to_zero=get_blocks_to_zero(step))
 
 
-def tell_copies(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
-    """Return the plan with blocks to be copied, and with the requests whose tables change by that.
-
-    Source: seed 002 "The COW Mechanism" (`pending_copies`); P2, P26.
-    """
-    running = [row for row in step.rows if row.copies and row.status is Status.RUNNING]
-    return replace(
-        plan,
-        block_copies=tuple([copy for row in step.rows for copy in row.copies]),
-        remapped_req_ids=tuple(sorted([row.request_id for row in running])),
-    )
-
-
 def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
     """Return blocks that the step newly takes for attention from a pool with recurrent groups.
 

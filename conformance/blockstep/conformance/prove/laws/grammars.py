@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec.beside.grammar import (
+from blockstep.spec.features.structured_output.grammar import (
     Follow,
     Stand,
     get_allowed,

@@ -10,7 +10,7 @@ from typing import cast
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Room, instead
-from blockstep.spec.lives.sessions import (
+from blockstep.spec.features.sessions import (
     compute_longest,
     compute_num_kept,
     get_num_kept,

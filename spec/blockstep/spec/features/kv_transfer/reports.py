@@ -22,11 +22,10 @@ from blockstep.spec.features.kv_transfer.transfers import (
 )
 from blockstep.spec.lives import commit as commit_rows
 from blockstep.spec.lives.endings import get_ended, get_error_row
-from blockstep.spec.lives.sessions import drop_row
 from blockstep.spec.memory.deferred import free_deferred_blocks, get_fence, give_up_blocks
 from blockstep.spec.memory.slots import compute_num_blocks, settle_slots
 from blockstep.spec.pool import take_events
-from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
+from blockstep.spec.requests import Frame, RequestState, drop_row, list_rows_in_flight
 from blockstep.spec.state import State
 from blockstep.spec.step.preemption import process_preemption
 from blockstep.spec.step.schedule import create_step

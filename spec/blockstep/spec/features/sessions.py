@@ -14,20 +14,26 @@ The positions that they write are computed again for the next input, in later fr
 
 from __future__ import annotations
 
-from blockstep.spec.beside.grammar import STAND, Stand, get_first_stand
+from typing import Final
+
 from blockstep.spec.copies import replace
+from blockstep.spec.core.feature import Feature, is_always
+from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.features.structured_output.grammar import STAND, Stand, get_first_stand
 from blockstep.spec.hashing import get_keyed
+from blockstep.spec.lives import commit
 from blockstep.spec.lives.endings import get_ended
 from blockstep.spec.lives.lifecycle import get_feature_problem, get_size_problem
 from blockstep.spec.memory.deferred import get_fence
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.requests import Frame, RequestState, drop_row
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
-from blockstep.spec.step.giving import without_blocks
+from blockstep.spec.step.giving import process_giving, without_blocks
 from blockstep.spec.step.queues import is_blocked, process_append, waits_apart
+from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     SESSION_FIELDS,
@@ -327,13 +333,26 @@ def get_frames_behind_stop(frames: tuple[Frame, ...], request_id: RequestId) -> 
     return tuple([drop_row(frame, request_id) for frame in frames])
 
 
-def drop_row(frame: Frame, request_id: RequestId) -> Frame:
-    """Return a frame in flight in which the row of this request, if any, delivers nothing.
+def get_request_ended(state: State, request_id: RequestId) -> State:
+    """Return the state after an output stopped a request: a session continues, others finish.
 
-    Source: P13.
+    Source: vLLM 0.19.1 `_handle_stopped_request`; P1, P13.
     """
-    rows = [
-        replace(row, is_dropped=True, has_mask=False) if row.request_id == request_id else row
-        for row in frame.rows
-    ]
-    return replace(frame, rows=tuple(rows))
+    if goes_on(state.requests[request_id]):
+        return get_chunk_ended(state, request_id)
+    return commit.get_request_ended(state, request_id)
+
+
+def process_idle_gate(step: Step, request: RequestState) -> Verdict | None:
+    """Skip an idle session until it gets further input. Source: seed 001 "Filter on blocking
+    status"; P15."""
+    del step
+    return Verdict.PASSED_OVER if request.status is RESTING else None
+
+
+FEATURE: Final = Feature(
+    "sessions",
+    is_always,
+    Hooks(gates=(process_idle_gate,), givers=(process_giving,)),
+    instead={commit.get_request_ended: get_request_ended},
+)

@@ -1,20 +1,26 @@
-"""Branches: the event Fork, by which a request branches off another one."""
+"""Forks: a request branches off another one, and shares its blocks until one of them writes."""
 
 from __future__ import annotations
 
-from blockstep.spec.beside.grammar import STAND, get_first_stand
+from collections.abc import Sequence
+from typing import Final
+
 from blockstep.spec.copies import replace
+from blockstep.spec.core.feature import Feature
+from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.features.structured_output.grammar import STAND, get_first_stand
+from blockstep.spec.features.structured_output.masks import get_advanced
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_extended
 from blockstep.spec.lives.lifecycle import get_id_problem
-from blockstep.spec.lives.masks import get_advanced
 from blockstep.spec.memory.forks import compute_num_shared, count_common_tokens, get_shared
 from blockstep.spec.memory.slots import publish_slots
 from blockstep.spec.pool import Pool, touch_blocks
-from blockstep.spec.requests import NOTHING_HELD, RequestState, without_nulls
+from blockstep.spec.requests import NOTHING_HELD, FrameRow, RequestState, without_nulls
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import process_prepend
-from blockstep.spec.vocabulary import Ack, Fork, RejectCode, Rejected, Status
+from blockstep.spec.step.work import Step
+from blockstep.spec.vocabulary import Ack, Config, Fork, Plan, RejectCode, Rejected, Status
 
 
 def process_fork(state: State, fork: Fork) -> tuple[State, Ack] | Rejected:
@@ -108,3 +114,24 @@ def publish_computed(state: State, parent: RequestState) -> tuple[Pool, RequestS
     num_there = min(parent.num_computed_tokens, parent.num_known_tokens)
     nums_full = [num_there // size for size in config.block_sizes]
     return publish_slots(config, state.pool, parent, nums_full, state.rules)
+
+
+def tell_copies(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+    """Return the plan with blocks to be copied, and with the requests whose tables change by that.
+
+    Source: seed 002 "The COW Mechanism" (`pending_copies`); P2, P26.
+    """
+    running = [row for row in step.rows if row.copies and row.status is Status.RUNNING]
+    return replace(
+        plan,
+        block_copies=tuple([copy for row in step.rows for copy in row.copies]),
+        remapped_req_ids=tuple(sorted([row.request_id for row in running])),
+    )
+
+
+def has_forks(config: Config) -> bool:
+    """Whether requests may fork. Source: seed 002 "Fork: Creating New Beams"."""
+    return config.enable_forks
+
+
+FEATURE: Final = Feature("forks", has_forks, Hooks(fields=(tell_copies,)))

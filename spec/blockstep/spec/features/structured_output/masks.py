@@ -3,17 +3,22 @@
 A row that samples for a request with a grammar is constrained at the position of each draft and
 after the last one. Tokens that older frames sample come first: the mask of a frame is for the
 sequence after which it samples. Drafts that the scheduler knows were cut when they were stored
-(`lives.drafts`); those that only the worker knows are cut here, and the frame in flight remembers
-it.
+(`get_accepted_drafts`); those that only the worker knows are cut here, and the frame in flight
+remembers it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from blockstep.spec.beside.grammar import STAND, get_mask, get_next_stand, get_stand_behind
 from blockstep.spec.copies import replace
-from blockstep.spec.lives.drafts import get_accepted_drafts
+from blockstep.spec.features.structured_output.grammar import (
+    STAND,
+    get_mask,
+    get_next_stand,
+    get_stand_behind,
+    get_stands,
+)
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.step.work import Step
@@ -137,6 +142,18 @@ def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
     return GrammarRow(row.request_id, allowed, drafts)
 
 
+def get_accepted_drafts(state: State, request: RequestState, drafts: TokenIds) -> TokenIds:
+    """Return the leading drafts that the grammar of a request accepts; all if it has none.
+
+    Source: vLLM 0.19.1 `update_draft_token_ids`; P23.
+    """
+    grammar = request.request.grammar
+    if grammar is None:
+        return drafts
+    follow = state.rules[get_next_stand]
+    return drafts[: len(get_stands(state.config, grammar, STAND.of(request), drafts, follow)) - 1]
+
+
 def get_forbidden(state: State, frame: Frame, commit: Commit) -> str:
     """Return why a model output breaks a grammar; "" if it does not.
 
@@ -166,11 +183,12 @@ def get_advanced(state: State, request: RequestState, tokens: TokenIds) -> Reque
     return None if stand is None else STAND.put(request, stand)
 
 
-def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestState:
-    """Return the request after its grammar read the new outputs, which a commit has checked.
-
-    Source: vLLM 0.19.1 `update_from_output`; P23.
+def get_read(state: State, row: FrameRow, request: RequestState, tokens: TokenIds) -> RequestState:
+    """Return the request after its grammar read the new outputs of a row, which a commit has
+    checked. Source: vLLM 0.19.1 `update_from_output`; P23.
     """
+    if not row.has_mask:
+        return request
     advanced = get_advanced(state, request, tokens)
     assert advanced is not None, "forbidden tokens were rejected (P23)"
     return advanced
