@@ -34,7 +34,7 @@ class Rules:
     remake: tuple[Callable[..., Rules], tuple[Any, ...]] = (get_strict_rules, ())
     """A function and its arguments that make these very rules again, for pickling."""
     replaced: Mapping[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
-    """For each function of the specification that is replaced: what is called instead."""
+    """The functions that are called in the place of functions of the specification."""
     hooks: Hooks = NO_HOOKS
     """The functions of the features that the config asks for, by moment."""
 

@@ -22,9 +22,9 @@ class Feature:
     """Whether a config has the feature."""
     hooks: Hooks = NO_HOOKS
     instead: Mapping[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
-    """For each function of the core that the feature replaces: what is called instead."""
+    """The functions that the feature puts in the place of functions of the core."""
     invariants: tuple[Callable[[State], bool], ...] = ()
-    """What holds in every reachable state."""
+    """Predicates that are true of every reachable state."""
 
 
 def is_always(config: Config) -> bool:

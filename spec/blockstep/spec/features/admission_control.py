@@ -20,7 +20,7 @@ from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config
 
 ADMISSION_CLOSED: Final = Part("admission_closed", False)
-"""Of a state, or a step: whether admission is closed."""
+"""Whether admission is closed, in a state or a step."""
 
 
 def is_closed(

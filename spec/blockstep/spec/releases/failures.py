@@ -25,7 +25,7 @@ from blockstep.spec.vocabulary import (
 )
 
 NUM_SCHEDULED: Final = Part("num_scheduled", 0)
-"""Of a row in flight: its tokens."""
+"""The number of tokens of a row in flight."""
 
 
 def only_the_first_goes_back(rules: Rules, _config: Config) -> Rules:

@@ -100,7 +100,7 @@ def list_reset_victims(state: State) -> tuple[RequestId, ...]:
 
 _NO_VICTIMS: Final[tuple[FrameId, tuple[RequestId, ...]]] = (-1, ())
 _VICTIMS: Final = Part("reset_victims", _NO_VICTIMS)
-"""Of a state: the id of the next frame at the last reset, and the requests to name in it."""
+"""The id of the next frame at the last reset, and the requests to name in it; in a state."""
 
 
 STORIES = (

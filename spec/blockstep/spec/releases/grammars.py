@@ -132,9 +132,9 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
 
 
 def _list_seen(request: RequestState, text: TokenIds) -> TokenIds:
-    """Return the tokens of a text in which the end of reasoning is searched: the uncomputed ones.
+    """Return the tokens in which the end of reasoning is searched: the uncomputed ones.
 
-    The release counts from the end of the text where placeholders exceed computed tokens.
+    The release counts from the end of `text` where placeholders exceed computed tokens.
     """
     first = request.num_computed_tokens - request.num_output_placeholders
     return text[first if first >= 0 else max(len(text) + first, 0) :]

@@ -68,7 +68,7 @@ def session_keys_are_appended(rules: Rules, _config: Config) -> Rules:
 
 
 def get_num_kept_keys(request: RequestState, num_blocks: int) -> int:
-    """Modified `sessions.get_num_kept_keys`: all of them."""
+    """Modified `sessions.get_num_kept_keys`: all keys."""
     return max(len(request.block_keys), num_blocks)
 
 

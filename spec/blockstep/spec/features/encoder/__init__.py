@@ -1,6 +1,6 @@
 """Encoder: a cache of encoded multimodal items, and the compute that fills it.
 
-`cache` is the machine, `claims` what the rows of a step take of it.
+`cache` is the state machine; `claims` holds items for the rows of a step.
 """
 
 from __future__ import annotations

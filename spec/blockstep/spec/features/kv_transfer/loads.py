@@ -165,8 +165,8 @@ def tell_transfers(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
 def look_in_store(
     step: Step, request: RequestState, hit: Hit
 ) -> tuple[RequestState, Hit] | Verdict:
-    """Return the request and its hit extended by what the store has, or the verdict: it waits for
-    the store's answer, or for its load. Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P5, P19.
+    """Return the request and its hit extended by the external hit, or the verdict: it waits for the
+    store's answer, or for its load. Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P5, P19.
     """
     config, rules = step.state.config, step.state.rules
     offered = get_offered_hit(config, TRANSFERS.of(step), request, hit, rules)

@@ -25,7 +25,7 @@ class Stand:
 
 
 STAND: Final = Part("grammar", Stand())
-"""Of a request: the state of its grammar after its outputs, if it has one (P23)."""
+"""The state of a request's grammar after its outputs, if it has one (P23)."""
 Follow: TypeAlias = Callable[[Config, Grammar, Stand, TokenId], Stand | None]
 """Returns the grammar state after one more token; None if the grammar does not accept it."""
 
