@@ -26,10 +26,10 @@ from blockstep.conformance.judge.properties import Ledger, Step
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec import vocabulary as v
-from blockstep.spec.features.structured_output.grammar import Stand
 from blockstep.spec.features.encoder.cache import Encoder, Entry
 from blockstep.spec.features.kv_transfer.transfers import Load, Transfers
 from blockstep.spec.features.pins import Pins
+from blockstep.spec.features.structured_output.grammar import Stand
 from blockstep.spec.pool import Pool
 from blockstep.spec.profiles import (
     QUIRKS,

@@ -17,7 +17,7 @@ from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.program import Answer
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec import vocabulary as v
-from blockstep.spec.beside import encoder as rules
+from blockstep.spec.features.encoder import cache as rules
 
 NUM_RUNS = 70
 LENGTHS = dict(zip("abcdefghi", (1, 1, 1, 1, 1, 1, 2, 2, 3), strict=True))

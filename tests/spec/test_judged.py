@@ -15,10 +15,12 @@ import pytest
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.beside import encoder, transfers
 from blockstep.spec.copies import replace
-from blockstep.spec.lives import branches
-from blockstep.spec.memory import forks, pins, slots
+from blockstep.spec.features import forks as branches
+from blockstep.spec.features import pins
+from blockstep.spec.features.encoder import cache as encoder
+from blockstep.spec.features.kv_transfer import transfers
+from blockstep.spec.memory import forks, slots
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.step import saving
 from blockstep.spec.vocabulary import NULL_BLOCK
