@@ -96,7 +96,7 @@ class RequestState:
     """Whether KV that a store loads for it is unconfirmed: until it is confirmed, no loaded block
     is published (P19)."""
     parts: Parts = NO_PARTS
-    """What features and releases keep of it."""
+    """Values of features and releases."""
 
     @property
     def request_id(self) -> RequestId:
@@ -145,7 +145,7 @@ class FrameRow:
     is_masked: bool = False
     """Whether a mask was made with its drafts: remaining placeholders cannot be accepted."""
     parts: Parts = NO_PARTS
-    """What features and releases keep of it."""
+    """Values of features and releases."""
 
     @property
     def verifiable_drafts(self) -> TokenIds:

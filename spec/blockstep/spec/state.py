@@ -43,7 +43,7 @@ class State:
     prev_scheduled_req_ids: tuple[RequestId, ...] = ()
     stats: Stats = NO_STATS
     parts: Parts = NO_PARTS
-    """What features and releases keep."""
+    """Values of features and releases."""
 
 
 def create_state(config: Config, rules: Rules) -> State:

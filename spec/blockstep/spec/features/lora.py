@@ -3,7 +3,7 @@
     running      [A: x] [B: -] [C: x] [D: y]        max_loras 2: the LoRA slots of x and y
     waiting      [E: z] [F: x] [G: -]               E is skipped, F and G are not
 
-Running requests of one adapter share its LoRA slot, whether or not a step has rows of them; a
+Running requests of one adapter share its LoRA slot, whether or not they have rows in a step; a
 request that is preempted, or finishes, leaves it. So a frame names at most `max_loras` adapters,
 whatever is in flight: a worker may load and drop adapters at the beginning of each frame, and has
 room (P9). A request that would need one slot more is skipped before its hit is looked for, and

@@ -53,7 +53,7 @@ from blockstep.spec.vocabulary import (
 from blockstep.spec.vocabulary.constants import shown
 
 _LEFT_OUT = Request("", ())
-"""Its fields have the values that count as left out."""
+"""A request whose fields have the values that count as left out."""
 RESTING = Status.WAITING_FOR_STREAMING_REQ
 
 

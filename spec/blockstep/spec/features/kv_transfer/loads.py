@@ -63,7 +63,7 @@ def counts_as_asked(request: RequestState, rules: Rules) -> bool:
 def get_offered_hit(
     config: Config, transfers: Transfers, request: RequestState, hit: Hit, rules: Rules
 ) -> tuple[Hit, bool] | None:
-    """Return the hit extended by what the store has, and whether the load is asynchronous.
+    """Return the hit extended by the store's offer, and whether the load is asynchronous.
 
     None if the store has no answer yet. Of a recurrent group the store has only the state after the
     last token of the offer, so the offer is loaded up to there or not at all: a state of fewer
@@ -129,7 +129,7 @@ def process_load(step: Step, request: RequestState, hit: Hit, is_async: bool) ->
 
 
 def process_return(step: Step, request_id: RequestId) -> None:
-    """Confirm the ended asynchronous load of a request, and publish the loaded blocks.
+    """Confirm a request's asynchronous load, which has finished, and publish the loaded blocks.
 
     If nothing was loaded, it holds nothing and asks again. If it is not admitted afterwards, all of
     this is undone (P7). Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
