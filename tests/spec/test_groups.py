@@ -478,14 +478,14 @@ class TestCommonPrefix:
             waiting=("C", "D"),
             skipped=(),
             requests={name: SimpleNamespace(block_tables=((), ())) for name in "CD"},
-            transfers=SimpleNamespace(held={}),
+            parts={"kv_transfer": SimpleNamespace(held={})},
             pool=SimpleNamespace(ref_counts=(0, 2, 2, 3, 2)),
         )
         step = cast("Step", who)
         assert count_held_by_all(step, (1, 2, 3, 4)) == 2
         who.requests["D"].block_tables = ((3,), ())
         assert count_held_by_all(step, (3, 2)) == 1
-        who.transfers.held["E"] = SimpleNamespace(block_tables=((), (2,)))
+        who.parts["kv_transfer"].held["E"] = SimpleNamespace(block_tables=((), (2,)))
         assert count_held_by_all(step, (3, 2)) == 0
 
     def test_two_plans_are_equal_without_it(self) -> None:

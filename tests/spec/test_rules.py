@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from itertools import permutations
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 
 import blockstep.spec
 from blockstep.spec import Config, Oracle, Policy, Request
+from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.features import FEATURES
 from blockstep.spec.profiles import RELEASES, Profile, initial_state
 from blockstep.spec.releases import QUIRKS, Quirk, QuirkStory, get_rules
 from blockstep.spec.rules import STRICT_RULES, Rules
@@ -22,6 +25,7 @@ CACHED = Config(num_blocks=9)
 UNCACHED = replace(CACHED, enable_prefix_caching=False)
 BESIDE = replace(UNCACHED, is_encoder_decoder=True, groups=(KVGroup(GroupKind.RECURRENT, 16),))
 
+STORED = replace(CACHED, kv_connector=True)
 OF_ANOTHER = (Quirk.PADDING_WAITS_AT_THE_END, Quirk.HIT_IS_COMPANY_ENOUGH)
 """Quirks that only change what `admitted_with_padding` does."""
 
@@ -69,18 +73,25 @@ def test_a_quirk_changes_a_decision_or_two(story: QuirkStory) -> None:
     """Alone, or with what it is upon; under a config that it is about."""
     upon = frozenset(story.upon)
     changed: set[str] = set()
-    for config in (CACHED, UNCACHED, BESIDE):
+    for config in (CACHED, UNCACHED, BESIDE, STORED):
         before = get_rules(upon, config)
         changed |= list_changed(story.change(before, config), before)
     assert len(changed) in ((0,) if story.quirk in OF_ANOTHER else (1, 2)), changed
 
 
+def _list_hooks(hooks: Hooks) -> list[Callable[..., object]]:
+    """The functions of all moments."""
+    return [hook for table in fields(hooks) for hook in getattr(hooks, table.name)]
+
+
 def test_what_a_release_replaces_is_a_function_that_the_specification_calls_by_rules() -> None:
-    """`rules[function]` is in the source of a strict module, by that name or by another one."""
+    """Or a hook of a feature."""
     text = "".join(file.read_text() for file in Path(blockstep.spec.__path__[0]).rglob("*.py"))
-    for config in (CACHED, UNCACHED, BESIDE):
-        for function in get_rules(frozenset(Quirk), config).replaced:
-            assert f"rules[{function.__name__}]" in text, function
+    for config in (CACHED, UNCACHED, BESIDE, STORED):
+        rules = get_rules(frozenset(Quirk), config)
+        hooks = {hook for feature in FEATURES for hook in _list_hooks(feature.hooks)}
+        for function in rules.replaced:
+            assert function in hooks or f"rules[{function.__name__}]" in text, function
 
 
 @pytest.mark.parametrize("other", [None, Quirk.UNWRITTEN_KEYS_STAY])

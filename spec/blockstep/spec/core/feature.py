@@ -28,6 +28,9 @@ class Feature:
 
 
 def is_always(config: Config) -> bool:
-    """Whether a config has a feature that requests ask for: every config has it. Source: D11."""
+    """Whether a config has a feature that requests ask for: every config has it.
+
+    Source: architecture D11.
+    """
     del config
     return True

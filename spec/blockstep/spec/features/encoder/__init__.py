@@ -99,10 +99,10 @@ def is_encoder_cache_exact(state: State) -> bool:
     Between two steps nothing is planned. Source: vLLM 0.19.1 `EncoderCacheManager`; P9, P22.
     """
     encoder = ENCODER.of(state)
-    unheld = [name for name, entry in encoder.entries.items() if not entry.holders]
+    unheld = [name for name in sorted(encoder.entries) if not encoder.entries[name].holders]
     return (
         0 <= count_free(encoder) <= count_freeable(encoder) <= encoder.size
-        and sorted(encoder.freeable) == sorted(unheld)
+        and sorted(encoder.freeable) == unheld
         and (encoder.budget, encoder.planned, encoder.evicted) == (0, (), ())
         and not (encoder.entries if not encoder.is_shared else encoder.freed)
     )
