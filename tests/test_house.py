@@ -160,6 +160,11 @@ def test_a_room_that_nobody_has_placed_is_caught(tmp_path: Path) -> None:
 # Circles.
 
 
+CIRCULAR_TYPES = ("blockstep.spec.core.hooks", "blockstep.spec.core.feature")
+"""Modules whose imports for types only do not count. The types of hooks are circular by nature: a
+state has rules, rules have hooks, and a hook is a function of a step of a state."""
+
+
 def find_imports(root: Path) -> dict[str, set[str]]:
     """Return the modules below `root` that each of them imports: at once, later or for types."""
     files: dict[str, Path] = {}
@@ -171,6 +176,9 @@ def find_imports(root: Path) -> dict[str, set[str]]:
         named: set[str] = set()
         nodes: list[ast.AST] = [ast.parse(file.read_text())]
         for node in nodes:
+            is_of_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            if is_of_types and name in CIRCULAR_TYPES:
+                continue
             nodes += ast.iter_child_nodes(node)
             if isinstance(node, ast.Import):
                 named |= {alias.name for alias in node.names}
