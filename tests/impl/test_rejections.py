@@ -9,6 +9,7 @@ import pytest
 from blockstep.conformance.engine import ALL_CAPABILITIES
 from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.host import HostEngine
+from blockstep.impl.plain import PlainEngine
 from blockstep.spec.vocabulary import (
     Ack,
     Config,
@@ -18,6 +19,7 @@ from blockstep.spec.vocabulary import (
     GrammarFailed,
     GroupKind,
     KVGroup,
+    Policy,
     RejectCode,
     Rejected,
     Request,
@@ -40,9 +42,24 @@ def test_an_unknown_digest_is_refused() -> None:
 def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     config = Config(num_blocks=2)
     assert HostEngine(config).capabilities() == ALL_CAPABILITIES
-    lacking = {"groups", "common prefix", "adapters", "masks", "sessions", "encoder", "events"}
-    lacking |= {"kinds", "transfers", "pins", "forks", "tiers"}
+    lacking = {"transfers", "pins", "forks", "tiers"}
     assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"kv_connector": True}, "kv_connector = True: .* has no store; leave it out"),
+        ({"policy": Policy.CONTINUUM}, "policy = .*: .* pins nothing; use Policy.FCFS"),
+        ({"enable_forks": True}, "enable_forks = True: .* has no forks; leave it out"),
+        ({"admission_high_blocks": 1}, "admission_high_blocks = 1: .* admission stays open"),
+    ],
+)
+def test_a_config_with_what_the_compiled_engine_lacks_is_refused(
+    fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CompiledEngine(Config(num_blocks=2, **fields))
 
 
 @pytest.mark.parametrize(
@@ -61,15 +78,15 @@ def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
         ),
     ],
 )
-def test_a_config_with_what_the_compiled_engine_lacks_is_refused(
+def test_a_config_with_what_the_plain_engine_lacks_is_refused(
     fields: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        CompiledEngine(Config(num_blocks=2, **fields))
+        PlainEngine(Config(num_blocks=2, **fields))
 
 
 def test_sessions_are_refused_in_a_sentence() -> None:
-    s = CompiledEngine(Config(num_blocks=2))
+    s = PlainEngine(Config(num_blocks=2))
     session = Request("a", (1,), max_tokens=1, resumable=True)
     refused = s.apply(Submit(session))
     assert refused == Rejected(RejectCode.BAD_REQUEST)
@@ -81,7 +98,7 @@ def test_sessions_are_refused_in_a_sentence() -> None:
 
 
 def test_grammars_are_refused() -> None:
-    s = CompiledEngine(Config(num_blocks=2))
+    s = PlainEngine(Config(num_blocks=2))
     one = Grammar((((1, 0),),))
     constrained = Request("a", (1,), max_tokens=1, structured_output=True, grammar=one)
     assert s.apply(Submit(constrained)) == Rejected(RejectCode.BAD_REQUEST)

@@ -16,10 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockstep.spec.vocabulary import (
+    BlockId,
     BlockTables,
     CachedRow,
+    EncoderInputs,
     FinishReason,
     FrameId,
+    KVEvent,
     NewRow,
     OutputRow,
     Outputs,
@@ -59,6 +62,11 @@ class SlotNames:
         """Return the request ids."""
         names: list[RequestId] = self._table.take(self._slots).tolist()
         return names
+
+    def get(self, row: int) -> RequestId:
+        """Return the request id of one row."""
+        name: RequestId = self._table[self._slots[row]]
+        return name
 
     def take(self, rows: Int32s) -> SlotNames:
         """Return the ids of the rows with these indices."""
@@ -122,6 +130,18 @@ class ArrayPlan:
     resumed_rows: list[int]
     finished_req_ids: tuple[RequestId, ...]
     preempted_req_ids: tuple[RequestId, ...]
+    num_common_prefix_blocks: tuple[int, ...] = ()
+    """Leading blocks that all running requests share, by group."""
+    block_groups: Int32s | None = None
+    """[new blocks]: the KV group of each. None: there is one group."""
+    new_block_ids_to_zero: tuple[BlockId, ...] = ()
+    scheduled_encoder_inputs: tuple[EncoderInputs, ...] = ()
+    external_encoder_inputs: tuple[EncoderInputs, ...] = ()
+    free_encoder_mm_hashes: tuple[str, ...] = ()
+    has_structured_output_requests: bool = False
+    """Whether a row samples whose request has a grammar."""
+    pending_structured_output_tokens: bool = False
+    """Whether older frames sample for one of those."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -133,23 +153,30 @@ class ArrayPlan:
         return names
 
     @cached_property
-    def blocks_of(self) -> dict[int, tuple[int, ...]]:
-        """New blocks by row; only rows that have some."""
+    def tables_of(self) -> dict[int, BlockTables]:
+        """New blocks by row and group; only rows that have some."""
+        rows, ids = self.block_rows.tolist(), self.block_ids.tolist()
         found: dict[int, list[int]] = {}
-        for row, block in zip(self.block_rows.tolist(), self.block_ids.tolist(), strict=True):
-            found.setdefault(row, []).append(block)
-        return {row: tuple(blocks) for row, blocks in found.items()}
+        if self.block_groups is None:
+            for row, block in zip(rows, ids, strict=True):
+                found.setdefault(row, []).append(block)
+            return {row: (tuple(blocks),) for row, blocks in found.items()}
+        tables: dict[int, list[list[int]]] = {}
+        num_groups = len(self.num_common_prefix_blocks)
+        for row, block, group in zip(rows, ids, self.block_groups.tolist(), strict=True):
+            tables.setdefault(row, [[] for _ in range(num_groups)])[group].append(block)
+        return {row: tuple(map(tuple, of_row)) for row, of_row in tables.items()}
 
     def build_plan(self) -> Plan:
         """Return the plan in the vocabulary."""
-        blocks, resumed = self.blocks_of, set(self.resumed_rows)
+        blocks, resumed = self.tables_of, set(self.resumed_rows)
+        nothing: BlockTables = ((),) * max(len(self.num_common_prefix_blocks), 1)
         computed = self.num_computed_tokens.tolist()
         scheduled, outputs = self.num_scheduled_tokens.tolist(), self.num_output_tokens.tolist()
         running: list[CachedRow] = []
         new: list[NewRow] = []
         for row, name in enumerate(self.request_ids):
-            taken = blocks.get(row)
-            tables = (taken,) if taken else _NO_NEW_BLOCKS
+            tables = blocks.get(row, nothing)
             if row in self.new_rows:
                 new.append(NewRow(self.new_rows[row], tables, computed[row], scheduled[row]))
                 continue
@@ -166,17 +193,28 @@ class ArrayPlan:
                 )
             )
         return Plan(
-            self.frame_id, tuple(new), tuple(running), self.finished_req_ids, self.preempted_req_ids
+            self.frame_id,
+            tuple(new),
+            tuple(running),
+            self.finished_req_ids,
+            self.preempted_req_ids,
+            num_common_prefix_blocks=self.num_common_prefix_blocks,
+            new_block_ids_to_zero=self.new_block_ids_to_zero,
+            scheduled_encoder_inputs=self.scheduled_encoder_inputs,
+            external_encoder_inputs=self.external_encoder_inputs,
+            free_encoder_mm_hashes=self.free_encoder_mm_hashes,
+            has_structured_output_requests=self.has_structured_output_requests,
+            pending_structured_output_tokens=self.pending_structured_output_tokens,
         )
 
     def build_objects(self) -> PlanObjects:
         """Return the plan in as many objects as vLLM builds."""
-        names, blocks = self.request_ids, self.blocks_of
+        names, blocks = self.request_ids, self.tables_of
         computed, scheduled = self.num_computed_tokens.tolist(), self.num_scheduled_tokens.tolist()
         outputs = self.num_output_tokens.tolist()
         tables: list[BlockTables | None] = [None] * len(names)
         for row, taken in blocks.items():
-            tables[row] = (taken,)
+            tables[row] = taken
         new = [
             NewRow(request, tables[row] or _NO_NEW_BLOCKS, computed[row], scheduled[row])
             for row, request in self.new_rows.items()
@@ -226,6 +264,7 @@ class ArrayOutputs:
     """[rows]: prompt tokens from the prefix cache at its first admission."""
     ended: dict[int, tuple[FinishReason, int | None]]
     """Finish reason by row, and the stop token if there is one."""
+    kv_events: tuple[KVEvent, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -245,7 +284,7 @@ class ArrayOutputs:
         for row, name in enumerate(self.names.tolist()):
             reason, stop_token_id = ended.get(row, _GOES_ON)
             rows.append(OutputRow(name, tokens[row], reason, stop_token_id, cached[row]))
-        return Outputs(tuple(rows))
+        return Outputs(tuple(rows), self.kv_events)
 
     def build_objects(self) -> list[OutputObject]:
         """Return the outputs in as many objects as vLLM builds."""

@@ -51,15 +51,14 @@ HOST: Final = frozenset(
     )
 )
 """All capabilities."""
-COMPILED: Final = HOST - {
-    *("groups", "kinds", "common prefix", "adapters", "masks", "sessions", "encoder", "events"),
-    *("transfers", "pins", "forks", "tiers"),
-}
-"""One KV group, without common prefix, LoRA, masks, sessions, encoder, KV events, transfers, pins,
-forks and tiers."""
+COMPILED: Final = HOST - {"transfers", "pins", "forks", "tiers"}
+"""No transfers, pins, forks and tiers."""
 
-DEVICE: Final = COMPILED | {"groups"}
-"""The kernels on a GPU: like the compiled engine, and groups of blocks of one size."""
+DEVICE: Final = COMPILED - {
+    *("kinds", "common prefix", "adapters", "masks", "sessions", "encoder", "events")
+}
+"""The kernels on a GPU: groups of blocks of one size only, no common prefix, no cap on adapters, no
+masks, no sessions, no encoder and no KV events."""
 
 
 def list_config_problems(

@@ -31,13 +31,17 @@ from blockstep.spec.vocabulary import (
     EncoderOffer,
     EncoderReset,
     Event,
+    FinishReason,
     Fork,
     FrameId,
     GrammarBitmask,
     GrammarFailed,
+    GrammarOutput,
     GrammarReady,
+    KVEvent,
     KVOffer,
     Observation,
+    OutputRow,
     Outputs,
     PauseState,
     PinEstimate,
@@ -95,6 +99,7 @@ class Doors(ABC, Generic[F]):
         if problems:
             raise ConfigError(problems)
         self.config = config
+        self._capabilities = capabilities
         self.pause_state = PauseState.UNPAUSED
         self.frames: dict[FrameId, F] = {}
         """Frames in flight, oldest first."""
@@ -107,7 +112,7 @@ class Doors(ABC, Generic[F]):
 
     def apply(self, event: Event) -> Observation:
         """Apply one event. Never raises; a rejected event changes nothing."""
-        problem = event_problem(event) or brought_problem(event)
+        problem = event_problem(event) or brought_problem(event, self._capabilities)
         if problem is not None:
             return problem
         match event:
@@ -124,24 +129,28 @@ class Doors(ABC, Generic[F]):
             case GrammarReady(request_id=request_id):
                 return self._take_grammar(request_id)
             case StreamingUpdate(request=request):
-                return update_problem(
-                    request.request_id, request.request_id in self._register.slot_of
-                )
+                return self._update(request)
             case SetPause(pause_state=pause_state):
                 self.pause_state = pause_state
                 return Ack()
             case Reset(reset_connector=True):
                 return ResetDone(success=False)  # there is no store to reset
             case Reset(reset_running_requests=reset_running_requests):
-                return ResetDone(self._reset(reset_running_requests))
-            case EncoderReset() | EncoderOffer() | KVOffer() | Clock() | PinEstimate():
-                return Ack()  # this engine has no encoder, store or pins
+                is_done = self._reset(reset_running_requests)
+                return ResetDone(is_done, self._tell() if is_done else ())
+            case EncoderReset() | EncoderOffer():
+                self._take_offer(event)
+                return Ack()
+            case KVOffer() | Clock() | PinEstimate():
+                return Ack()  # this engine has no store or pins
             case TransfersReported():
                 return Outputs()
             case Fork():
                 return bad_fork(event, "this engine has no forks")
-            case GrammarFailed() | GrammarBitmask():
-                raise AssertionError("rejected above")
+            case GrammarFailed(request_id=request_id):
+                return self._fail_grammar(request_id)
+            case GrammarBitmask():
+                return self._make_mask(event)
             case _:
                 assert_never(event)
 
@@ -176,11 +185,50 @@ class Doors(ABC, Generic[F]):
     def _get_last_frame(self, slot: int) -> FrameId:
         """Return the last plan that had a row of the request; -1 if none had."""
 
+    def _get_cached_tokens(self, slot: int) -> int:
+        """Return the prompt tokens that were hits at its first admission; -1 before that."""
+        raise AssertionError(f"slot {slot}: rejected, as the engine has no masks")
+
     @abstractmethod
     def _reset(self, reset_running_requests: bool) -> bool:
         """Forget every cached block; return whether that was possible (P25)."""
 
+    # parts that an engine may lack
+
+    def _find_other_size(self, _request: Request) -> Rejected | None:
+        """Return why an item is rejected, or None: its identifier is in use with another size."""
+        return None
+
+    def _take_offer(self, event: EncoderReset | EncoderOffer) -> None:
+        """Take a message about the encoder cache."""
+
+    def _update(self, update: Request) -> Ack | Aborted | Rejected:
+        """Take the next input of a session, or its end."""
+        return update_problem(update.request_id, update.request_id in self._register.slot_of)
+
+    def _make_mask(self, event: GrammarBitmask) -> GrammarOutput | Rejected:
+        """Return the bitmask of a frame (P23)."""
+        raise AssertionError(f"{event}: rejected, as the engine has no masks")
+
+    def _tell(self) -> tuple[KVEvent, ...]:
+        """Return the KV events since the last call; none if the config has no KV events."""
+        return ()
+
     # common parts
+
+    def _fail_grammar(self, request_id: RequestId) -> Outputs | Rejected:
+        """End a request whose grammar failed, in any status; tokens in flight are discarded."""
+        slot = self._register.slot_of.get(request_id)
+        request = None if slot is None else self._register.requests[slot]
+        problem = grammar_problem(request, request_id, "failed")
+        if problem is not None or slot is None:
+            assert problem is not None, "an unknown request is rejected"
+            return problem
+        num_cached_tokens = max(self._get_cached_tokens(slot), 0)
+        self._end(slot)
+        self._forget(slot)
+        row = OutputRow(request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached_tokens)
+        return Outputs((row,))
 
     def _submit(self, request: Request) -> Ack | Rejected:
         problem = submit_problem(
@@ -190,6 +238,7 @@ class Doors(ABC, Generic[F]):
             request.request_id in self._register.slot_of,
             request.request_id in self._last_frame_of_ended,
         )
+        problem = problem or self._find_other_size(request)
         if problem is not None:
             return problem
         self._register.add(request)
@@ -203,12 +252,17 @@ class Doors(ABC, Generic[F]):
         problem = frame_problem(event.frame_id, self.frames)
         if problem is not None:
             return problem
-        rows = self._get_rows(self.frames[event.frame_id])
+        rows = self._get_verified(event.frame_id)
         answers = {row.request_id: row.token_ids for row in event.sampled}
         problem = answer_problem(event.frame_id, len(event.sampled), rows, answers, self._are_among)
         if problem is not None:
             return problem
         return self._take_answer(event.frame_id, [answers[request_id] for request_id in rows])
+
+    def _get_verified(self, frame_id: FrameId) -> Mapping[RequestId, TokenIds | None]:
+        """Return the drafts that may be accepted by each row of a frame; None: it does not
+        sample."""
+        return self._get_rows(self.frames[frame_id])
 
     def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:
         """Whether drafts may be accepted like this; asynchronously they are placeholders for any

@@ -18,6 +18,7 @@ STATUSES: Final = (
     Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
     Status.RUNNING,
     Status.PREEMPTED,
+    Status.WAITING_FOR_STREAMING_REQ,
 )
 """Status by the number that engines in arrays use for it."""
 K = TypeVar("K", RequestId, tuple[int, int, RequestId])

@@ -91,14 +91,19 @@ def held_by_transfer(request_id: RequestId) -> Rejected:
     )
 
 
-def brought_problem(event: Event) -> Rejected | None:
-    """Return why an engine without masks and sessions rejects an event, or None."""
-    if isinstance(event, Submit) and event.request.resumable:
+def brought_problem(event: Event, capabilities: Collection[str] = ()) -> Rejected | None:
+    """Return why an engine rejects an event that needs masks or sessions, or None.
+
+    `capabilities`: what the engine has.
+    """
+    if isinstance(event, Submit) and event.request.resumable and "sessions" not in capabilities:
         name = event.request.request_id
         return Rejected(
             RejectCode.BAD_REQUEST,
             f"request {name!r}: resumable: this engine has no sessions; leave it out",
         )
+    if "masks" in capabilities:
+        return None
     if isinstance(event, Submit) and event.request.grammar is not None:
         name = event.request.request_id
         return Rejected(

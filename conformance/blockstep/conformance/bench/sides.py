@@ -202,10 +202,11 @@ class ArraySide(Side):
     def read_plan(self, plan: Any) -> Decision:
         """See `Side`."""
         computed, scheduled = plan.num_computed_tokens.tolist(), plan.num_scheduled_tokens.tolist()
-        blocks, drafts = plan.blocks_of, plan.draft_token_ids
+        tables, drafts = plan.tables_of, plan.draft_token_ids
         rows = []
         for row, name in enumerate(plan.request_ids):
-            numbers = computed[row], scheduled[row], blocks.get(row, ()), len(drafts.get(row, ()))
+            blocks = tuple([block for table in tables.get(row, ()) for block in table])
+            numbers = computed[row], scheduled[row], blocks, len(drafts.get(row, ()))
             rows.append(PlannedRow(name, *numbers, row in plan.new_rows))
         return Decision(tuple(rows), plan.preempted_req_ids, plan.finished_req_ids)
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from blockstep.impl.compiled.jit import compiled, entry
 from blockstep.impl.compiled.state import (
-    BLOCK_SIZE,
     BUCKET,
+    CLEARED,
     FIRST_BLOCK,
     FREE_NODE,
+    GROUP,
     HAS_CACHE,
+    HAS_EVENTS,
     HASH,
+    HELD,
+    HOLDING_COLUMNS,
+    IS_STATE,
+    KIND,
     LAST_BLOCK,
+    LEFT,
+    LINKS,
     NEXT_FREE,
     NEXT_NODE,
     NEXT_SAME,
@@ -19,16 +27,24 @@ from blockstep.impl.compiled.state import (
     NONE,
     NUM_FREE,
     NUM_FREE_NODES,
-    NUM_HELD,
+    NUM_GROUPS,
+    NUM_LOGGED,
+    NUM_MOVES,
     NUM_NODES_BORN,
-    NUM_PUBLISHED,
     NUM_USES,
     PARENT,
     PREVIOUS_FREE,
     PREVIOUS_SAME,
+    PUBLISHED,
     REF_COUNT,
+    REMOVED,
     SEAT,
     SERIAL,
+    SIZE,
+    STATE_STEP,
+    STEP,
+    STORED,
+    STORED_NEXT,
     Int32s,
     State,
 )
@@ -56,16 +72,13 @@ def append_free(s: State, block: int) -> None:
 
 
 @compiled
-def take_blocks(s: State, slot: int, count: int) -> None:
-    """Append `count` free blocks to a block table, and evict them from the prefix cache."""
-    seat, held = s.requests[slot, SEAT], s.requests[slot, NUM_HELD]
-    for index in range(held, held + count):
-        block = s.blocks[NULL_BLOCK, NEXT_FREE]
-        unlink_free(s, block)
-        s.blocks[block, REF_COUNT] = 1
-        withdraw(s, block)
-        s.block_tables[seat, index] = block
-    s.requests[slot, NUM_HELD] = held + count
+def take_block(s: State) -> int:
+    """Take the first free block, and evict it from the prefix cache."""
+    block = s.blocks[NULL_BLOCK, NEXT_FREE]
+    unlink_free(s, block)
+    s.blocks[block, REF_COUNT] = 1
+    withdraw(s, block)
+    return int(block)
 
 
 @compiled
@@ -74,42 +87,93 @@ def touch(s: State, block: int) -> None:
     if s.blocks[block, REF_COUNT] == 0:
         unlink_free(s, block)
     s.blocks[block, REF_COUNT] += 1
+    s.scalars[NUM_MOVES] += 1
+
+
+@compiled
+def free_range(s: State, group: int, seat: int, begin: int, end: int) -> None:
+    """Free blocks of a table, last block first, so that its prefix is evicted last."""
+    for index in range(end - 1, begin - 1, -1):
+        block = s.block_tables[group, seat, index]
+        if block == NULL_BLOCK:
+            continue
+        s.blocks[block, REF_COUNT] -= 1
+        if s.blocks[block, REF_COUNT] == 0:
+            append_free(s, block)
 
 
 @compiled
 def free_blocks(s: State, slot: int) -> None:
-    """Drop a block table, last block first, so that its prefix is evicted last."""
+    """Drop the block tables of a request, group by group."""
     seat = s.requests[slot, SEAT]
-    for index in range(s.requests[slot, NUM_HELD] - 1, -1, -1):
-        block = s.block_tables[seat, index]
-        s.blocks[block, REF_COUNT] -= 1
-        if s.blocks[block, REF_COUNT] == 0:
-            append_free(s, block)
-    s.requests[slot, NUM_HELD] = s.requests[slot, NUM_PUBLISHED] = 0
+    s.scalars[NUM_MOVES] += 1
+    for group in range(s.scalars[NUM_GROUPS]):
+        free_range(s, group, seat, s.holdings[slot, group, LEFT], s.holdings[slot, group, HELD])
+        for column in range(HOLDING_COLUMNS):
+            s.holdings[slot, group, column] = 0
 
 
 # The prefix cache (P3, P4)
 
 
 @compiled
-def publish(s: State, slot: int, tokens: int) -> None:
-    """Publish the full blocks of the first `tokens` tokens of a running request."""
-    first, size = s.requests[slot, NUM_PUBLISHED], s.scalars[BLOCK_SIZE]
-    if tokens < (first + 1) * size or s.scalars[HAS_CACHE] == 0:
+def publish(s: State, slot: int, computed: int, tokens: int) -> None:
+    """Publish the full blocks of the first `tokens` tokens of a running request.
+
+    The tokens after the first `computed` ones are written in this step.
+    """
+    if s.scalars[HAS_CACHE] == 0:
         return
-    full, seat = tokens // size, s.requests[slot, SEAT]
-    for index in range(first, full):
-        block, node = s.block_tables[seat, index], s.node_tables[seat, index]
-        last = s.nodes[node, LAST_BLOCK]
-        s.blocks[block, NODE] = node
+    for group in range(s.scalars[NUM_GROUPS]):
+        if tokens >= (s.holdings[slot, group, PUBLISHED] + 1) * s.groups[group, SIZE]:
+            _publish_group(s, slot, group, computed, tokens // s.groups[group, SIZE])
+
+
+@compiled
+def _publish_group(s: State, slot: int, group: int, computed: int, full: int) -> None:
+    seat, links = s.requests[slot, SEAT], s.groups[group, LINKS]
+    first, kind = s.holdings[slot, group, PUBLISHED], STORED
+    is_state = s.groups[group, KIND] >= IS_STATE
+    computed_blocks = computed // s.groups[group, SIZE]
+    for index in range(max(first, s.holdings[slot, group, LEFT]), full):
+        block = s.block_tables[group, seat, index]
+        if block == NULL_BLOCK:
+            kind = STORED
+            continue
+        node = s.node_tables[seat, (index + 1) * links - 1]
+        last = s.carriers[node, group, LAST_BLOCK]
+        s.blocks[block, NODE], s.blocks[block, GROUP] = node, group
         s.blocks[block, PREVIOUS_SAME], s.blocks[block, NEXT_SAME] = last, NONE
         if last == NONE:
-            s.nodes[node, FIRST_BLOCK] = block
+            s.carriers[node, group, FIRST_BLOCK] = block
         else:
             s.blocks[last, NEXT_SAME] = block
-        s.nodes[node, LAST_BLOCK] = block
+        s.carriers[node, group, LAST_BLOCK] = block
         s.nodes[node, NUM_USES] += 1
-    s.requests[slot, NUM_PUBLISHED] = full
+        if is_state:
+            s.blocks[block, STATE_STEP] = s.scalars[STEP] if index >= computed_blocks else NONE
+        if s.scalars[HAS_EVENTS] != 0:
+            log(s, kind, node, group)
+            kind = STORED_NEXT
+    s.holdings[slot, group, PUBLISHED] = full
+
+
+@compiled
+def log(s: State, kind: int, node: int, group: int) -> None:
+    """Log a KV event; its node stays until the event is told. The caller reserves room."""
+    at = s.scalars[NUM_LOGGED]
+    s.log[at, 0], s.log[at, 1], s.log[at, 2] = kind, node, group
+    if node != NONE:
+        s.nodes[node, NUM_USES] += 1
+    s.scalars[NUM_LOGGED] = at + 1
+
+
+@entry("state")
+def forget_log(s: State) -> None:
+    """Empty the log: all events are told."""
+    for at in range(s.scalars[NUM_LOGGED]):
+        release_node(s, s.log[at, 1])
+    s.scalars[NUM_LOGGED] = 0
 
 
 @compiled
@@ -118,13 +182,21 @@ def withdraw(s: State, block: int) -> None:
     node = s.blocks[block, NODE]
     if node == NONE:
         return
+    if s.scalars[HAS_EVENTS] != 0:
+        log(s, REMOVED, node, s.blocks[block, GROUP])
+    _withdraw(s, block)
+
+
+@compiled
+def _withdraw(s: State, block: int) -> None:
+    node, group = s.blocks[block, NODE], s.blocks[block, GROUP]
     before, after = s.blocks[block, PREVIOUS_SAME], s.blocks[block, NEXT_SAME]
     if before == NONE:
-        s.nodes[node, FIRST_BLOCK] = after
+        s.carriers[node, group, FIRST_BLOCK] = after
     else:
         s.blocks[before, NEXT_SAME] = after
     if after == NONE:
-        s.nodes[node, LAST_BLOCK] = before
+        s.carriers[node, group, LAST_BLOCK] = before
     else:
         s.blocks[after, PREVIOUS_SAME] = before
     s.blocks[block, NODE] = NONE
@@ -167,7 +239,8 @@ def find_node(s: State, parent: int, extras: int, tokens: Int32s) -> int:
     s.nodes[node, PARENT], s.nodes[node, NODE_EXTRAS] = parent, extras
     s.nodes[node, HASH], s.nodes[node, NEXT_NODE] = hashed, s.nodes[bucket, BUCKET]
     s.nodes[node, NUM_USES] = 0
-    s.nodes[node, FIRST_BLOCK] = s.nodes[node, LAST_BLOCK] = NONE
+    for group in range(s.scalars[NUM_GROUPS]):
+        s.carriers[node, group, FIRST_BLOCK] = s.carriers[node, group, LAST_BLOCK] = NONE
     s.nodes[node, SERIAL] = s.scalars[NUM_NODES_BORN] & 0x7FFFFFFF
     for index in range(len(tokens)):
         s.node_tokens[node, index] = tokens[index]
@@ -222,4 +295,7 @@ def list_nodes(s: State, last: int, count: int, found: Int32s) -> None:
 def withdraw_all(s: State) -> None:
     """Empty the prefix cache (P25)."""
     for block in range(len(s.blocks)):
-        withdraw(s, block)
+        if s.blocks[block, NODE] != NONE:
+            _withdraw(s, block)
+    if s.scalars[HAS_EVENTS] != 0:
+        log(s, CLEARED, NONE, 0)

@@ -9,10 +9,19 @@ import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
 from blockstep.impl.capabilities import COMPILED
-from blockstep.impl.compiled.blocks import withdraw_all
+from blockstep.impl.compiled.blocks import forget_log, withdraw_all
+from blockstep.impl.compiled.encodings import Encodings
 from blockstep.impl.compiled.frames import Frame, RowDrafts
+from blockstep.impl.compiled.groups import count_common
 from blockstep.impl.compiled.jit import SLOW_BECAUSE, warn_if_slow
-from blockstep.impl.compiled.lives import end, get_tokens, preempt_all
+from blockstep.impl.compiled.lives import (
+    end,
+    find_giver,
+    get_tokens,
+    preempt_all,
+    take_back,
+)
+from blockstep.impl.compiled.masks import Masks
 from blockstep.impl.compiled.planning import plan_step
 from blockstep.impl.compiled.requests import Requests
 from blockstep.impl.compiled.results import (
@@ -24,38 +33,59 @@ from blockstep.impl.compiled.results import (
     LACKS_MARKS,
     commit_step,
 )
+from blockstep.impl.compiled.sessions import Sessions
 from blockstep.impl.compiled.state import (
     GRAMMAR_READY,
     IS_PREFILL,
     IS_RUNNING,
     LAST_FRAME,
+    NONE,
+    NUM_CACHED_TOKENS,
     NUM_COMPUTED,
     NUM_DRAFTS,
     NUM_FREE,
     NUM_KNOWN,
     SEAT,
     STATUS,
-    TIMES_PREEMPTED,
     TOLD_COMPUTED,
     TOLD_DRAFTS,
     TOLD_OUTPUTS,
     TOLD_SAMPLES,
     TOLD_SCHEDULED,
+    WAS_PREEMPTED,
     Int32s,
+    count_most_blocks,
+    reserve_log,
 )
 from blockstep.impl.compiled.view import View
 from blockstep.impl.doors import Doors
-from blockstep.impl.refusals import bad_result, frame_problem, schedule_problem
+from blockstep.impl.refusals import (
+    bad_result,
+    count_beside,
+    frame_problem,
+    most_slots,
+    schedule_problem,
+    submit_problem,
+)
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    Aborted,
+    Ack,
     Config,
     Drafts,
     DraftsTaken,
+    EncoderOffer,
+    EncoderReset,
     FinishReason,
     FrameId,
+    GrammarBitmask,
+    GrammarOutput,
+    KVEvent,
     Outputs,
     PauseState,
     Plan,
     Rejected,
+    Request,
     RequestId,
     Snapshot,
     Stats,
@@ -95,7 +125,16 @@ class CompiledEngine(Doors[Frame]):
         self.requests = Requests(config)
         self.previous_names = _NO_NAMES
         """Requests of the last plan's rows."""
-        self._view = View(self, self.requests)
+        self.masks = Masks(config, self.requests, self.frames)
+        self.sessions = Sessions(config, self.requests, self.masks)
+        self._view = View(self, self.requests, self.masks, self.sessions)
+        self.encodings = Encodings(config, self.requests) if config.encoder_cache_size else None
+        """The encoder outputs that requests need; None if the config models no encoder."""
+        self._view.encodings = self.encodings
+        self._plan_step = plan_step if self.encodings is None else self.encodings.plan_step
+        self._num_sections = 2 if len(config.kv_groups) == 1 else 3
+        """Numbers for each new block of a plan: its row, its id, and its group if there are
+        several."""
 
     def snapshot(self) -> Snapshot:
         """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
@@ -122,9 +161,12 @@ class CompiledEngine(Doors[Frame]):
             assert problem is not None, "the pipeline is full"
             return problem
         is_open = self.pause_state is not PauseState.PAUSED_ALL
+        if self.config.enable_kv_cache_events:
+            self.requests.state = reserve_log(self.requests.state)
         (
-            who, told, ids, num_blocks, num_samples, num_running, num_missed, num_preempted,
-        ) = plan_step(
+            who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
+            num_preempted, num_common,
+        ) = self._plan_step(
             self.requests.state,
             self.next_frame_id,
             self._previous_id,
@@ -135,6 +177,7 @@ class CompiledEngine(Doors[Frame]):
         for kept in (who, told, ids):  # the frame keeps them, and machine code trusts them
             kept.flags.writeable = False
         slots, num_rows = who[0], who.shape[1]
+        blocks_end = num_blocks * self._num_sections
         names = SlotNames(self.requests.lend_names(), slots)
         frame_id = self.next_frame_id
         plan = ArrayPlan(
@@ -147,13 +190,25 @@ class CompiledEngine(Doors[Frame]):
             None if num_samples == num_rows else told[TOLD_SAMPLES] != 0,
             ids[:num_blocks],
             ids[num_blocks : 2 * num_blocks],
-            RowDrafts(told[TOLD_DRAFTS], ids) if len(ids) > 2 * num_blocks else {},
+            RowDrafts(told[TOLD_DRAFTS], ids) if len(ids) > blocks_end + num_zeroed else {},
             {},
             {},
             [],
             tuple(sorted(self.finished_req_ids)) if self.finished_req_ids else (),
             (),
+            (num_common,),
         )
+        if self._num_sections > 2:
+            self._tell_groups(plan, ids[2 * num_blocks : blocks_end], num_common)
+        if num_zeroed:
+            zeroed = ids[blocks_end : blocks_end + num_zeroed]
+            plan.new_block_ids_to_zero = tuple(zeroed.tolist())
+        if self.masks.matchers:
+            masked, behind = self.masks.look_at(slots, told)
+            plan.has_structured_output_requests = masked
+            plan.pending_structured_output_tokens = behind
+        if self.encodings is not None:
+            self.encodings.tell(plan)
         if num_preempted or num_missed or num_running < num_rows:
             self._tell_changes(plan, num_running, num_missed, num_preempted)
         if num_rows:
@@ -161,6 +216,13 @@ class CompiledEngine(Doors[Frame]):
         self.finished_req_ids.clear()
         self.previous_names, self._previous_id, self.next_frame_id = names, frame_id, frame_id + 1
         return plan
+
+    def _tell_groups(self, plan: ArrayPlan, block_groups: Int32s, num_common: int) -> None:
+        """Add to a plan of several groups the group of each new block, and the common prefixes."""
+        s = self.requests.state
+        others = [count_common(s, group) for group in range(1, len(s.groups))]
+        plan.block_groups = block_groups
+        plan.num_common_prefix_blocks = (num_common, *others)
 
     def _tell_changes(
         self, plan: ArrayPlan, num_running: int, num_missed: int, num_preempted: int
@@ -174,7 +236,7 @@ class CompiledEngine(Doors[Frame]):
         for row in scratch[num_preempted : num_preempted + num_missed].tolist():
             plan.all_token_ids[row] = self._get_tokens(int(plan.slots[row]))
         for row, slot in enumerate(plan.slots[num_running:].tolist(), num_running):
-            if self.requests.state.requests[slot, TIMES_PREEMPTED]:
+            if self.requests.state.requests[slot, WAS_PREEMPTED]:
                 plan.resumed_rows.append(row)
                 plan.all_token_ids[row] = self._get_tokens(slot)
             else:
@@ -213,6 +275,13 @@ class CompiledEngine(Doors[Frame]):
     ) -> ArrayOutputs | Rejected:
         """Commit the oldest frame."""
         frame = self.frames[frame_id]
+        lengths = frame.planned[TOLD_SAMPLES] if counts is None else counts
+        if self.masks.matchers:
+            problem = self.masks.find_problem(frame_id, frame, token_ids, lengths)
+            if problem is not None:
+                return bad_result(frame_id, problem)
+        if self.config.enable_kv_cache_events:
+            self.requests.state = reserve_log(self.requests.state)
         self.requests.reserve_nodes(len(token_ids), frame.who.shape[1])
         marks, is_marked = _NO_MARKS, False
         while True:
@@ -230,6 +299,8 @@ class CompiledEngine(Doors[Frame]):
         if num_rows < told.shape[1]:
             told = told[:, :num_rows]
             names = names.take(told[0])
+        if self.masks.matchers:
+            self.masks.advance(frame_id, frame, told, kept)
         outputs = ArrayOutputs(
             names,
             kept,
@@ -240,6 +311,7 @@ class CompiledEngine(Doors[Frame]):
         if num_ended:
             self._note_ends(frame, told, num_ended, outputs)
         self._close(frame_id)
+        outputs.kv_events = self._tell()
         return outputs
 
     def _note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
@@ -250,7 +322,39 @@ class CompiledEngine(Doors[Frame]):
             if verdict == BY_STOP_TOKEN:
                 stop = int(outputs.token_ids[told[1, : row + 1].sum() - 1])
             outputs.ended[row] = (_REASONS[verdict], stop)
-            self._forget(int(frame.who[0, at]))
+            slot = int(frame.who[0, at])
+            if not self.sessions.stop(slot):
+                self._forget(slot)
+
+    def _close(self, frame_id: FrameId) -> None:
+        super()._close(frame_id)
+        self.masks.verifiable.pop(frame_id, None)
+
+    def _tell(self) -> tuple[KVEvent, ...]:
+        if not self.config.enable_kv_cache_events:
+            return ()
+        events = self._view.list_events()
+        forget_log(self.requests.state)
+        return events
+
+    def _find_update_problem(self, whole: Request, update: Request) -> Rejected | None:
+        """Return why a session with one input more is rejected, or None."""
+        problem = submit_problem(self.config, whole, self._count_most_blocks(whole), False, False)
+        return problem or self._find_other_size(update)
+
+    def _find_other_size(self, _request: Request) -> Rejected | None:
+        """Return why an item is rejected, or None: its identifier is in use with another size."""
+        if self.encodings is None or not _request.items:
+            return None
+        chunks = [chunk for chunks in self.sessions.updates.values() for chunk in chunks]
+        return self.encodings.find_other_size(_request, chunks)
+
+    def _take_offer(self, event: EncoderReset | EncoderOffer) -> None:
+        if self.encodings is not None:
+            self.encodings.take(event)
+
+    def _get_cached_tokens(self, slot: int) -> int:
+        return int(self.requests.state.requests[slot, NUM_CACHED_TOKENS])
 
     def _get_last_frame(self, slot: int) -> FrameId:
         return int(self.requests.state.requests[slot, LAST_FRAME])
@@ -261,27 +365,71 @@ class CompiledEngine(Doors[Frame]):
     def _register(self) -> Requests:
         return self.requests
 
+    def _submit(self, request: Request) -> Ack | Rejected:
+        answer = super()._submit(request)
+        if isinstance(answer, Ack):
+            self.masks.add(request)
+            self.sessions.add(request)
+        return answer
+
+    def _update(self, update: Request) -> Ack | Aborted | Rejected:
+        answer = self.sessions.update(update, self._find_update_problem)
+        if isinstance(answer, Aborted):
+            slot = self.requests.slot_of[update.request_id]
+            self._end(slot)
+            self._forget(slot)
+        return answer
+
+    def _forget(self, slot: int) -> RequestId:
+        if self.encodings is not None:
+            self.encodings.cache.drop(self.requests.requests[slot])
+        request_id = super()._forget(slot)
+        self.masks.matchers.pop(request_id, None)
+        self.sessions.updates.pop(request_id, None)
+        return request_id
+
+    def _get_verified(self, frame_id: FrameId) -> Mapping[RequestId, TokenIds | None]:
+        rows = super()._get_verified(frame_id)
+        return {**rows, **self.masks.verifiable.get(frame_id, {})}
+
+    def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:
+        return accepted == drafts[: len(accepted)] or DRAFT_PLACEHOLDER in drafts
+
+    def _make_mask(self, event: GrammarBitmask) -> GrammarOutput | Rejected:
+        return self.masks.make_mask(event)
+
     def _take_drafts(self, event: Drafts) -> DraftsTaken:
         s, taken = self.requests.state, []
         for row in event.drafts:
             slot = self.requests.slot_of.get(row.request_id)
             if slot is None or not _may_draft(s.requests[slot].tolist()):
                 continue
-            s.requests[slot, NUM_DRAFTS] = len(row.token_ids)
-            s.drafts[s.requests[slot, SEAT], : len(row.token_ids)] = row.token_ids
+            drafts = self.masks.cut(row)
+            s.requests[slot, NUM_DRAFTS] = len(drafts)
+            s.drafts[s.requests[slot, SEAT], : len(drafts)] = drafts
             taken.append(row.request_id)
         return DraftsTaken(tuple(taken))
 
     def _set_grammar_ready(self, slot: int) -> None:
         self.requests.state.requests[slot, GRAMMAR_READY] = 1
 
+    def _count_most_blocks(self, request: Request) -> int:
+        slots = most_slots(self.config, request)
+        return count_most_blocks(self.requests.state, slots, count_beside(request))
+
     def _end(self, slot: int) -> None:
         end(self.requests.state, slot)
 
     def _reset(self, reset_running_requests: bool) -> bool:
+        if self.config.enable_kv_cache_events:
+            self.requests.state = reserve_log(self.requests.state)
         s = self.requests.state
         if reset_running_requests:
+            if self.encodings is not None:
+                self.encodings.drop_running()
             preempt_all(s)
+            while self.sessions.updates and (giver := find_giver(s, NONE)) != NONE:
+                take_back(s, giver)
             self.previous_names = _NO_NAMES
         elif s.scalars[NUM_FREE] < self.config.num_usable_blocks:
             return False

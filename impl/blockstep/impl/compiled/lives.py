@@ -11,34 +11,55 @@ from blockstep.impl.compiled.blocks import (
     release_node,
     withdraw,
 )
+from blockstep.impl.compiled.groups import find_first_read
 from blockstep.impl.compiled.jit import compiled, entry
-from blockstep.impl.compiled.queues import leave_queue, prepend
+from blockstep.impl.compiled.queues import goes_before, leave_queue, prepend
 from blockstep.impl.compiled.state import (
+    ADAPTER,
     BIRTH,
     BLOCK_SIZE,
     EXTRAS,
     FIRST_EXTRAS,
+    FIRST_ITEM,
     FREE_SEAT,
+    HELD,
     IS_PREEMPTED,
+    IS_PRIORITY,
+    IS_RESTING,
     IS_RUNNING,
+    IS_STATE,
+    KIND,
     LAST_NODE,
+    LAST_SAMPLE,
+    LEFT,
     MORE_STOPS,
+    NEXT_ITEM,
     NEXT_SEAT,
     NONE,
+    NUM_ADAPTERS,
+    NUM_BORN,
     NUM_COMPUTED,
     NUM_DRAFTS,
     NUM_FULL,
-    NUM_HELD,
+    NUM_GROUPS,
+    NUM_IN_DOUBT,
     NUM_KNOWN,
     NUM_MORE_STOPS,
+    NUM_PROMISED,
     NUM_PROMPT,
     NUM_RUNNING,
     NUM_USES,
     PARENT,
+    PASSED,
     PREEMPTIONS,
+    PREVIOUS,
+    QUEUES,
     ROW,
     RUNNING,
     SEAT,
+    SIZE,
+    SKIPPED,
+    SPARE,
     STATUS,
     TIMES_PREEMPTED,
     WAITING,
@@ -105,15 +126,27 @@ def get_tokens(s: State, slot: int) -> Int32s:
 
 @compiled
 def seat(s: State, slot: int) -> None:
-    """Append a request to the running list, with a batch row (`seat`)."""
-    found = s.scalars[FREE_SEAT]
-    s.scalars[FREE_SEAT] = s.lines[found, NEXT_SEAT]
-    s.requests[slot, SEAT] = found
-    full = s.requests[slot, NUM_FULL]
-    list_nodes(s, s.requests[slot, LAST_NODE], full, s.node_tables[found])
+    """Append a request to the running list, with a batch row (`seat`); a session may have one."""
+    if s.requests[slot, SEAT] == NONE:
+        found = s.scalars[FREE_SEAT]
+        s.scalars[FREE_SEAT] = s.lines[found, NEXT_SEAT]
+        s.requests[slot, SEAT] = found
+        full = s.requests[slot, NUM_FULL]
+        list_nodes(s, s.requests[slot, LAST_NODE], full, s.node_tables[found])
     s.lines[s.scalars[NUM_RUNNING], RUNNING] = slot
     s.scalars[NUM_RUNNING] += 1
     s.requests[slot, STATUS] = IS_RUNNING
+    _count_adapter(s, slot, 1)
+
+
+@compiled
+def _count_adapter(s: State, slot: int, change: int) -> None:
+    """Count a request that begins or ceases to run for its adapter, if those are limited (P9)."""
+    adapter = s.requests[slot, ADAPTER]
+    if adapter > 0:
+        before = s.adapters[adapter]
+        s.adapters[adapter] = before + change
+        s.scalars[NUM_ADAPTERS] += int(before + change > 0) - int(before > 0)
 
 
 @compiled
@@ -139,6 +172,7 @@ def find_position(s: State, slot: int) -> int:
 def leave_running(s: State, position: int) -> None:
     """Remove the request at `position` from the running list."""
     last = s.scalars[NUM_RUNNING] - 1
+    _count_adapter(s, s.lines[position, RUNNING], -1)
     for index in range(position, last):
         s.lines[index, RUNNING] = s.lines[index + 1, RUNNING]
     s.scalars[NUM_RUNNING] = last
@@ -155,11 +189,14 @@ def preempt(s: State, slot: int) -> None:
     is delivered (P13). Blocks that were published for work of this step, which now does not run,
     are removed from the prefix cache (P4; upstream #43569).
     """
-    size, found = s.scalars[BLOCK_SIZE], s.requests[slot, SEAT]
-    for index in range(s.requests[slot, NUM_COMPUTED] // size, s.requests[slot, NUM_HELD]):
-        withdraw(s, s.block_tables[found, index])
+    found = s.requests[slot, SEAT]
+    for group in range(s.scalars[NUM_GROUPS]):
+        first = s.requests[slot, NUM_COMPUTED] // s.groups[group, SIZE]
+        for index in range(first, s.holdings[slot, group, HELD]):
+            withdraw(s, s.block_tables[group, found, index])
     _unseat(s, slot)
     s.requests[slot, NUM_COMPUTED] = s.requests[slot, NUM_DRAFTS] = 0
+    s.requests[slot, NEXT_ITEM] = s.requests[slot, FIRST_ITEM]
     s.requests[slot, ROW] = NONE
     s.requests[slot, TIMES_PREEMPTED] += 1
     s.requests[slot, STATUS] = IS_PREEMPTED
@@ -172,9 +209,10 @@ def end(s: State, slot: int) -> None:
     """End an unfinished request, whether it runs or waits."""
     if s.requests[slot, STATUS] == IS_RUNNING:
         leave_running(s, find_position(s, slot))
-        _unseat(s, slot)
     else:
         leave_queue(s, slot)
+    if s.requests[slot, SEAT] != NONE:
+        _unseat(s, slot)
     release_node(s, s.requests[slot, LAST_NODE])
     s.scalars[NUM_MORE_STOPS] -= s.requests[slot, MORE_STOPS]
     s.requests[slot, BIRTH] = 0
@@ -185,5 +223,93 @@ def preempt_all(s: State) -> None:
     """Preempt all running requests, the last first (P25)."""
     while s.scalars[NUM_RUNNING] > 0:
         last = s.scalars[NUM_RUNNING] - 1
-        s.scalars[NUM_RUNNING] = last
-        preempt(s, s.lines[last, RUNNING])
+        slot = s.lines[last, RUNNING]
+        leave_running(s, last)
+        preempt(s, slot)
+
+
+# Sessions: at a stop they rest, and keep their blocks
+
+
+@compiled
+def rest(s: State, slot: int) -> None:
+    """Stop a session, which is in no queue then; rows of later frames are of a life before.
+
+    All tokens from the last one on are uncomputed, even those that frames in flight compute.
+    """
+    if s.requests[slot, STATUS] == IS_RUNNING:
+        leave_running(s, find_position(s, slot))
+        computed = s.requests[slot, NUM_KNOWN] - 1
+        has_run_ahead = s.requests[slot, NUM_COMPUTED] > computed
+        s.requests[slot, NUM_COMPUTED] = computed
+        if not _can_go_back(s, slot, computed, has_run_ahead):
+            take_back(s, slot)
+    else:
+        leave_queue(s, slot)
+    s.scalars[NUM_BORN] += 1
+    s.requests[slot, BIRTH] = s.scalars[NUM_BORN]
+    s.requests[slot, LAST_SAMPLE] = NONE
+    s.requests[slot, NUM_PROMISED] = s.requests[slot, NUM_IN_DOUBT] = 0
+    s.requests[slot, NUM_DRAFTS] = 0
+    s.requests[slot, STATUS] = IS_RESTING
+
+
+@compiled
+def _can_go_back(s: State, slot: int, computed: int, has_run_ahead: bool) -> bool:
+    """Whether all that is read after `computed` tokens is still held and unchanged.
+
+    Steps may have run ahead: then windows have moved on, and a state is that of later tokens. With
+    spare blocks, only the worker that verified the last drafts knows which block has the state.
+    """
+    for group in range(s.scalars[NUM_GROUPS]):
+        if s.holdings[slot, group, LEFT] > find_first_read(s, group, computed):
+            return False
+        if s.groups[group, KIND] >= IS_STATE and (has_run_ahead or s.groups[group, SPARE] > 0):
+            return False
+    return True
+
+
+@entry("state", "int")
+def take_back(s: State, slot: int) -> None:
+    """Take the blocks from a request that does not run; it computes its tokens again later."""
+    _unseat(s, slot)
+    s.requests[slot, NUM_COMPUTED] = 0
+    s.requests[slot, NEXT_ITEM] = s.requests[slot, FIRST_ITEM]
+
+
+@entry("state", "int")
+def find_giver(s: State, needy: int) -> int:
+    """Return the request that gives up its blocks first, other than `needy`; NONE if there is none.
+
+    It does not run. Sessions that rest come before those with input, and the last in the order of
+    the queues before the others.
+    """
+    found, is_found_resting = NONE, False
+    for queue in (WAITING, SKIPPED, PASSED):
+        slot = s.scalars[QUEUES + 2 * queue + 1]
+        while slot != NONE:
+            is_resting = s.requests[slot, STATUS] == IS_RESTING
+            is_later = s.scalars[IS_PRIORITY] != 0 and found != NONE and goes_before(s, found, slot)
+            is_sooner = is_resting and not is_found_resting
+            if is_resting == is_found_resting:
+                is_sooner = is_later
+            if (
+                slot != needy
+                and s.requests[slot, NUM_COMPUTED] > 0
+                and (found == NONE or is_sooner)
+            ):
+                found, is_found_resting = slot, is_resting
+            slot = s.requests[slot, PREVIOUS]
+    return int(found)
+
+
+@entry("state", "int", "int32 1", "int32 1")
+def store_input(s: State, slot: int, tokens: Int32s, extras: Int32s) -> None:
+    """Replace the tokens of a session by those that it keeps and its next input."""
+    before = s.requests[slot, LAST_NODE]
+    store_prompt(s, slot, tokens, extras)
+    release_node(s, before)
+    seated = s.requests[slot, SEAT]
+    if seated != NONE:
+        full = s.requests[slot, NUM_FULL]
+        list_nodes(s, s.requests[slot, LAST_NODE], full, s.node_tables[seated])

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from blockstep.impl.compiled.blocks import list_nodes, publish, take_blocks, touch
-from blockstep.impl.compiled.jit import compiled, entry, making_arrays
-from blockstep.impl.compiled.lives import leave_running, preempt, seat
+from blockstep.impl.compiled.blocks import publish
+from blockstep.impl.compiled.groups import (
+    adopt,
+    align,
+    count_common,
+    count_needed,
+    find_hits,
+    fits,
+    fits_behind,
+    leave_blocks,
+    mark_known,
+    take_needed,
+)
+from blockstep.impl.compiled.jit import compiled, entry
+from blockstep.impl.compiled.lives import find_giver, leave_running, preempt, seat, take_back
 from blockstep.impl.compiled.queues import (
     get_head,
     goes_before,
@@ -18,104 +30,143 @@ from blockstep.impl.compiled.queues import (
     select_queue,
 )
 from blockstep.impl.compiled.state import (
+    ADAPTER,
     AWAITS_GRAMMAR,
     BIRTH,
-    BLOCK_SIZE,
     BUDGET,
-    DROPS_LAST_HIT,
+    DUE_START,
+    DUE_TOKENS,
     END_BY_MAX_TOKENS,
-    FIRST_BLOCK,
     GRAMMAR_READY,
+    HAS_ALIGNED,
     HAS_CACHE,
     HAS_CHUNKS,
+    HAS_STATES,
+    HELD,
     HITS,
     IS_ASYNC,
+    IS_PREEMPTED,
     IS_PREFILL,
     IS_PRIORITY,
+    IS_RESTING,
+    IS_STATE,
     IS_WAITING,
+    KIND,
     LAST_FRAME,
-    LAST_NODE,
+    LAST_SAMPLE,
+    MAX_LORAS,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
     MAX_TOKENS_PER_ROW,
-    NEXT_SEAT,
+    NEXT_ITEM,
     NONE,
+    NUM_ADAPTERS,
     NUM_CACHED_TOKENS,
     NUM_COMPUTED,
     NUM_DRAFTS,
     NUM_FREE,
-    NUM_FULL,
-    NUM_HELD,
+    NUM_GROUPS,
+    NUM_IN_DOUBT,
     NUM_KNOWN,
     NUM_LOOKAHEAD,
     NUM_PLACEHOLDERS,
     NUM_PREEMPTED,
     NUM_PROMISED,
     NUM_PROMPT,
-    NUM_PUBLISHED,
     NUM_ROWS,
     NUM_RUNNING,
+    NUM_SESSIONS,
     QUERIES,
-    REF_COUNT,
-    RESERVES_WHOLE,
     ROW,
+    ROW_BLOCKS,
     ROW_DRAFTS,
-    ROW_FIRST_BLOCK,
-    ROW_LAST_BLOCK,
     ROW_SLOT,
     ROW_TOKENS,
     RUNNING,
     SEAT,
+    SKIPS_BLOCKS,
     SKIPS_CACHE,
     STATUS,
+    STEP,
     TOLD_COLUMNS,
     TOLD_COMPUTED,
     TOLD_DRAFTS,
     TOLD_OUTPUTS,
     TOLD_SAMPLES,
     TOLD_SCHEDULED,
+    WAS_PREEMPTED,
     Int32s,
     Int64s,
     State,
 )
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER
 
+_REFUSED: Final = 0
+_ADMITTED: Final = 1
+_DUE: Final = 2
+
 # The running phase: each running request gets its next tokens, and blocks to write them in
 
 
-@compiled
-def _schedule_running(s: State) -> None:
-    position = 0
-    while position < s.scalars[NUM_RUNNING] and s.scalars[BUDGET] > 0:
+@entry("state", "int")
+def run_rows(s: State, position: int) -> int:
+    """Schedule the running requests from `position` on; return the position of the first whose next
+    item is due, NONE if there is none."""
+    while 0 <= position < s.scalars[NUM_RUNNING] and s.scalars[BUDGET] > 0:
         slot = s.lines[position, RUNNING]
         tokens = _tokens_to_run(s, slot)
-        if tokens <= 0:
-            position += 1
-            continue
-        needed = _blocks_needed(s, slot, tokens)
-        if needed > s.scalars[NUM_FREE]:
-            position = _make_room(s, slot, needed, position)
-            if position < 0:
-                return
-        held = s.requests[slot, NUM_HELD]
-        if needed > 0:
-            take_blocks(s, slot, needed)
-        computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
-        publish(s, slot, min(computed + tokens, known))
-        drafts = 0
-        if s.requests[slot, NUM_DRAFTS] > 0:  # drafts that do not fit are dropped (P24)
-            drafts = computed + tokens - known - s.requests[slot, NUM_PROMISED]
-            s.requests[slot, NUM_DRAFTS] = 0
-        _add_row(s, slot, tokens, held, drafts)
-        position += 1
+        if tokens > 0 and s.requests[slot, NUM_COMPUTED] + tokens > s.requests[slot, NEXT_ITEM]:
+            return position
+        position = _run_row(s, slot, tokens, position)
+    return NONE
+
+
+@entry("state", "int", "int")
+def run_due(s: State, position: int, tokens: int) -> int:
+    """Schedule `tokens` tokens of the running request at `position`; return the next position, or
+    NONE if the phase ends."""
+    return _run_row(s, int(s.lines[position, RUNNING]), tokens, position)
+
+
+@entry("state", "int")
+def count_due(s: State, position: int) -> int:
+    """Return the tokens that the running request at `position` could have in this step."""
+    return _tokens_to_run(s, int(s.lines[position, RUNNING]))
 
 
 @compiled
-def _add_row(s: State, slot: int, tokens: int, first_block: int, drafts: int) -> None:
+def _run_row(s: State, slot: int, tokens: int, position: int) -> int:
+    """Schedule a running request, with up to `tokens` tokens; return the next position, or NONE."""
+    if tokens > 0 and s.scalars[HAS_ALIGNED] != 0:
+        tokens = align(s, slot, s.requests[slot, NUM_COMPUTED], tokens)
+    if tokens <= 0:
+        return position + 1
+    if s.scalars[SKIPS_BLOCKS] != 0:
+        leave_blocks(s, slot)
+    needed = count_needed(s, slot, tokens)
+    if needed > s.scalars[NUM_FREE]:
+        position = _make_room(s, slot, needed, position)
+        if position < 0:
+            return NONE
+    mark_known(s, slot)
+    computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
+    if needed > 0:
+        slots = min(computed + tokens + s.scalars[NUM_LOOKAHEAD], s.scalars[MAX_MODEL_LEN])
+        take_needed(s, slot, computed + tokens, slots)
+    publish(s, slot, computed, min(computed + tokens, known))
+    drafts = 0
+    if s.requests[slot, NUM_DRAFTS] > 0:  # drafts that do not fit are dropped (P24)
+        drafts = computed + tokens - known - s.requests[slot, NUM_PROMISED]
+        s.requests[slot, NUM_DRAFTS] = 0
+    _add_row(s, slot, tokens, drafts)
+    return position + 1
+
+
+@compiled
+def _add_row(s: State, slot: int, tokens: int, drafts: int) -> None:
     row = s.scalars[NUM_ROWS]
     s.lines[row, ROW_SLOT], s.lines[row, ROW_TOKENS] = slot, tokens
-    s.lines[row, ROW_FIRST_BLOCK], s.lines[row, ROW_DRAFTS] = first_block, drafts
-    s.lines[row, ROW_LAST_BLOCK] = s.requests[slot, NUM_HELD]
+    s.lines[row, ROW_DRAFTS] = drafts
     s.requests[slot, ROW] = row
     s.scalars[NUM_ROWS] = row + 1
     s.scalars[BUDGET] -= tokens
@@ -140,24 +191,14 @@ def _tokens_to_run(s: State, slot: int) -> int:
 
 
 @compiled
-def _blocks_needed(s: State, slot: int, tokens: int) -> int:
-    """Return the number of new blocks for the scheduled tokens and the lookahead after them
-    (P8)."""
-    end = s.requests[slot, NUM_COMPUTED] + tokens + s.scalars[NUM_LOOKAHEAD]
-    end = min(end, s.scalars[MAX_MODEL_LEN])
-    size, held = s.scalars[BLOCK_SIZE], s.requests[slot, NUM_HELD]
-    if end <= held * size:
-        return 0
-    return int((end + size - 1) // size - held)
-
-
-@compiled
 def _make_room(s: State, slot: int, needed: int, position: int) -> int:
     """Preempt until `needed` blocks are free for `slot`, at `position` of the running list.
 
     Returns its new position; -1 if it was preempted itself, which ends the phase.
     """
     while needed > s.scalars[NUM_FREE]:
+        if s.scalars[NUM_RUNNING] == 1 and _take_back_one(s, slot):
+            continue
         at = _select_victim(s)
         victim = s.lines[at, RUNNING]
         leave_running(s, at)
@@ -193,22 +234,59 @@ def _select_victim(s: State) -> int:
 # The waiting phase: requests are admitted while budget, running slots and blocks last
 
 
-@compiled
-def _schedule_waiting(s: State, oldest_id: int) -> None:
+@entry("state", "int")
+def admit_rows(s: State, oldest_id: int) -> int:
+    """Admit waiting requests; return the first whose next item is due, NONE if there is none."""
     while s.scalars[BUDGET] > 0 and s.scalars[NUM_RUNNING] < s.scalars[MAX_NUM_SEQS]:
         slot = get_head(s, select_queue(s))
         if slot == NONE:
             break
-        if not _is_ready(s, slot) or _awaits_token(s, slot, oldest_id):
+        is_passed_over = not _is_ready(s, slot) or _awaits_token(s, slot, oldest_id)
+        if is_passed_over or (s.scalars[MAX_LORAS] > 0 and not _has_lora_slot(s, slot)):
             pass_over(s, slot)
-        elif not _try_admit(s, slot):
-            break
-    return_passed(s)
+            continue
+        found = _REFUSED
+        while found == _REFUSED:
+            found = _try_admit(s, slot, NONE)
+            if found == _DUE:
+                return slot
+            if found == _REFUSED and not _may_try_again(s, slot):
+                return NONE
+    return NONE
+
+
+@entry("state", "int", "int")
+def admit_due(s: State, slot: int, tokens: int) -> bool:
+    """Admit the request at the head of a queue with up to `tokens` tokens; False ends the phase."""
+    while _try_admit(s, slot, tokens) == _REFUSED:
+        if not _may_try_again(s, slot):
+            return False
+    return True
+
+
+@compiled
+def _may_try_again(s: State, slot: int) -> bool:
+    """Whether blocks were freed for a request that does not fit although no request runs."""
+    return bool(s.scalars[NUM_RUNNING] == 0 and _take_back_one(s, slot))
+
+
+@compiled
+def _take_back_one(s: State, needy: int) -> bool:
+    """Free the blocks of a request other than `needy` that does not run, if there is one."""
+    if s.scalars[NUM_SESSIONS] == 0:
+        return False
+    giver = find_giver(s, needy)
+    if giver == NONE:
+        return False
+    take_back(s, giver)
+    return True
 
 
 @compiled
 def _is_ready(s: State, slot: int) -> bool:
     """Whether the request may be admitted; if its grammar is ready, its status becomes waiting."""
+    if s.requests[slot, STATUS] == IS_RESTING:
+        return False
     if s.requests[slot, STATUS] != AWAITS_GRAMMAR:
         return True
     if not s.requests[slot, GRAMMAR_READY]:
@@ -222,112 +300,94 @@ def _awaits_token(s: State, slot: int, oldest_id: int) -> bool:
     """Whether it was preempted, and a frame in flight samples for it.
 
     If it were admitted now, the position after its known tokens would be sampled twice (ours, P13;
-    upstream #48245). A row that samples has no chunk after it, so it is enough to look at the last
-    row.
+    upstream #48245).
     """
-    return bool(s.requests[slot, LAST_FRAME] >= oldest_id and s.requests[slot, IS_PREFILL] == 0)
+    return bool(s.requests[slot, LAST_SAMPLE] >= oldest_id)
 
 
 @compiled
-def _try_admit(s: State, slot: int) -> bool:
-    """Admit the request, or change nothing and return False (P7)."""
-    known, size = s.requests[slot, NUM_KNOWN], s.scalars[BLOCK_SIZE]
-    asks = s.scalars[HAS_CACHE] != 0 and s.requests[slot, SKIPS_CACHE] == 0
-    num_hits = _find_hits(s, slot) if asks else 0
-    computed = num_hits * size
-    tokens = min(known - computed, s.scalars[MAX_TOKENS_PER_ROW])
-    if tokens > s.scalars[BUDGET]:
-        if not s.scalars[HAS_CHUNKS]:
-            return False
-        tokens = s.scalars[BUDGET]
-    free = s.scalars[NUM_FREE]
-    for index in range(num_hits):
-        if s.blocks[s.scratch[index], REF_COUNT] == 0:
-            free -= 1
-    whole = (known + size - 1) // size - num_hits
-    needed = (computed + tokens + size - 1) // size - num_hits
-    if needed > free or (s.scalars[RESERVES_WHOLE] != 0 and whole > free):
-        return False
+def _has_lora_slot(s: State, slot: int) -> bool:
+    """Whether the request may run beside the adapters of the running requests (P9)."""
+    adapter = s.requests[slot, ADAPTER]
+    if adapter == 0 or s.adapters[adapter] > 0:
+        return True
+    return bool(s.scalars[NUM_ADAPTERS] < s.scalars[MAX_LORAS])
+
+
+@compiled
+def _try_admit(s: State, slot: int, given: int) -> int:
+    """Admit the request, or change nothing and return why not (P7).
+
+    A session with blocks continues after its computed tokens; any other request after its hits.
+    `given`: the most tokens; NONE: as many as possible, unless its next item is due.
+    """
+    known, start = s.requests[slot, NUM_KNOWN], s.requests[slot, NUM_COMPUTED]
+    has_blocks = start > 0
+    asks = s.scalars[HAS_CACHE] != 0 and s.requests[slot, SKIPS_CACHE] == 0 and not has_blocks
+    if asks:
+        start = find_hits(s, slot)
+    tokens = given
+    if given == NONE:
+        tokens = min(known - start, s.scalars[MAX_TOKENS_PER_ROW])
+        if tokens > s.scalars[BUDGET]:
+            if not s.scalars[HAS_CHUNKS]:
+                return _REFUSED
+            tokens = s.scalars[BUDGET]
+        if start + tokens > s.requests[slot, NEXT_ITEM]:
+            s.scalars[DUE_START], s.scalars[DUE_TOKENS] = start, tokens
+            return _DUE
+    if s.scalars[HAS_ALIGNED] != 0 and tokens > 0:
+        tokens = align(s, slot, start, tokens)
+    if tokens <= 0:
+        return _REFUSED
+    if not (fits_behind(s, slot, tokens) if has_blocks else fits(s, slot, start, tokens)):
+        return _REFUSED
     leave_queue(s, slot)
-    _admit(s, slot, num_hits, needed, tokens)
+    s.requests[slot, WAS_PREEMPTED] = s.requests[slot, STATUS] == IS_PREEMPTED
+    seat(s, slot)
+    if has_blocks:
+        leave_blocks(s, slot)
+        mark_known(s, slot)
+        for group in range(s.scalars[NUM_GROUPS]):
+            s.lines[s.scalars[NUM_ROWS], ROW_BLOCKS + 2 * group] = 0  # the worker has forgotten it
+    else:
+        adopt(s, slot, start)
+    take_needed(s, slot, start + tokens, start + tokens)  # there is no lookahead yet
+    s.requests[slot, NUM_COMPUTED] = start
+    publish(s, slot, start, min(start + tokens, known))
+    _add_row(s, slot, tokens, 0)
     if s.requests[slot, NUM_CACHED_TOKENS] < 0:
-        s.requests[slot, NUM_CACHED_TOKENS] = computed
+        s.requests[slot, NUM_CACHED_TOKENS] = start
     if asks:
         s.scalars[QUERIES] += known
-        s.scalars[HITS] += computed
-    return True
-
-
-@compiled
-def _find_hits(s: State, slot: int) -> int:
-    """Return the blocks of the longest cached prefix, at least one token left (upstream #30320).
-
-    The blocks are written to `scratch`; their number is returned. An EAGLE head needs the last hit
-    block computed again (seed 001, "find_longest_cache_hit").
-    """
-    known, size = s.requests[slot, NUM_KNOWN], s.scalars[BLOCK_SIZE]
-    list_nodes(s, s.requests[slot, LAST_NODE], s.requests[slot, NUM_FULL], s.scratch)
-    found = 0
-    for index in range((known - 1) // size):
-        block = s.nodes[s.scratch[index], FIRST_BLOCK]
-        if block == NONE:
-            break
-        s.scratch[index] = block
-        found += 1
-    if found > 0 and s.scalars[DROPS_LAST_HIT] != 0:
-        found -= 1
-    return found
-
-
-@compiled
-def _admit(s: State, slot: int, num_hits: int, needed: int, tokens: int) -> None:
-    seat(s, slot)
-    # Hits get their holder before new blocks are taken: the head of the queue could be a hit
-    # (upstream #33775).
-    for index in range(num_hits):
-        touch(s, s.scratch[index])
-        s.block_tables[s.requests[slot, SEAT], index] = s.scratch[index]
-    s.requests[slot, NUM_HELD] = s.requests[slot, NUM_PUBLISHED] = num_hits
-    take_blocks(s, slot, needed)
-    size = s.scalars[BLOCK_SIZE]
-    computed = num_hits * size
-    s.requests[slot, NUM_COMPUTED] = computed
-    publish(s, slot, min(computed + tokens, s.requests[slot, NUM_KNOWN]))
-    _add_row(s, slot, tokens, 0, 0)
+        s.scalars[HITS] += start
+    return _ADMITTED
 
 
 # The plan
 
-PlanArrays: TypeAlias = tuple[Int64s, Int32s, Int32s, int, int, int, int, int]
-"""Slots and births [2, rows]; data of the rows [TOLD_COLUMNS, rows]; rows of new blocks, their ids,
-and ids of drafts, all in one array; the number of new blocks, of rows that sample, of rows that
-were running before, of those that the previous plan lacked, and of preempted requests (both are
-listed in `scratch`, preempted first)."""
+PlanArrays: TypeAlias = tuple[Int64s, Int32s, Int32s, int, int, int, int, int, int, int]
+"""Slots and births [2, rows]; data of the rows [TOLD_COLUMNS, rows]; in one array the rows of new
+blocks, their ids, their groups if there are several, blocks to be zeroed, and ids of drafts; the
+number of new blocks, of those to be zeroed, of rows that sample, of rows that were running before,
+of those that the previous plan lacked, and of preempted requests (both are listed in `scratch`,
+preempted first); the leading blocks that all running requests share in the first group."""
 
 
-@entry("state", "int", "int", "int", "int", "bool")
-def plan_step(
-    s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
-) -> PlanArrays:
-    """Plan one step; the caller has made all arrays long enough.
-
-    Args:
-        s: the state.
-        frame_id: id of this plan.
-        previous_id: id of the plan before.
-        oldest_id: id of the oldest frame in flight; of this one if there is none.
-        budget: tokens.
-        admits: whether to run the waiting phase, unless a request is preempted.
-    """
+@entry("state", "int", "int")
+def begin_step(s: State, frame_id: int, budget: int) -> None:
+    """Begin a plan, with so many tokens."""
     s.scalars[BUDGET] = budget
     s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = 0
-    _schedule_running(s)
+    s.scalars[STEP] = frame_id
+
+
+@entry("state")
+def end_running(s: State) -> int:
+    """End the running phase; return the number of its rows."""
     if s.scalars[NUM_PREEMPTED] > 0:
         _close_gaps(s)
-    num_running = int(s.scalars[NUM_ROWS])
-    if admits and s.scalars[NUM_PREEMPTED] == 0:
-        _schedule_waiting(s, oldest_id)
-    return _issue(s, frame_id, previous_id, num_running)
+    return int(s.scalars[NUM_ROWS])
 
 
 @compiled
@@ -337,30 +397,55 @@ def _close_gaps(s: State) -> None:
     for row in range(s.scalars[NUM_ROWS]):
         if s.lines[row, ROW_SLOT] == NONE:
             continue
-        for column in range(ROW_SLOT, NEXT_SEAT):
+        for column in range(ROW_SLOT, s.lines.shape[1]):
             s.lines[kept, column] = s.lines[row, column]
         kept += 1
     s.scalars[NUM_ROWS] = kept
 
 
-@making_arrays
-def _issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanArrays:
+@entry("state", "int", "int", "int")
+def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanArrays:
     """Write the plan's differences (P26), and count scheduled tokens as computed."""
-    rows, num_blocks, num_drafts = s.scalars[NUM_ROWS], 0, 0
+    return_passed(s)
+    rows, num_blocks, num_zeroed, num_drafts = s.scalars[NUM_ROWS], 0, 0, 0
+    groups = s.scalars[NUM_GROUPS]
     for row in range(rows):
-        num_blocks += s.lines[row, ROW_LAST_BLOCK] - s.lines[row, ROW_FIRST_BLOCK]
+        slot = s.lines[row, ROW_SLOT]
+        for group in range(groups):
+            at, held = ROW_BLOCKS + 2 * group, s.holdings[slot, group, HELD]
+            num_blocks += held - s.lines[row, at]
+            if s.scalars[HAS_STATES] != 0 and s.groups[group, KIND] < IS_STATE:
+                num_zeroed += held - s.lines[row, at + 1]
         num_drafts += s.lines[row, ROW_DRAFTS]
     who, told = np.empty((2, rows), np.int64), np.empty((TOLD_COLUMNS, rows), np.int32)
-    ids = np.empty(2 * num_blocks + num_drafts, np.int32)
+    sections = 2 if groups == 1 else 3
+    ids = np.empty(sections * num_blocks + num_zeroed + num_drafts, np.int32)
+    if num_zeroed > 0:
+        _list_zeroed(s, ids, sections * num_blocks)
     num_samples, num_missed = _fill_plan(
-        s, frame_id, previous_id, num_running, who, told, ids, num_blocks
+        s, frame_id, previous_id, num_running, who, told, ids, num_blocks, len(ids) - num_drafts
     )
     if s.scalars[NUM_PLACEHOLDERS] > 0:
         _drop_unused_placeholders(s, frame_id)
     return (
-        who, told, ids, num_blocks, num_samples, num_running, num_missed,
-        int(s.scalars[NUM_PREEMPTED]),
+        who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
+        int(s.scalars[NUM_PREEMPTED]), count_common(s, 0),
     )  # fmt: skip
+
+
+@compiled
+def _list_zeroed(s: State, ids: Int32s, at: int) -> None:
+    """List the blocks that attention groups take in this step, group by group, as the bits of a
+    state left in one may read as NaN."""
+    for group in range(s.scalars[NUM_GROUPS]):
+        if s.groups[group, KIND] >= IS_STATE:
+            continue
+        for row in range(s.scalars[NUM_ROWS]):
+            slot = s.lines[row, ROW_SLOT]
+            seated, first = s.requests[slot, SEAT], s.lines[row, ROW_BLOCKS + 2 * group + 1]
+            for index in range(first, s.holdings[slot, group, HELD]):
+                ids[at] = s.block_tables[group, seated, index]
+                at += 1
 
 
 @compiled
@@ -373,17 +458,23 @@ def _fill_plan(
     told: Int32s,
     ids: Int32s,
     num_blocks: int,
+    at_draft: int,
 ) -> tuple[int, int]:
     """Return the number of rows that sample, and of running ones that the previous plan lacked."""
-    rows = s.scalars[NUM_ROWS]
-    at_block, at_draft, num_samples, at_missed = 0, 2 * num_blocks, 0, s.scalars[NUM_PREEMPTED]
+    rows, groups = s.scalars[NUM_ROWS], s.scalars[NUM_GROUPS]
+    at_block, num_samples, at_missed = 0, 0, s.scalars[NUM_PREEMPTED]
     for row in range(rows):
         slot, drafts = s.lines[row, ROW_SLOT], s.lines[row, ROW_DRAFTS]
         seated = s.requests[slot, SEAT]
         who[0, row], who[1, row] = slot, s.requests[slot, BIRTH]
-        for index in range(s.lines[row, ROW_FIRST_BLOCK], s.lines[row, ROW_LAST_BLOCK]):
-            ids[at_block], ids[num_blocks + at_block] = row, s.block_tables[seated, index]
-            at_block += 1
+        for group in range(groups):
+            first = s.lines[row, ROW_BLOCKS + 2 * group]
+            for index in range(first, s.holdings[slot, group, HELD]):
+                ids[at_block] = row
+                ids[num_blocks + at_block] = s.block_tables[group, seated, index]
+                if groups > 1:
+                    ids[2 * num_blocks + at_block] = group
+                at_block += 1
         is_known = s.scalars[IS_ASYNC] == 0
         for index in range(drafts):
             ids[at_draft] = s.drafts[seated, index] if is_known else DRAFT_PLACEHOLDER
@@ -409,8 +500,11 @@ def _advance(s: State, slot: int, row: int, told: Int32s) -> int:
     told[TOLD_SAMPLES, row], told[TOLD_DRAFTS, row] = samples, drafts
     s.requests[slot, NUM_COMPUTED] = computed + tokens
     s.requests[slot, IS_PREFILL] = 1 - samples
+    if samples:
+        s.requests[slot, LAST_SAMPLE] = s.scalars[STEP]
     if samples and s.scalars[IS_ASYNC] != 0:  # placeholders (P12)
         s.requests[slot, NUM_PROMISED] += 1 + drafts
+        s.requests[slot, NUM_IN_DOUBT] += drafts
         s.requests[slot, NUM_DRAFTS] = s.scalars[NUM_PLACEHOLDERS]
     return samples
 
@@ -426,3 +520,25 @@ def _drop_unused_placeholders(s: State, frame_id: int) -> None:
         slot = s.lines[position, RUNNING]
         if s.requests[slot, LAST_FRAME] != frame_id:
             s.requests[slot, NUM_DRAFTS] = 0
+
+
+@entry("state", "int", "int", "int", "int", "bool")
+def plan_step(
+    s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
+) -> PlanArrays:
+    """Plan one step; the caller has made all arrays long enough.
+
+    Args:
+        s: the state.
+        frame_id: id of this plan.
+        previous_id: id of the plan before.
+        oldest_id: id of the oldest frame in flight; of this one if there is none.
+        budget: tokens.
+        admits: whether to run the waiting phase, unless a request is preempted.
+    """
+    begin_step(s, frame_id, budget)
+    run_rows(s, 0)
+    num_running = end_running(s)
+    if admits and s.scalars[NUM_PREEMPTED] == 0:
+        admit_rows(s, oldest_id)
+    return issue(s, frame_id, previous_id, num_running)

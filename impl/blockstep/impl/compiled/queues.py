@@ -74,7 +74,7 @@ def prepend(s: State, queue: int, slot: int) -> None:
     _insert(s, queue, slot, before)
 
 
-@compiled
+@entry("state", "int")
 def leave_queue(s: State, slot: int) -> None:
     """Remove the request from the queue that it is in."""
     first = QUEUES + 2 * s.requests[slot, QUEUE]

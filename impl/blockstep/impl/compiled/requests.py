@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
-from blockstep.impl.compiled.lives import store_prompt
+from blockstep.impl.compiled.lives import store_input, store_prompt
 from blockstep.impl.compiled.queues import append
 from blockstep.impl.compiled.results import BY_EOS, BY_STOP_TOKEN, GOES_ON
 from blockstep.impl.compiled.state import (
+    ADAPTER,
     ARRIVAL,
     AWAITS_GRAMMAR,
     BIRTH,
@@ -16,19 +20,28 @@ from blockstep.impl.compiled.state import (
     EOS,
     EXTRAS,
     FIRST_EXTRAS,
+    FIRST_ITEM,
+    HAS_GRAMMAR,
     HAS_STOPS,
+    IS_SESSION,
     IS_WAITING,
     LABEL,
     LAST_FRAME,
+    LAST_SAMPLE,
     MAX_KNOWN,
     MIN_TOKENS,
     MORE_STOPS,
+    NEXT_ITEM,
     NONE,
+    NUM_BESIDE,
+    NUM_BORN,
     NUM_CACHED_TOKENS,
+    NUM_COMPUTED,
     NUM_FREE_NODES,
     NUM_KNOWN,
     NUM_MORE_STOPS,
     NUM_PROMPT,
+    NUM_SESSIONS,
     PRIORITY,
     REPEATS_COUNT,
     REPEATS_MAX,
@@ -43,6 +56,7 @@ from blockstep.impl.compiled.state import (
     WAITING,
     Int32s,
     Int64s,
+    grow_adapters,
     grow_extras,
     grow_nodes,
     grow_seats,
@@ -51,6 +65,13 @@ from blockstep.impl.compiled.state import (
 )
 from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
 from blockstep.spec.vocabulary import Config, Policy, Request, RequestId
+
+_NO_ITEM: Final = 1 << 40
+_OF_INPUT: Final = [
+    *(NUM_PROMPT, NUM_KNOWN, END_BY_MAX_TOKENS, MAX_KNOWN, MIN_TOKENS, EOS, ARRIVAL, FIRST_ITEM),
+    *(HAS_STOPS, MORE_STOPS, REPEATS_MIN, REPEATS_MAX, REPEATS_COUNT, *range(STOPS, STOPS_END)),
+]
+"""Columns that the next input of a session sets."""
 
 
 class Requests:
@@ -68,11 +89,12 @@ class Requests:
         self.names: NDArray[np.object_] = np.full(len(self.state.requests), None, object)
         """[slots]: request ids."""
         self._are_names_lent = False
+        self._adapters: dict[str, int] = {}
+        """Numbers of adapters of unfinished requests, if running adapters are limited."""
+        self._num_of_adapter: Counter[int] = Counter()
+        """Unfinished requests with each of them."""
         self._labels: Labels[RequestId] = Labels()
         self._unused: list[int] = []
-        self._num_born = 0
-        self._num_seats = min(config.max_num_seqs, config.num_usable_blocks)
-        """A running request holds at least one block."""
 
     def add(self, request: Request) -> int:
         """Add a new request to its queue; return its index."""
@@ -81,14 +103,15 @@ class Requests:
         if self._are_names_lent and self.names[slot] is not None:
             self.names, self._are_names_lent = self.names.copy(), False
         self.names[slot] = request.request_id
-        self._num_born += 1
+        self.state.scalars[NUM_BORN] += 1
+        self.state.scalars[NUM_SESSIONS] += request.resumable
+        self._reserve_seats()
         tokens = np.array(request.prompt_token_ids, np.int32)
         self.reserve_nodes(len(tokens), 1 + len(self.state.nodes) // 8)  # called outside of a step
         extras = self._number_extras(request, len(tokens) // self.config.block_size)
         self.state.requests[slot] = self._row_of(request)
-        self.state.requests[slot, FIRST_EXTRAS], self.state.requests[slot, EXTRAS] = extras[-2:]
-        if _has_extras(request):
-            np.add.at(self.state.extras_uses, extras[-2:], 1)
+        self.state.requests[slot, ADAPTER] = self._number_adapter(request)
+        self._hold_extras(slot, extras)
         store_prompt(self.state, slot, tokens, extras)
         if self.config.policy is Policy.PRIORITY:
             for name, label in self._labels.add(request.request_id):
@@ -97,14 +120,44 @@ class Requests:
         append(self.state, SKIPPED if request.structured_output else WAITING, slot)
         return slot
 
+    def go_on(self, slot: int, whole: Request) -> None:
+        """Continue a session: `whole` is its request with the next input; its status is waiting."""
+        self._release_extras(slot)
+        self.requests[slot] = whole
+        tokens = np.array(whole.prompt_token_ids, np.int32)
+        self.reserve_nodes(len(tokens), 1 + len(self.state.nodes) // 8)
+        extras = self._number_extras(whole, len(tokens) // self.config.block_size)
+        had_more = self.state.requests[slot, MORE_STOPS]
+        self.state.requests[slot, _OF_INPUT] = np.array(self._row_of(whole))[_OF_INPUT]
+        self.state.requests[slot, STATUS] = IS_WAITING
+        computed = int(self.state.requests[slot, NUM_COMPUTED])
+        self.state.requests[slot, NEXT_ITEM] = self.find_item(whole, computed)
+        self.state.scalars[NUM_MORE_STOPS] += self.state.requests[slot, MORE_STOPS] - had_more
+        self._hold_extras(slot, extras)
+        store_input(self.state, slot, tokens, extras)
+
+    def _hold_extras(self, slot: int, extras: NDArray[np.int32]) -> None:
+        self.state.requests[slot, FIRST_EXTRAS], self.state.requests[slot, EXTRAS] = extras[-2:]
+        if _has_extras(self.requests[slot]):
+            np.add.at(self.state.extras_uses, extras[-2:], 1)
+
+    def _release_extras(self, slot: int) -> None:
+        if _has_extras(self.requests[slot]):
+            row = self.state.requests[slot]
+            np.subtract.at(self.state.extras_uses, row[[EXTRAS, FIRST_EXTRAS]], 1)
+
     def remove(self, slot: int) -> RequestId:
         """Forget a finished request; return its id."""
         request = self.requests[slot]
         del self.slot_of[request.request_id]
         self._unused.append(slot)
-        if _has_extras(request):
-            row = self.state.requests[slot]
-            np.subtract.at(self.state.extras_uses, row[[EXTRAS, FIRST_EXTRAS]], 1)
+        self.state.scalars[NUM_SESSIONS] -= request.resumable
+        self._release_extras(slot)
+        if self.config.max_loras and request.adapter is not None:
+            number = self._adapters[request.adapter]
+            self._num_of_adapter[number] -= 1
+            if not self._num_of_adapter[number]:
+                del self._adapters[request.adapter], self._num_of_adapter[number]
         if self.config.policy is Policy.PRIORITY:
             self._labels.remove(request.request_id)
         return request.request_id
@@ -147,10 +200,14 @@ class Requests:
         if slot == len(self.state.requests):
             self.state = grow_slots(self.state, 2 * slot)
             self.names = np.concatenate((self.names, np.full(slot, None, object)))
-        seats = len(self.state.lines)
-        if slot >= seats and seats < self._num_seats:
-            self.state = grow_seats(self.state, 2 * seats)
         return slot
+
+    def _reserve_seats(self) -> None:
+        """Make room for all requests that may hold blocks; each holds at least one."""
+        most = self.config.max_num_seqs + int(self.state.scalars[NUM_SESSIONS])
+        most = min(most, self.config.num_usable_blocks, len(self.requests))
+        while len(self.state.lines) < most:
+            self.state = grow_seats(self.state, 2 * len(self.state.lines))
 
     def _row_of(self, request: Request) -> list[int]:
         """Return the data of a new request, by column."""
@@ -171,12 +228,39 @@ class Requests:
             row[REPEATS_MIN] = request.repetition_detection.min_pattern_size
             row[REPEATS_MAX] = request.repetition_detection.max_pattern_size
             row[REPEATS_COUNT] = request.repetition_detection.min_count
+        row[HAS_GRAMMAR] = request.grammar is not None
+        row[FIRST_ITEM] = row[NEXT_ITEM] = self.find_item(request, 0)
+        row[NUM_BESIDE] = sum(item.num_embeds for item in request.items)
         row[PRIORITY], row[ARRIVAL] = request.priority, request.arrival_time
-        row[BIRTH] = self._num_born
+        row[BIRTH], row[IS_SESSION] = self.state.scalars[NUM_BORN], request.resumable
         row[STATUS] = AWAITS_GRAMMAR if request.structured_output else IS_WAITING
-        for column in (NUM_CACHED_TOKENS, LAST_FRAME, SEAT):
+        for column in (NUM_CACHED_TOKENS, LAST_FRAME, LAST_SAMPLE, SEAT):
             row[column] = NONE
         return row
+
+    def find_item(self, request: Request, computed: int) -> int:
+        """Return `NEXT_ITEM` behind `computed` tokens: where the first item that is not behind
+        begins, less the tokens that are looked ahead."""
+        is_beside = self.config.is_encoder_decoder
+        if self.config.encoder_cache_size and not (is_beside and computed):
+            for item in request.items:
+                if is_beside or item.offset + item.length > computed:
+                    return item.offset - self.config.num_encoder_lookahead_tokens
+        return _NO_ITEM
+
+    def _number_adapter(self, request: Request) -> int:
+        """Count a new request for its adapter; return the adapter's number, 0 if none counts."""
+        if not self.config.max_loras or request.adapter is None:
+            return 0
+        number = self._adapters.get(request.adapter)
+        if number is None:
+            taken = self._num_of_adapter
+            number = next(at for at in range(1, len(taken) + 2) if at not in taken)
+            self._adapters[request.adapter] = number
+            if number >= len(self.state.adapters):
+                self.state = grow_adapters(self.state, 2 * number)
+        self._num_of_adapter[number] += 1
+        return number
 
     def _number_extras(self, request: Request, full: int) -> NDArray[np.int32]:
         """Return the extras' number of each full prompt block, of the next block, and of all later

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from blockstep.impl.compiled.blocks import publish
 from blockstep.impl.compiled.jit import compiled, entry, making_arrays
-from blockstep.impl.compiled.lives import append_token, end, get_tokens
+from blockstep.impl.compiled.lives import append_token, end, get_tokens, rest
 from blockstep.impl.compiled.state import (
     BIRTH,
     DRAFTS_ACCEPTED,
@@ -18,11 +18,13 @@ from blockstep.impl.compiled.state import (
     HAS_STOPS,
     IS_ASYNC,
     IS_RUNNING,
+    IS_SESSION,
     MAX_KNOWN,
     MIN_TOKENS,
     MORE_STOPS,
     NUM_CACHED_TOKENS,
     NUM_COMPUTED,
+    NUM_IN_DOUBT,
     NUM_KNOWN,
     NUM_MORE_STOPS,
     NUM_PROMISED,
@@ -188,9 +190,13 @@ def _take_rows(
         # unknown. The last token may not be computed yet (P4); a request preempted since has no
         # blocks (P3).
         if s.scalars[IS_ASYNC] != 0 and s.requests[slot, STATUS] == IS_RUNNING:
-            publish(s, slot, s.requests[slot, NUM_KNOWN] - 1)
+            known = s.requests[slot, NUM_KNOWN]
+            publish(s, slot, known - 1, known - 1)
         if verdict != GOES_ON:
-            end(s, slot)
+            if s.requests[slot, IS_SESSION] != 0:
+                rest(s, slot)
+            else:
+                end(s, slot)
             s.scratch[num_ended] = num_rows - 1
             num_ended += 1
     return num_rows, num_tokens, num_ended
@@ -205,6 +211,7 @@ def _roll_back(s: State, slot: int, drafts: int, count: int) -> None:
     """
     if s.scalars[IS_ASYNC]:
         s.requests[slot, NUM_PROMISED] -= 1 + drafts
+        s.requests[slot, NUM_IN_DOUBT] -= drafts
     if drafts > 0:
         # If it was preempted meanwhile, nothing is computed anyway.
         if s.requests[slot, STATUS] == IS_RUNNING:

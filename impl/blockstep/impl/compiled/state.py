@@ -15,12 +15,13 @@ Columns come first, as positions in the rows of the arrays.
 
 from __future__ import annotations
 
+from math import gcd, lcm
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockstep.spec.vocabulary import Config, Policy
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode, Policy
 
 NONE: Final = -1
 """No node, no block, no batch row, no slot."""
@@ -38,7 +39,7 @@ IS_PRIORITY: Final = 7
 HAS_CACHE: Final = 8
 HAS_CHUNKS: Final = 9
 RESERVES_WHOLE: Final = 10
-DROPS_LAST_HIT: Final = 11
+HAS_EVENTS: Final = 11
 # the pool and the nodes,
 NUM_FREE: Final = 12
 FREE_NODE: Final = 13
@@ -64,23 +65,49 @@ PREEMPTIONS: Final = 32
 DRAFTS_SCHEDULED: Final = 33
 DRAFTS_ACCEPTED: Final = 34
 NUM_MORE_STOPS: Final = 35
-NUM_SCALARS: Final = 36
+# the KV groups, and what they have in common.
+NUM_GROUPS: Final = 36
+UNIT: Final = 37
+"""Length of every hit, in tokens: a multiple of this, whole blocks of every group."""
+SKIPS_BLOCKS: Final = 38
+"""Whether some group frees blocks that no later token reads."""
+HAS_STATES: Final = 39
+HAS_ALIGNED: Final = 40
+MOST_DROPPED: Final = 41
+"""The most tokens that some group recomputes after a hit."""
+STEP: Final = 42
+"""Id of the plan that is being made."""
+NUM_MOVES: Final = 43
+"""Times that a request began or ceased to hold blocks."""
+NUM_LOGGED: Final = 44
+MAX_LORAS: Final = 45
+NUM_ADAPTERS: Final = 46
+"""Different adapters of running requests, if there is a limit."""
+NUM_BORN: Final = 47
+NUM_SESSIONS: Final = 48
+"""Unfinished sessions: they hold blocks while they do not run."""
+DUE_START: Final = 49
+"""Computed tokens, hits included, and new tokens of a request at the head of a queue whose next
+item is due."""
+DUE_TOKENS: Final = 50
+NUM_SCALARS: Final = 51
 
 # Requests: columns that each step reads come first, so that they share few cache lines;
 BIRTH: Final = 0
-"""A number for each request ever submitted; 0 if the slot is unused."""
+"""A number for each life: of a request, or of an input of a session; 0 if the slot is unused."""
 NUM_KNOWN: Final = 1
 """Prompt and verified output tokens."""
 NUM_COMPUTED: Final = 2
 NUM_PROMPT: Final = 3
 MAX_KNOWN: Final = 4
 """Known tokens at which it finishes for its length."""
-NUM_HELD: Final = 5
-"""Length of its block table."""
-NUM_PUBLISHED: Final = 6
-"""Blocks of the request that were published, or hit."""
+NUM_IN_DOUBT: Final = 5
+"""Its drafts in flight, which may all be rejected."""
+LAST_SAMPLE: Final = 6
+"""The last plan with a row that samples, in this life."""
 SEAT: Final = 7
 LAST_FRAME: Final = 8
+"""The last plan that had a row of the request."""
 NUM_DRAFTS: Final = 9
 NUM_PROMISED: Final = 10
 """Placeholders: outputs that frames in flight will sample; 0 without asynchronous scheduling."""
@@ -124,13 +151,28 @@ NEXT: Final = 37
 PREVIOUS: Final = 38
 QUEUE: Final = 39
 """The queue that it is in, between `PREVIOUS` and `NEXT`."""
-REQUEST_COLUMNS: Final = 40
+ADAPTER: Final = 40
+"""Number of its adapter if running adapters are limited; 0 for none."""
+HAS_GRAMMAR: Final = 41
+IS_SESSION: Final = 42
+"""0 for a request that ends at its stop; also for a session whose end is the next input."""
+WAS_PREEMPTED: Final = 43
+"""Whether its last admission resumed it."""
+NUM_BESIDE: Final = 44
+"""Embeddings of its items, in an encoder-decoder model."""
+FIRST_ITEM: Final = 45
+NEXT_ITEM: Final = 46
+"""If more tokens than this are computed after a step, the first item that is not behind is due in
+that step."""
+REQUEST_COLUMNS: Final = 47
 
 # Statuses.
 IS_WAITING: Final = 0
 AWAITS_GRAMMAR: Final = 1
 IS_RUNNING: Final = 2
 IS_PREEMPTED: Final = 3
+IS_RESTING: Final = 4
+"""A session that awaits its next input."""
 
 # Blocks; the null block is never free, so it closes the free queue to a ring.
 REF_COUNT: Final = 0
@@ -140,6 +182,11 @@ NODE: Final = 3
 NEXT_SAME: Final = 4
 """Blocks that carry one node are a list, in order of publication."""
 PREVIOUS_SAME: Final = 5
+GROUP: Final = 6
+"""Group of the node that it carries."""
+STATE_STEP: Final = 7
+"""The step that published it, if it holds a state: rows of one step run side by side, so no row of
+that step can hit it (P4)."""
 BLOCK_COLUMNS: Final = 8
 
 # Nodes.
@@ -150,27 +197,80 @@ NEXT_NODE: Final = 3
 """Nodes of one bucket are a list."""
 NUM_USES: Final = 4
 """Number of uses: by blocks, by requests whose last node it is, and by child nodes."""
-FIRST_BLOCK: Final = 5
-LAST_BLOCK: Final = 6
-SERIAL: Final = 7
+SERIAL: Final = 5
 """Distinguishes it from other nodes that had the same index."""
-BUCKET: Final = 8
+BUCKET: Final = 6
 """Not of this node: the first node of the hash bucket with the number of this row."""
-NODE_COLUMNS: Final = 9
+NODE_COLUMNS: Final = 7
+
+# Carriers of a node in a group: the ends of the list of blocks that carry it.
+FIRST_BLOCK: Final = 0
+LAST_BLOCK: Final = 1
+
+# Groups.
+KIND: Final = 0
+SIZE: Final = 1
+"""Token slots of a block."""
+LINKS: Final = 2
+"""Blocks of the smallest size in one of its blocks; the last of their nodes names it."""
+SPAN: Final = 3
+"""Tokens of the window or of a chunk."""
+SPARE: Final = 4
+"""Blocks for states after drafts."""
+DROPPED: Final = 5
+"""Blocks at the end of a hit that are recomputed."""
+MOST_SLOTS: Final = 6
+"""The most slots of a request that are in its blocks at once."""
+MOST_BLOCKS: Final = 7
+"""The most blocks that a request holds at once."""
+COMMON: Final = 8
+"""Leading blocks that all running requests share, and what they were counted for: the number of
+running requests and that of moves."""
+COMMON_RUNNING: Final = 9
+COMMON_MOVES: Final = 10
+GROUP_COLUMNS: Final = 11
+
+# Kinds of groups.
+IS_FULL: Final = 0
+IS_CROSS: Final = 1
+"""It holds the cross-attention KV of items, and no KV of the text."""
+IS_WINDOW: Final = 2
+IS_CHUNKED: Final = 3
+IS_STATE: Final = 4
+IS_ALIGNED: Final = 5
+"""States are kept at the ends of chunks only."""
+
+# Holdings of a request in a group.
+HELD: Final = 0
+"""Length of its block table."""
+PUBLISHED: Final = 1
+"""Leading blocks that were published, or hit."""
+LEFT: Final = 2
+"""Leading blocks that no later token reads: null."""
+HAS_SPARE: Final = 3
+"""Whether it has a state with spare blocks after it; of aligned groups only."""
+HOLDING_COLUMNS: Final = 4
 
 # Lines: three independent lists, none longer than the number of batch rows.
 RUNNING: Final = 0
 """Slots in running order."""
-ROW_SLOT: Final = 1
+NEXT_SEAT: Final = 1
+ROW_SLOT: Final = 2
 """Rows of the step, from this column on."""
-ROW_TOKENS: Final = 2
-ROW_FIRST_BLOCK: Final = 3
-"""Blocks that the worker knows already."""
-ROW_LAST_BLOCK: Final = 4
-"""Blocks that it has."""
-ROW_DRAFTS: Final = 5
-NEXT_SEAT: Final = 6
-LINE_COLUMNS: Final = 7
+ROW_TOKENS: Final = 3
+ROW_DRAFTS: Final = 4
+ROW_BLOCKS: Final = 5
+"""By group: the number of blocks that the worker knows already, and that of those that the request
+had before this step took new ones."""
+
+# Entries of the log of KV events: kind, node and group.
+STORED: Final = 0
+"""A block was published, and does not continue the entry before."""
+STORED_NEXT: Final = 1
+"""A block was published behind that of the entry before, in the same table."""
+REMOVED: Final = 2
+CLEARED: Final = 3
+LOG_COLUMNS: Final = 3
 
 # Data of each row of a plan, in int32.
 TOLD_COMPUTED: Final = 0
@@ -194,10 +294,14 @@ class State(NamedTuple):
     """[slots, REQUEST_COLUMNS]"""
     tails: Int32s
     """[slots, block size]: known tokens that fill no block yet."""
+    groups: Int64s
+    """[groups, GROUP_COLUMNS]"""
+    holdings: Int64s
+    """[slots, groups, HOLDING_COLUMNS]"""
     block_tables: Int32s
-    """[seats, blocks of the longest request]"""
+    """[groups, seats, blocks of the longest request]"""
     node_tables: Int32s
-    """[seats, blocks of the longest request]: nodes of known full blocks."""
+    """[seats, blocks of the longest request]: nodes of known full blocks of the smallest size."""
     drafts: Int32s
     """[seats, drafts]: draft tokens for the next step."""
     blocks: Int32s
@@ -206,26 +310,44 @@ class State(NamedTuple):
     """[nodes, NODE_COLUMNS]; the number of nodes is a power of two."""
     node_tokens: Int32s
     """[nodes, block size]"""
+    carriers: Int32s
+    """[nodes, groups, 2]: first and last block that carries each node in each group."""
     extras_uses: Int64s
     """[extras]: number of nodes and requests that use each."""
+    adapters: Int64s
+    """[adapters]: number of running requests with each, if running adapters are limited."""
     lines: Int64s
-    """[seats, LINE_COLUMNS]"""
+    """[seats, ROW_BLOCKS + 2 * groups]"""
+    log: Int32s
+    """[entries, LOG_COLUMNS]: KV events that were not told yet."""
     scratch: Int32s
     """[twice the seats, or a block table]"""
 
 
 _SLOTS: Final = 8
+_UNLIMITED: Final = 1 << 40
+_KINDS: Final = {
+    GroupKind.FULL: IS_FULL,
+    GroupKind.CROSS_ATTENTION: IS_CROSS,
+    GroupKind.SLIDING_WINDOW: IS_WINDOW,
+    GroupKind.CHUNKED_LOCAL: IS_CHUNKED,
+    GroupKind.RECURRENT: IS_STATE,
+}
 TABLE_ENTRIES = 1 << 26
 """Most entries of a table allocated for all batch rows at once: unwritten memory is not used."""
 
 
 def make_state(config: Config) -> State:
     """Return the state before the first event."""
-    size = config.block_size
-    longest = min(-(-config.max_model_len // size), config.num_blocks) + 1
+    size, groups = config.block_size, _make_groups(config)
+    longest = -(-config.max_model_len // size)
+    if not config.has_windows:  # every block of a table is held
+        longest = min(longest, config.num_blocks)
+    longest += 1 + int(groups[:, SPARE].max())
+    longest = max(longest, config.num_blocks * config.is_encoder_decoder)
     scalars = np.zeros(NUM_SCALARS, np.int64)
     num_placeholders = config.num_speculative_tokens if config.async_scheduling else 0
-    scalars[: DROPS_LAST_HIT + 1] = (
+    scalars[: HAS_EVENTS + 1] = (
         size,
         config.max_model_len,
         config.max_num_seqs,
@@ -237,8 +359,17 @@ def make_state(config: Config) -> State:
         config.enable_prefix_caching,
         config.enable_chunked_prefill,
         config.scheduler_reserve_full_isl,
-        config.drops_last_hit_block,
+        config.enable_kv_cache_events,
     )
+    scalars[NUM_GROUPS : MOST_DROPPED + 1] = (
+        len(groups),
+        lcm(*groups[:, SIZE].tolist()),
+        (groups[:, KIND] > IS_CROSS).any(),
+        (groups[:, KIND] >= IS_STATE).any(),
+        (groups[:, KIND] == IS_ALIGNED).any(),
+        (groups[:, DROPPED] * groups[:, SIZE]).max(),
+    )
+    scalars[MAX_LORAS] = config.max_loras
     scalars[NUM_FREE] = config.num_blocks - 1
     scalars[FREE_NODE] = scalars[FREE_SEAT] = NONE
     for queue in (WAITING, SKIPPED, PASSED):
@@ -251,33 +382,98 @@ def make_state(config: Config) -> State:
         scalars,
         np.zeros((0, REQUEST_COLUMNS), np.int64),
         np.zeros((0, size), np.int32),
-        np.zeros((0, longest), np.int32),
+        groups,
+        np.zeros((0, len(groups), HOLDING_COLUMNS), np.int64),
+        np.zeros((len(groups), 0, longest), np.int32),
         np.zeros((0, longest), np.int32),
         np.zeros((0, max(config.num_speculative_tokens, 1)), np.int32),
         blocks,
         np.zeros((0, NODE_COLUMNS), np.int32),
         np.zeros((0, size), np.int32),
+        np.zeros((0, len(groups), 2), np.int32),
         np.zeros(1, np.int64),
-        np.zeros((0, LINE_COLUMNS), np.int64),
+        np.zeros(_SLOTS, np.int64),
+        np.zeros((0, ROW_BLOCKS + 2 * len(groups)), np.int64),
+        np.zeros((0, LOG_COLUMNS), np.int32),
         np.zeros(0, np.int32),
     )
     seats = min(config.max_num_seqs, config.num_usable_blocks)
-    seats = max(min(seats, TABLE_ENTRIES // longest), 1)
+    seats = max(min(seats, TABLE_ENTRIES // (len(groups) * longest)), 1)
     num_nodes = 1 << config.num_blocks.bit_length()
     return grow_nodes(grow_seats(grow_slots(state, _SLOTS), seats), num_nodes)
+
+
+def _make_groups(config: Config) -> Int64s:
+    """Return [groups, GROUP_COLUMNS]."""
+    groups = np.zeros((len(config.kv_groups), GROUP_COLUMNS), np.int64)
+    for number, group in enumerate(config.kv_groups):
+        kind = _KINDS[group.kind]
+        if group.mamba_cache_mode is MambaCacheMode.ALIGN:
+            kind = IS_ALIGNED
+        most_slots, most_blocks = _count_most(config, group, kind)
+        groups[number, : MOST_BLOCKS + 1] = (
+            kind,
+            group.block_size,
+            group.block_size // config.block_size,
+            group.sliding_window or group.attention_chunk_size,
+            group.num_speculative_blocks,
+            # A draft head reads hidden states beside KV, and a state holds no KV of a single token.
+            config.drops_last_hit_block and kind < IS_STATE,
+            most_slots,
+            most_blocks,
+        )
+    return groups
+
+
+def _count_most(config: Config, group: KVGroup, kind: int) -> tuple[int, int]:
+    """Return the most slots in blocks that a request holds at once in a group, and the most such
+    blocks (P11)."""
+    if kind <= IS_CROSS:
+        return _UNLIMITED, _UNLIMITED
+    row = config.max_num_batched_tokens
+    row = min(row, config.long_prefill_token_threshold or row)
+    # A row of drafts has a known token before them, so a small threshold leaves out some drafts.
+    ahead = config.max_frames_in_flight - 1 if config.async_scheduling else 0
+    in_doubt = ahead * min(config.num_speculative_tokens, row - 1)
+    size, spare = group.block_size, group.num_speculative_blocks
+    if kind >= IS_STATE:
+        in_doubt = max(in_doubt, spare)
+    if kind == IS_ALIGNED:  # states from the last certain token to the last draft of a step
+        span = in_doubt + 1 + 1 + spare
+        return _UNLIMITED, -(-(size - 1 + span) // size) + spare
+    step = group.attention_chunk_size or 1
+    num_read = (group.sliding_window or group.attention_chunk_size or 2) - 1
+    before = size - gcd(step, size)
+    return before + num_read + in_doubt + row + config.num_lookahead_tokens, _UNLIMITED
+
+
+def count_most_blocks(state: State, num_slots: int, num_beside: int) -> int:
+    """Return the most blocks that a request holds at once until it has `num_slots` slots (P11).
+
+    `num_beside`: embeddings of its items, in an encoder-decoder model.
+    """
+    groups, total = state.groups.tolist(), 0
+    for group in groups:
+        num_own = num_beside if group[KIND] == IS_CROSS else num_slots
+        slots = min(num_own, group[MOST_SLOTS])
+        total += min(-(-slots // group[SIZE]) + group[SPARE], group[MOST_BLOCKS])
+    return total
 
 
 def grow_slots(state: State, count: int) -> State:
     """Return the state with room for `count` unfinished requests."""
     return state._replace(
-        requests=_longer(state.requests, count), tails=_longer(state.tails, count)
+        requests=_longer(state.requests, count),
+        tails=_longer(state.tails, count),
+        holdings=_longer(state.holdings, count),
     )
 
 
 def grow_seats(state: State, count: int) -> State:
     """Return the state with room for `count` running requests."""
     first = len(state.lines)
-    used = int(state.requests[:, [NUM_HELD, NUM_FULL]].max(initial=0))
+    used = int(state.requests[:, NUM_FULL].max(initial=0))
+    used = max(used, int(state.holdings[:, :, HELD].max(initial=0)))
     lines = _longer(state.lines, count)
     lines[first:-1, NEXT_SEAT] = np.arange(first + 1, count)
     lines[-1, NEXT_SEAT] = state.scalars[FREE_SEAT]
@@ -287,7 +483,7 @@ def grow_seats(state: State, count: int) -> State:
         node_tables=_longer_table(state.node_tables, count, used),
         drafts=_longer(state.drafts, count),
         lines=lines,
-        scratch=np.zeros(max(2 * count, state.block_tables.shape[1]), np.int32),
+        scratch=np.zeros(max(2 * count, state.node_tables.shape[1]), np.int32),
     )
 
 
@@ -304,12 +500,32 @@ def grow_nodes(state: State, count: int) -> State:
     for node in (nodes[:first, NUM_USES] > 0).nonzero()[0].tolist():
         bucket = int(nodes[node, HASH]) & (count - 1)
         nodes[node, NEXT_NODE], nodes[bucket, BUCKET] = nodes[bucket, BUCKET], node
-    return state._replace(nodes=nodes, node_tokens=_longer(state.node_tokens, count))
+    return state._replace(
+        nodes=nodes,
+        node_tokens=_longer(state.node_tokens, count),
+        carriers=_longer(state.carriers, count),
+    )
 
 
 def grow_extras(state: State, count: int) -> State:
     """Return the state with room for `count` different extras."""
     return state._replace(extras_uses=_longer(state.extras_uses, count))
+
+
+def grow_adapters(state: State, count: int) -> State:
+    """Return the state with room for `count` numbers of adapters."""
+    return state._replace(adapters=_longer(state.adapters, count))
+
+
+def reserve_log(state: State) -> State:
+    """Return the state with room for all KV events of one step."""
+    tables, used = state.block_tables, int(state.scalars[NUM_LOGGED])
+    needed = used + 3 * tables.size + len(state.blocks) + 1
+    if needed <= len(state.log):
+        return state
+    log = np.zeros((2 * needed, LOG_COLUMNS), np.int32)
+    log[:used] = state.log[:used]
+    return state._replace(log=log)
 
 
 def _longer(array: A, count: int) -> A:
@@ -320,7 +536,7 @@ def _longer(array: A, count: int) -> A:
 
 
 def _longer_table(table: Int32s, count: int, used: int) -> Int32s:
-    """Return a longer table of which the first `used` columns are in use."""
-    longer = np.zeros((count, table.shape[1]), np.int32)
-    longer[: len(table), :used] = table[:, :used]
+    """Return table(s) with `count` rows, of which the first `used` columns are in use."""
+    longer = np.zeros((*table.shape[:-2], count, table.shape[-1]), np.int32)
+    longer[..., : table.shape[-2], :used] = table[..., :used]
     return longer

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from blockstep.impl.compiled.encodings import Encodings
 from blockstep.impl.compiled.frames import Frame
 from blockstep.impl.compiled.lives import get_tokens
+from blockstep.impl.compiled.masks import Masks
 from blockstep.impl.compiled.requests import Requests
+from blockstep.impl.compiled.sessions import Sessions
 from blockstep.impl.compiled.state import (
+    CLEARED,
     DRAFTS_ACCEPTED,
     DRAFTS_SCHEDULED,
     FIRST_BLOCK,
     GRAMMAR_READY,
+    GROUP,
+    HELD,
     HITS,
     IS_PREFILL,
+    LINKS,
     NEXT,
     NEXT_FREE,
     NEXT_SAME,
@@ -23,20 +30,23 @@ from blockstep.impl.compiled.state import (
     NUM_CACHED_TOKENS,
     NUM_COMPUTED,
     NUM_DRAFTS,
-    NUM_HELD,
+    NUM_LOGGED,
     NUM_PROMISED,
-    NUM_PUBLISHED,
     NUM_RUNNING,
     PARENT,
     PREEMPTIONS,
+    PUBLISHED,
     QUERIES,
     QUEUES,
     REF_COUNT,
+    REMOVED,
     RUNNING,
     SEAT,
     SERIAL,
+    SIZE,
     SKIPPED,
     STATUS,
+    STORED_NEXT,
     TIMES_PREEMPTED,
     WAITING,
 )
@@ -45,7 +55,11 @@ from blockstep.impl.names import STATUSES
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     NULL_BLOCK,
+    AllBlocksCleared,
     BlockKey,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
     PauseState,
     RequestId,
     RequestSnapshot,
@@ -58,8 +72,13 @@ from blockstep.spec.vocabulary import (
 class View:
     """Reads the state of one engine; keys are built once and kept, as they are compared often."""
 
-    def __init__(self, doors: Doors[Frame], requests: Requests) -> None:
+    def __init__(
+        self, doors: Doors[Frame], requests: Requests, masks: Masks, sessions: Sessions
+    ) -> None:
+        self.sessions = sessions
+        self.encodings: Encodings | None = None
         self.doors = doors
+        self.masks = masks
         self.requests = requests
         self._keys: dict[int, tuple[int, BlockKey]] = {}
         """By node: its serial number, and its key."""
@@ -85,19 +104,23 @@ class View:
             ref_counts=tuple(block[REF_COUNT] for block in blocks),
             free_queue=tuple(_follow(blocks, blocks[NULL_BLOCK][NEXT_FREE], NEXT_FREE, NULL_BLOCK)),
             block_keys=tuple(
-                None if block[NODE] == NONE else self._key(block[NODE]) for block in blocks
+                None if block[NODE] == NONE else self.key_in(block[NODE], block[GROUP])
+                for block in blocks
             ),
             cached={
-                self._key(node): tuple(
-                    _follow(blocks, int(s.nodes[node, FIRST_BLOCK]), NEXT_SAME, NONE)
+                self.key_in(node, group): tuple(
+                    _follow(blocks, int(s.carriers[node, group, FIRST_BLOCK]), NEXT_SAME, NONE)
                 )
-                for node in {block[NODE] for block in blocks} - {NONE}
+                for node, group in {
+                    (block[NODE], block[GROUP]) for block in blocks if block[NODE] != NONE
+                }
             },
             frames_in_flight=tuple(doors.frames),
             next_frame_id=doors.next_frame_id,
             finished_req_ids=tuple(sorted(doors.finished_req_ids)),
             prev_scheduled_req_ids=tuple(sorted(previous_names)),
             stats=self.stats(),
+            encoder=None if self.encodings is None else self.encodings.cache.snapshot(),
             has_work=self.has_work(),
         )
 
@@ -105,7 +128,7 @@ class View:
         """Whether planning again may do anything before the next event."""
         doors = self.doors
         num_ready = {
-            PauseState.UNPAUSED: len(self.requests.slot_of),
+            PauseState.UNPAUSED: len(self.requests.slot_of) - self.sessions.count_resting(),
             PauseState.PAUSED_NEW: int(self.requests.state.scalars[NUM_RUNNING]),
             PauseState.PAUSED_ALL: 0,
         }[doors.pause_state]
@@ -139,6 +162,8 @@ class View:
         drafts: TokenIds = (DRAFT_PLACEHOLDER,) * row[NUM_DRAFTS]
         if drafts and not self.doors.config.async_scheduling:
             drafts = tuple(s.drafts[row[SEAT], : row[NUM_DRAFTS]].tolist())
+        updates = self.sessions.updates.get(request.request_id)
+        matcher = self.masks.matchers.get(request.request_id)
         return RequestSnapshot(
             request_id=request.request_id,
             status=STATUSES[row[STATUS]],
@@ -147,12 +172,62 @@ class View:
             num_output_placeholders=row[NUM_PROMISED],
             spec_token_ids=drafts,
             is_prefill_chunk=bool(row[IS_PREFILL]),
-            block_tables=(tuple(s.block_tables[row[SEAT], : row[NUM_HELD]].tolist()),),
-            num_cached_blocks=(row[NUM_PUBLISHED],),
+            block_tables=tuple(
+                [
+                    tuple(table[row[SEAT], : s.holdings[slot, group, HELD]].tolist())
+                    for group, table in enumerate(s.block_tables)
+                ]
+            ),
+            num_cached_blocks=tuple(s.holdings[slot, :, PUBLISHED].tolist()),
             num_cached_tokens=row[NUM_CACHED_TOKENS],
             num_preemptions=row[TIMES_PREEMPTED],
             grammar_ready=bool(row[GRAMMAR_READY]),
+            grammar_state=0 if matcher is None else matcher.position.state,
+            prompt_token_ids=() if updates is None else request.prompt_token_ids,
+            num_streaming_updates=0 if updates is None else len(updates),
+            reasoning_ended=matcher is not None and matcher.reasoning_ended,
         )
+
+    def list_events(self) -> tuple[KVEvent, ...]:
+        """Return the logged KV events; blocks published behind one another are one event (P20)."""
+        s, found = self.requests.state, list[KVEvent]()
+        log = s.log[: s.scalars[NUM_LOGGED]].tolist()
+        at = 0
+        while at < len(log):
+            kind, node, group = log[at]
+            end = at + 1
+            if kind == CLEARED:
+                found.append(AllBlocksCleared())
+            elif kind == REMOVED:
+                found.append(BlockRemoved((self.key_in(node, group),)))
+            else:
+                while end < len(log) and log[end][0] == STORED_NEXT:
+                    end += 1
+                found.append(self._stored([entry[1] for entry in log[at:end]], group))
+            at = end
+        return tuple(found)
+
+    def _stored(self, nodes: list[int], group: int) -> BlockStored:
+        s, links = self.requests.state, int(self.requests.state.groups[group, LINKS])
+        tokens: list[int] = []
+        parent = NONE
+        for node in reversed(nodes):
+            parent = node
+            for _ in range(links):
+                tokens[:0] = s.node_tokens[parent].tolist()
+                parent = int(s.nodes[parent, PARENT])
+        return BlockStored(
+            tuple([self.key_in(node, group) for node in nodes]),
+            None if parent == NONE else self.key_in(parent, group),
+            tuple(tokens),
+            int(s.groups[group, SIZE]),
+            self.requests.extras.values[s.nodes[nodes[0], NODE_EXTRAS]][0],
+        )
+
+    def key_in(self, node: int, group: int) -> BlockKey:
+        """Return the structural key of a node in a group; the same object each time."""
+        key = self._key(node)
+        return key.in_group(group) if group else key
 
     def _key(self, node: int) -> BlockKey:
         """Return the structural key of a node; the same object each time."""

@@ -219,7 +219,7 @@ class Batch:
         if plan.resumed_rows:
             columns.num_blocks[index[plan.resumed_rows]] = 0
         if len(plan.block_ids):
-            self._append_block_arrays(index, plan.block_rows, plan.block_ids)
+            self._append_block_arrays(index, plan)
         starts = plan.num_computed_tokens.astype(np.int64)
         counts = plan.num_scheduled_tokens.astype(np.int64)
         columns.num_computed[index] = starts + counts
@@ -399,14 +399,18 @@ class Batch:
         row.num_blocks = end
         self.staging.note_blocks(np.full(end - first, row.index), np.arange(first, end))
 
-    def _append_block_arrays(
-        self, index: np.ndarray, block_rows: np.ndarray, block_ids: np.ndarray
-    ) -> None:
-        """Append blocks of one group; `block_rows` are ascending places in `index`."""
+    def _append_block_arrays(self, index: np.ndarray, plan: ArrayPlan) -> None:
+        """Append the new blocks of a plan; each row gets as many in every group."""
+        chosen = (slice(None),)
+        if plan.block_groups is not None:
+            groups = range(len(plan.num_common_prefix_blocks))
+            chosen = tuple([plan.block_groups == group for group in groups])
+        block_rows = plan.block_rows[chosen[0]]
         num_before = np.arange(len(block_rows)) - block_rows.searchsorted(block_rows)
         rows = index[block_rows]
         places = self.arrays.columns.num_blocks[rows] + num_before
-        self.arrays.block_tables[0, rows, places] = block_ids
+        for group, of_group in enumerate(chosen):
+            self.arrays.block_tables[group, rows, places] = plan.block_ids[of_group]
         self.arrays.columns.num_blocks[rows] = places + 1  # of several blocks the last write wins
         self.staging.note_blocks(rows, places)
 

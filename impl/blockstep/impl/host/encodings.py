@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from blockstep.impl.encoder import EncoderCache, Encoding
 from blockstep.impl.host.core import Core
-from blockstep.impl.host.encoder import EncoderCache, Encoding
 from blockstep.impl.host.step import Step
 from blockstep.spec.vocabulary import EncoderInputs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.impl.host.grammars import make_matcher
+from blockstep.impl.grammars import make_matcher
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.results import Results
 from blockstep.impl.refusals import bad_fork, fork_problem

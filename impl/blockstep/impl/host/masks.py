@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from blockstep.impl.grammars import Matcher
 from blockstep.impl.host.core import Core
-from blockstep.impl.host.grammars import Matcher
 from blockstep.impl.refusals import bad_result, grammar_behind, grammar_problem, mask_problem
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,

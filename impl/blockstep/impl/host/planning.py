@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Final
 
+from blockstep.impl.encoder import EncoderCache
 from blockstep.impl.host.admission import WaitingPhase
-from blockstep.impl.host.encoder import EncoderCache
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.running import RunningPhase

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import assert_never
 
 from blockstep.impl.capabilities import HOST
+from blockstep.impl.grammars import make_matcher
 from blockstep.impl.host.drafts import Proposals
 from blockstep.impl.host.forks import Forks
-from blockstep.impl.host.grammars import make_matcher
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
 from blockstep.impl.host.table import Session

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from blockstep.impl.encoder import Encoding
 from blockstep.impl.host.adapters import AdapterSeats
-from blockstep.impl.host.encoder import Encoding
 from blockstep.spec.vocabulary import BlockCopy, BlockTables, KVLoad, KVSave, RequestId, TokenIds
 
 RunningRow: TypeAlias = tuple[int, BlockTables, TokenIds]

@@ -1,0 +1,396 @@
+"""Groups: the blocks of a request in each of several KV groups, and its hits in all of them.
+
+There is one block table per group, and one pool for all. A table has null blocks where no later
+token reads; a group of larger blocks names each by the node of its last tokens:
+
+    nodes              a     b     c     d    | tail
+    blocks of 2        7     3     9     4
+    blocks of 4           5           8          5 carries b, 8 carries d
+"""
+
+from __future__ import annotations
+
+from blockstep.impl.compiled.blocks import free_range, list_nodes, take_block, touch
+from blockstep.impl.compiled.jit import compiled, entry
+from blockstep.impl.compiled.state import (
+    COMMON,
+    COMMON_MOVES,
+    COMMON_RUNNING,
+    DROPPED,
+    FIRST_BLOCK,
+    HAS_CACHE,
+    HAS_SPARE,
+    HELD,
+    IS_ALIGNED,
+    IS_CHUNKED,
+    IS_CROSS,
+    IS_FULL,
+    IS_STATE,
+    IS_WINDOW,
+    KIND,
+    LAST_NODE,
+    LEFT,
+    LINKS,
+    MAX_MODEL_LEN,
+    MOST_BLOCKS,
+    MOST_DROPPED,
+    MOST_SLOTS,
+    NONE,
+    NUM_BESIDE,
+    NUM_COMPUTED,
+    NUM_FREE,
+    NUM_FULL,
+    NUM_GROUPS,
+    NUM_IN_DOUBT,
+    NUM_KNOWN,
+    NUM_LOOKAHEAD,
+    NUM_MOVES,
+    NUM_PROMPT,
+    NUM_ROWS,
+    NUM_RUNNING,
+    NUM_SESSIONS,
+    PUBLISHED,
+    REF_COUNT,
+    RESERVES_WHOLE,
+    ROW_BLOCKS,
+    RUNNING,
+    SEAT,
+    SIZE,
+    SPAN,
+    SPARE,
+    STATE_STEP,
+    STEP,
+    UNIT,
+    State,
+)
+from blockstep.spec.vocabulary import NULL_BLOCK
+
+# Blocks of a running request
+
+
+@compiled
+def find_first_read(s: State, group: int, computed: int) -> int:
+    """Return the first block with a token that is read by tokens after the `computed` ones."""
+    kind, read = s.groups[group, KIND], computed
+    if kind <= IS_CROSS:
+        return 0
+    if kind == IS_WINDOW:
+        read = min(computed, s.groups[group, SPAN] - 1)
+    elif kind == IS_CHUNKED:
+        read = computed % s.groups[group, SPAN]
+    else:
+        read = min(computed, 1)
+    return int((computed - read) // s.groups[group, SIZE])
+
+
+@compiled
+def leave_blocks(s: State, slot: int) -> None:
+    """Free the blocks of a request that no later token reads, last block first.
+
+    Its drafts in flight may all be rejected; then the next step starts before them (P1, P14). A
+    state has a spare block for each draft.
+    """
+    for group in range(s.scalars[NUM_GROUPS]):
+        if s.groups[group, KIND] <= IS_CROSS:
+            continue
+        in_doubt = s.requests[slot, NUM_IN_DOUBT]
+        if s.groups[group, KIND] >= IS_STATE:
+            in_doubt = max(in_doubt, s.groups[group, SPARE])
+        end = find_first_read(s, group, max(s.requests[slot, NUM_COMPUTED] - in_doubt, 0))
+        begin = s.holdings[slot, group, LEFT]
+        if end > begin:
+            seat = s.requests[slot, SEAT]
+            free_range(s, group, seat, begin, end)
+            for index in range(begin, end):
+                s.block_tables[group, seat, index] = NULL_BLOCK
+            s.holdings[slot, group, LEFT] = end
+
+
+@compiled
+def count_blocks(s: State, group: int, slots: int) -> int:
+    """Return the length of a table with `slots` slots."""
+    size = s.groups[group, SIZE]
+    return int((slots + size - 1) // size + s.groups[group, SPARE])
+
+
+@compiled
+def count_missing(s: State, group: int, held: int, has_spare: int, tokens: int, slots: int) -> int:
+    """Return the blocks to take for a table of `held` blocks (P8).
+
+    Args:
+        s: the state.
+        group: the group.
+        held: length of the table.
+        has_spare: whether it has a state with spare blocks.
+        tokens: tokens that are computed after the step.
+        slots: the same with the lookahead.
+    """
+    if s.groups[group, KIND] != IS_ALIGNED:
+        return max(count_blocks(s, group, slots) - held, 0)
+    if has_spare == 0:
+        return int(1 + s.groups[group, SPARE])
+    return int(count_blocks(s, group, tokens) > held)  # a token that has not run has no state
+
+
+@compiled
+def count_own(s: State, slot: int, group: int, slots: int) -> int:
+    """Return the slots that a table needs if the text needs `slots`: cross attention holds the KV
+    of the items from admission on, and does not grow with the text."""
+    if s.groups[group, KIND] == IS_CROSS:
+        return int(s.requests[slot, NUM_BESIDE])
+    return slots
+
+
+@compiled
+def count_needed(s: State, slot: int, tokens: int) -> int:
+    """Return the new blocks of all groups for the scheduled tokens and the lookahead (P8)."""
+    end = s.requests[slot, NUM_COMPUTED] + tokens
+    slots, needed = min(end + s.scalars[NUM_LOOKAHEAD], s.scalars[MAX_MODEL_LEN]), 0
+    for group in range(s.scalars[NUM_GROUPS]):
+        held, has_spare = s.holdings[slot, group, HELD], s.holdings[slot, group, HAS_SPARE]
+        own = count_own(s, slot, group, slots)
+        needed += count_missing(s, group, held, has_spare, end, own)
+    return needed
+
+
+@compiled
+def take_needed(s: State, slot: int, end: int, slots: int) -> None:
+    """Append to the tables of a request what they lack for `end` tokens and `slots` slots."""
+    for group in range(s.scalars[NUM_GROUPS]):
+        held, has_spare = s.holdings[slot, group, HELD], s.holdings[slot, group, HAS_SPARE]
+        own = count_own(s, slot, group, slots)
+        missing = count_missing(s, group, held, has_spare, end, own)
+        if missing > 0:
+            if s.groups[group, KIND] == IS_ALIGNED:
+                held = _move_spare(s, slot, group, count_blocks(s, group, end))
+            for index in range(held, held + missing):
+                s.block_tables[group, s.requests[slot, SEAT], index] = take_block(s)
+            s.holdings[slot, group, HELD] = held + missing
+
+
+@compiled
+def _move_spare(s: State, slot: int, group: int, end: int) -> int:
+    """Make room for a state at the end of a table of `end` blocks; return its length then.
+
+    Blocks between the last state and this one are null, and the spare blocks move behind it.
+
+        one spare block    7 3    ->    7 3 4    ->    0 3 0 4 5    the last but one is the state
+    """
+    seat, held = s.requests[slot, SEAT], s.holdings[slot, group, HELD]
+    spare, place = s.groups[group, SPARE], s.holdings[slot, group, HELD]
+    state = end - 1 - spare
+    first = held - spare if s.holdings[slot, group, HAS_SPARE] != 0 else held
+    s.holdings[slot, group, HAS_SPARE] = 1
+    while place < state:
+        s.block_tables[group, seat, place] = NULL_BLOCK
+        place += 1
+    for index in range(first, min(held, state)):
+        s.block_tables[group, seat, place] = s.block_tables[group, seat, index]
+        s.block_tables[group, seat, index] = NULL_BLOCK
+        place += 1
+    return int(place)
+
+
+@compiled
+def mark_known(s: State, slot: int) -> None:
+    """Note the lengths of the tables before the next row of the step takes blocks."""
+    row = s.scalars[NUM_ROWS]
+    for group in range(s.scalars[NUM_GROUPS]):
+        at, held = ROW_BLOCKS + 2 * group, s.holdings[slot, group, HELD]
+        s.lines[row, at], s.lines[row, at + 1] = held, held
+
+
+@compiled
+def align(s: State, slot: int, computed: int, tokens: int) -> int:
+    """Return the length of a row, shortened so that its chunk ends at a block of states if
+    possible."""
+    known = s.requests[slot, NUM_KNOWN]
+    if computed >= max(s.requests[slot, NUM_PROMPT], known - 1):
+        return int(tokens)
+    unit, end = s.scalars[UNIT], computed + tokens
+    last = (known - s.scalars[MOST_DROPPED]) // unit * unit
+    for group in range(s.scalars[NUM_GROUPS]):
+        begun = computed % s.groups[group, SIZE]
+        if s.groups[group, KIND] == IS_ALIGNED and begun > 0:
+            end = min(end, computed - begun + s.groups[group, SIZE])
+    if end < last and end // unit * unit > computed:
+        end = end // unit * unit
+    elif computed < last < end:
+        end = last
+    return int(end - computed)
+
+
+# Hits, and admission
+
+
+@compiled
+def _find(s: State, group: int, index: int) -> int:
+    """Return a block with the content of block `index` of this group, or NONE; `scratch` has the
+    nodes of the request."""
+    node = s.scratch[(index + 1) * s.groups[group, LINKS] - 1]
+    block = s.carriers[node, group, FIRST_BLOCK]
+    if block == NONE or s.groups[group, KIND] < IS_STATE:
+        return int(block)
+    return NONE if s.blocks[block, STATE_STEP] == s.scalars[STEP] else int(block)
+
+
+@compiled
+def find_hits(s: State, slot: int) -> int:
+    """Return the tokens of the longest prefix that is a hit in all groups, at least one token left
+    (P5; upstream #30320).
+
+    The length is lowered until every group has all blocks that it needs. An EAGLE head needs the
+    last hit block computed again (seed 001, "find_longest_cache_hit").
+    """
+    list_nodes(s, s.requests[slot, LAST_NODE], s.requests[slot, NUM_FULL], s.scratch)
+    longest, unit = s.requests[slot, NUM_KNOWN], s.scalars[UNIT]
+    for group in range(s.scalars[NUM_GROUPS]):
+        size, dropped = s.groups[group, SIZE], s.groups[group, DROPPED]
+        most = (s.requests[slot, NUM_KNOWN] - 1) // size
+        if s.groups[group, KIND] == IS_FULL:
+            found = 0
+            while found < most and _find(s, group, found) != NONE:
+                found += 1
+            most = found
+        longest = min(longest, (most - dropped) * size)
+    length = longest // unit * unit
+    while length > 0:
+        longest = length
+        for group in range(s.scalars[NUM_GROUPS]):
+            if s.groups[group, KIND] != IS_FULL:
+                longest = min(longest, _shorten(s, group, length))
+        if longest == length:
+            return int(length)
+        length = longest // unit * unit
+    return 0
+
+
+@compiled
+def _shorten(s: State, group: int, length: int) -> int:
+    """Return `length` if it is a valid hit of the group, else an upper bound of the shorter ones:
+    all longer hits that include the missing block need it, too."""
+    size, dropped = s.groups[group, SIZE], s.groups[group, DROPPED]
+    for index in range(length // size + dropped - 1, find_first_read(s, group, length) - 1, -1):
+        if _find(s, group, index) == NONE:
+            return int((index - dropped) * size)
+    return int(length)
+
+
+@compiled
+def fits(s: State, slot: int, hit: int, tokens: int) -> bool:
+    """Whether there are blocks for `tokens` tokens after a hit, and for the whole request if its
+    config asks for that (P7, P11, P15).
+
+    A hit that others hold too saves no block once a window has moved past it: they keep it, and the
+    following blocks come from the free ones.
+    """
+    needed, whole, known = 0, 0, s.requests[slot, NUM_KNOWN]
+    for group in range(s.scalars[NUM_GROUPS]):
+        hits, unheld = hit // s.groups[group, SIZE], 0
+        for index in range(find_first_read(s, group, hit), hits):
+            unheld += s.blocks[_find(s, group, index), REF_COUNT] == 0
+        own = count_own(s, slot, group, hit + tokens)
+        needed += count_missing(s, group, hits, 0, hit + tokens, own) + unheld
+        all_own = count_own(s, slot, group, known)
+        most = count_blocks(s, group, min(all_own, s.groups[group, MOST_SLOTS]))
+        most = min(most, s.groups[group, MOST_BLOCKS])
+        whole += min(count_blocks(s, group, all_own) - hits + unheld, most)
+    if s.scalars[RESERVES_WHOLE] != 0 and whole > s.scalars[NUM_FREE]:
+        return False
+    return bool(needed <= s.scalars[NUM_FREE])
+
+
+@compiled
+def adopt(s: State, slot: int, hit: int) -> None:
+    """Hold the hits of all groups, before any group takes a new block: the head of the free queue
+    could be a hit (upstream #33775)."""
+    seat, row = s.requests[slot, SEAT], s.scalars[NUM_ROWS]
+    for group in range(s.scalars[NUM_GROUPS]):
+        hits, first = hit // s.groups[group, SIZE], find_first_read(s, group, hit)
+        for index in range(hits):
+            block = NULL_BLOCK
+            if index >= first:
+                block = _find(s, group, index)
+                touch(s, block)
+            s.block_tables[group, seat, index] = block
+        s.holdings[slot, group, HELD] = s.holdings[slot, group, PUBLISHED] = hits
+        s.holdings[slot, group, LEFT] = min(first, hits)
+        at = ROW_BLOCKS + 2 * group
+        s.lines[row, at], s.lines[row, at + 1] = 0, hits
+
+
+@compiled
+def fits_behind(s: State, slot: int, tokens: int) -> bool:
+    """Whether there are blocks for `tokens` tokens of a session behind its computed ones, and for
+    all of its known ones if its config asks for that (P7, P11, P15)."""
+    computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
+    seat, free = s.requests[slot, SEAT], s.scalars[NUM_FREE]
+    needed, whole, end = 0, 0, computed + tokens
+    for group in range(s.scalars[NUM_GROUPS]):
+        held, first = s.holdings[slot, group, HELD], find_first_read(s, group, computed)
+        for index in range(s.holdings[slot, group, LEFT], first):
+            free += s.blocks[s.block_tables[group, seat, index], REF_COUNT] == 1
+        slots, has_spare = count_own(s, slot, group, end), s.holdings[slot, group, HAS_SPARE]
+        needed += count_missing(s, group, held, has_spare, end, slots)
+        own = 0
+        for index in range(first, held):
+            own += s.blocks[s.block_tables[group, seat, index], REF_COUNT] == 1
+        if s.groups[group, KIND] == IS_CROSS:
+            continue  # all its blocks are held already
+        most = count_blocks(s, group, min(known, s.groups[group, MOST_SLOTS]))
+        most = min(most, s.groups[group, MOST_BLOCKS])
+        whole += max(min(count_blocks(s, group, known) - held, most - own), 0)
+    if s.scalars[RESERVES_WHOLE] != 0 and whole > free:
+        return False
+    return bool(needed <= free)
+
+
+# The common prefix
+
+
+@entry("state", "int")
+def count_common(s: State, group: int) -> int:
+    """Return the leading blocks that all running requests share in a group with full attention
+    (P26).
+
+    Only running requests hold blocks, each of them a block once: a block with as many holders as
+    requests run is in all tables. Blocks taken later are not shared, so the count stays until a
+    request starts or ceases to hold a cached block.
+    """
+    running = s.scalars[NUM_RUNNING]
+    if running == 0 or s.groups[group, KIND] != IS_FULL or s.scalars[HAS_CACHE] == 0:
+        return 0
+    slot = s.lines[0, RUNNING]
+    held, seat = s.holdings[slot, group, HELD], s.requests[slot, SEAT]
+    if running == 1:
+        return int(held)
+    if s.scalars[NUM_SESSIONS] > 0:
+        return _compare_tables(s, group)
+    moves = s.scalars[NUM_MOVES]
+    known = s.groups[group, COMMON_RUNNING] == running
+    if not known or s.groups[group, COMMON_MOVES] != moves:
+        found = 0
+        while found < held:
+            if s.blocks[s.block_tables[group, seat, found], REF_COUNT] != running:
+                break
+            found += 1
+        s.groups[group, COMMON] = found
+        s.groups[group, COMMON_RUNNING], s.groups[group, COMMON_MOVES] = running, moves
+    return int(s.groups[group, COMMON])
+
+
+@compiled
+def _compare_tables(s: State, group: int) -> int:
+    """Return the same where others hold blocks, too."""
+    first = s.lines[0, RUNNING]
+    common = s.holdings[first, group, HELD]
+    for position in range(1, s.scalars[NUM_RUNNING]):
+        slot, found = s.lines[position, RUNNING], 0
+        common = min(common, s.holdings[slot, group, HELD])
+        one, other = s.requests[first, SEAT], s.requests[slot, SEAT]
+        while found < common:
+            if s.block_tables[group, one, found] != s.block_tables[group, other, found]:
+                break
+            found += 1
+        common = found
+    return int(common)
