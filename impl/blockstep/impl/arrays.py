@@ -7,8 +7,9 @@ admission, new and resumed mixed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import repeat
 from typing import Final, TypeAlias
 
 import msgspec
@@ -169,33 +170,19 @@ class ArrayPlan:
 
     def build_plan(self) -> Plan:
         """Return the plan in the vocabulary."""
-        blocks, resumed = self.tables_of, set(self.resumed_rows)
-        nothing: BlockTables = ((),) * max(len(self.num_common_prefix_blocks), 1)
-        computed = self.num_computed_tokens.tolist()
-        scheduled, outputs = self.num_scheduled_tokens.tolist(), self.num_output_tokens.tolist()
-        running: list[CachedRow] = []
-        new: list[NewRow] = []
-        for row, name in enumerate(self.request_ids):
-            tables = blocks.get(row, nothing)
-            if row in self.new_rows:
-                new.append(NewRow(self.new_rows[row], tables, computed[row], scheduled[row]))
-                continue
-            running.append(
-                CachedRow(
-                    name,
-                    row in resumed,
-                    tables,
-                    self.all_token_ids.get(row),
-                    computed[row],
-                    outputs[row],
-                    scheduled[row],
-                    self.draft_token_ids.get(row, ()),
-                )
-            )
+        rows = self._build_rows()
+        new = [
+            NewRow(request, rows[row].new_block_ids, *self._get_span(row))
+            for row, request in self.new_rows.items()
+        ]
+        for row in self.resumed_rows:
+            rows[row] = replace(rows[row], resumed=True)
+        if self.new_rows:
+            rows = [told for row, told in enumerate(rows) if row not in self.new_rows]
         return Plan(
             self.frame_id,
             tuple(new),
-            tuple(running),
+            tuple(rows),
             self.finished_req_ids,
             self.preempted_req_ids,
             num_common_prefix_blocks=self.num_common_prefix_blocks,
@@ -206,6 +193,29 @@ class ArrayPlan:
             has_structured_output_requests=self.has_structured_output_requests,
             pending_structured_output_tokens=self.pending_structured_output_tokens,
         )
+
+    def _build_rows(self) -> list[CachedRow]:
+        """Return every row as one that was running before."""
+        nothing: BlockTables = ((),) * max(len(self.num_common_prefix_blocks), 1)
+        numbers = range(len(self.slots))
+        tables, tokens = self.tables_of, self.all_token_ids
+        drafts = dict(self.draft_token_ids)
+        return list(
+            map(
+                CachedRow,
+                self.request_ids,
+                repeat(False),
+                [tables.get(row, nothing) for row in numbers] if tables else repeat(nothing),
+                map(tokens.get, numbers) if tokens else repeat(None),
+                self.num_computed_tokens.tolist(),
+                self.num_output_tokens.tolist(),
+                self.num_scheduled_tokens.tolist(),
+                [drafts.get(row, ()) for row in numbers] if drafts else repeat(()),
+            )
+        )
+
+    def _get_span(self, row: int) -> tuple[int, int]:
+        return int(self.num_computed_tokens[row]), int(self.num_scheduled_tokens[row])
 
     def build_objects(self) -> PlanObjects:
         """Return the plan in as many objects as vLLM builds."""
@@ -278,12 +288,11 @@ class ArrayOutputs:
 
     def build_outputs(self) -> Outputs:
         """Return the outputs in the vocabulary."""
-        tokens, ended = self._get_tokens(), self.ended
-        cached = self.num_cached_tokens.tolist()
-        rows: list[OutputRow] = []
-        for row, name in enumerate(self.names.tolist()):
-            reason, stop_token_id = ended.get(row, _GOES_ON)
-            rows.append(OutputRow(name, tokens[row], reason, stop_token_id, cached[row]))
+        names, cached = self.names.tolist(), self.num_cached_tokens.tolist()
+        tokens = self._get_tokens()
+        rows = list(map(OutputRow, names, tokens, repeat(None), repeat(None), cached))
+        for row, (reason, stop_token_id) in self.ended.items():
+            rows[row] = OutputRow(names[row], tokens[row], reason, stop_token_id, cached[row])
         return Outputs(tuple(rows), self.kv_events)
 
     def build_objects(self) -> list[OutputObject]:

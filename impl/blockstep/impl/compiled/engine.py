@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import ClassVar, Final
 
 import numpy as np
@@ -71,6 +72,7 @@ from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Aborted,
     Ack,
+    Commit,
     Config,
     Drafts,
     DraftsTaken,
@@ -265,8 +267,17 @@ class CompiledEngine(Doors[Frame]):
     def _get_rows(self, frame: Frame) -> Mapping[RequestId, TokenIds | None]:
         return frame.build_rows()
 
+    def _commit(self, event: Commit) -> Outputs | Rejected:
+        """Commit a frame; machine code checks an answer in the order of the rows."""
+        frame, named = self.frames.get(event.frame_id), [row.request_id for row in event.sampled]
+        is_oldest = next(iter(self.frames), None) == event.frame_id
+        is_ordered = frame is not None and named == frame.names.tolist()
+        if is_oldest and is_ordered and event.frame_id not in self.masks.verifiable:
+            return self._take_answer(event.frame_id, [row.token_ids for row in event.sampled])
+        return super()._commit(event)
+
     def _take_answer(self, frame_id: FrameId, tokens: list[TokenIds]) -> Outputs | Rejected:
-        flat = np.array([token for row in tokens for token in row], np.int32)
+        flat = np.array([*chain.from_iterable(tokens)], np.int32)
         outputs = self._take(frame_id, flat, np.array([*map(len, tokens)], np.int32))
         return outputs if isinstance(outputs, Rejected) else outputs.build_outputs()
 
