@@ -7,7 +7,7 @@ admission, new and resumed mixed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
 from typing import Final, TypeAlias
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockstep.spec.vocabulary import (
+    BlockCopy,
     BlockId,
     BlockTables,
     CachedRow,
@@ -133,15 +134,20 @@ class ArrayPlan:
     preempted_req_ids: tuple[RequestId, ...]
     num_common_prefix_blocks: tuple[int, ...] = ()
     """Leading blocks that all running requests share, by group."""
-    block_groups: Int32s | None = None
+    # What few plans have is not set by the constructor, which each step calls.
+    block_groups: Int32s | None = field(default=None, init=False)
     """[new blocks]: the KV group of each. None: there is one group."""
-    new_block_ids_to_zero: tuple[BlockId, ...] = ()
-    scheduled_encoder_inputs: tuple[EncoderInputs, ...] = ()
-    external_encoder_inputs: tuple[EncoderInputs, ...] = ()
-    free_encoder_mm_hashes: tuple[str, ...] = ()
-    has_structured_output_requests: bool = False
+    new_block_ids_to_zero: tuple[BlockId, ...] = field(default=(), init=False)
+    new_outputs: Mapping[int, TokenIds] | None = field(default=None, init=False)
+    """Outputs of branches by row, where the worker has not seen the request."""
+    remapped_req_ids: tuple[RequestId, ...] = field(default=(), init=False)
+    block_copies: tuple[BlockCopy, ...] = field(default=(), init=False)
+    scheduled_encoder_inputs: tuple[EncoderInputs, ...] = field(default=(), init=False)
+    external_encoder_inputs: tuple[EncoderInputs, ...] = field(default=(), init=False)
+    free_encoder_mm_hashes: tuple[str, ...] = field(default=(), init=False)
+    has_structured_output_requests: bool = field(default=False, init=False)
     """Whether a row samples whose request has a grammar."""
-    pending_structured_output_tokens: bool = False
+    pending_structured_output_tokens: bool = field(default=False, init=False)
     """Whether older frames sample for one of those."""
 
     def __len__(self) -> int:
@@ -172,7 +178,12 @@ class ArrayPlan:
         """Return the plan in the vocabulary."""
         rows = self._build_rows()
         new = [
-            NewRow(request, rows[row].new_block_ids, *self._get_span(row))
+            NewRow(
+                request,
+                rows[row].new_block_ids,
+                *self._get_span(row),
+                () if self.new_outputs is None else self.new_outputs[row],
+            )
             for row, request in self.new_rows.items()
         ]
         for row in self.resumed_rows:
@@ -185,6 +196,8 @@ class ArrayPlan:
             tuple(rows),
             self.finished_req_ids,
             self.preempted_req_ids,
+            remapped_req_ids=self.remapped_req_ids,
+            block_copies=self.block_copies,
             num_common_prefix_blocks=self.num_common_prefix_blocks,
             new_block_ids_to_zero=self.new_block_ids_to_zero,
             scheduled_encoder_inputs=self.scheduled_encoder_inputs,

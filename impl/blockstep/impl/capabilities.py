@@ -51,14 +51,14 @@ HOST: Final = frozenset(
     )
 )
 """All capabilities."""
-COMPILED: Final = HOST - {"transfers", "pins", "forks", "tiers"}
-"""No transfers, pins, forks and tiers."""
+COMPILED: Final = HOST - {"transfers", "pins", "tiers"}
+"""No transfers, pins and tiers."""
 
 DEVICE: Final = COMPILED - {
-    *("kinds", "common prefix", "adapters", "masks", "sessions", "encoder", "events")
+    *("kinds", "common prefix", "adapters", "masks", "sessions", "encoder", "events"),
+    "forks",
 }
-"""The kernels on a GPU: groups of blocks of one size only, no common prefix, no cap on adapters, no
-masks, no sessions, no encoder and no KV events."""
+"""The kernels on a GPU: core features, and groups of blocks of one size."""
 
 
 def list_config_problems(

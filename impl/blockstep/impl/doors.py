@@ -146,7 +146,7 @@ class Doors(ABC, Generic[F]):
             case TransfersReported():
                 return Outputs()
             case Fork():
-                return bad_fork(event, "this engine has no forks")
+                return self._fork(event)
             case GrammarFailed(request_id=request_id):
                 return self._fail_grammar(request_id)
             case GrammarBitmask():
@@ -198,6 +198,10 @@ class Doors(ABC, Generic[F]):
     def _find_other_size(self, _request: Request) -> Rejected | None:
         """Return why an item is rejected, or None: its identifier is in use with another size."""
         return None
+
+    def _fork(self, event: Fork) -> Ack | Rejected:
+        """Add a branch of a request."""
+        return bad_fork(event, "this engine has no forks")
 
     def _take_offer(self, event: EncoderReset | EncoderOffer) -> None:
         """Take a message about the encoder cache."""
@@ -301,6 +305,6 @@ class Doors(ABC, Generic[F]):
         """Forget a committed frame."""
         del self.frames[frame_id]
         if self._last_frame_of_ended:
-            self._last_frame_of_ended = {
-                name: last for name, last in self._last_frame_of_ended.items() if last != frame_id
-            }
+            last_frames = self._last_frame_of_ended
+            for name in [name for name, last in last_frames.items() if last == frame_id]:
+                del last_frames[name]

@@ -14,6 +14,7 @@ from blockstep.impl.compiled.state import (
     HASH,
     HELD,
     HOLDING_COLUMNS,
+    IS_LIFO,
     IS_STATE,
     KIND,
     LAST_BLOCK,
@@ -64,7 +65,13 @@ def unlink_free(s: State, block: int) -> None:
 
 @compiled
 def append_free(s: State, block: int) -> None:
-    """Append `block` to the free queue."""
+    """Append `block` to the free queue, or put it before the head."""
+    if s.scalars[IS_LIFO] != 0:
+        first = s.blocks[NULL_BLOCK, NEXT_FREE]
+        s.blocks[block, NEXT_FREE], s.blocks[block, PREVIOUS_FREE] = first, NULL_BLOCK
+        s.blocks[first, PREVIOUS_FREE] = s.blocks[NULL_BLOCK, NEXT_FREE] = block
+        s.scalars[NUM_FREE] += 1
+        return
     last = s.blocks[NULL_BLOCK, PREVIOUS_FREE]
     s.blocks[block, PREVIOUS_FREE], s.blocks[block, NEXT_FREE] = last, NULL_BLOCK
     s.blocks[last, NEXT_FREE] = s.blocks[NULL_BLOCK, PREVIOUS_FREE] = block
@@ -93,7 +100,8 @@ def touch(s: State, block: int) -> None:
 @compiled
 def free_range(s: State, group: int, seat: int, begin: int, end: int) -> None:
     """Free blocks of a table, last block first, so that its prefix is evicted last."""
-    for index in range(end - 1, begin - 1, -1):
+    for place in range(begin, end):
+        index = place if s.scalars[IS_LIFO] != 0 else end - 1 - (place - begin)
         block = s.block_tables[group, seat, index]
         if block == NULL_BLOCK:
             continue

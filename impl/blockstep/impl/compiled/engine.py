@@ -12,6 +12,7 @@ from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
 from blockstep.impl.capabilities import COMPILED
 from blockstep.impl.compiled.blocks import forget_log, withdraw_all
 from blockstep.impl.compiled.encodings import Encodings
+from blockstep.impl.compiled.forks import Forks
 from blockstep.impl.compiled.frames import Frame, RowDrafts
 from blockstep.impl.compiled.groups import count_common
 from blockstep.impl.compiled.jit import SLOW_BECAUSE, warn_if_slow
@@ -79,6 +80,7 @@ from blockstep.spec.vocabulary import (
     EncoderOffer,
     EncoderReset,
     FinishReason,
+    Fork,
     FrameId,
     GrammarBitmask,
     GrammarOutput,
@@ -133,7 +135,12 @@ class CompiledEngine(Doors[Frame]):
         self.encodings = Encodings(config, self.requests) if config.encoder_cache_size else None
         """The encoder outputs that requests need; None if the config models no encoder."""
         self._view.encodings = self.encodings
-        self._plan_step = plan_step if self.encodings is None else self.encodings.plan_step
+        self.forks: Forks | None = None
+        """None without forks."""
+        if config.enable_forks:
+            self.forks = Forks(
+                config, self.requests, self.masks, self.frames, self._last_frame_of_ended
+            )
         self._num_sections = 2 if len(config.kv_groups) == 1 else 3
         """Numbers for each new block of a plan: its row, its id, and its group if there are
         several."""
@@ -168,7 +175,7 @@ class CompiledEngine(Doors[Frame]):
         (
             who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
             num_preempted, num_common,
-        ) = self._plan_step(
+        ) = (plan_step if self.encodings is None else self.encodings.plan_step)(
             self.requests.state,
             self.next_frame_id,
             self._previous_id,
@@ -213,6 +220,8 @@ class CompiledEngine(Doors[Frame]):
             self.encodings.tell(plan)
         if num_preempted or num_missed or num_running < num_rows:
             self._tell_changes(plan, num_running, num_missed, num_preempted)
+        if self.forks is not None:
+            self.forks.tell(plan, num_running)
         if num_rows:
             self.frames[frame_id] = Frame(who, names, told, ids)
         self.finished_req_ids.clear()
@@ -286,8 +295,8 @@ class CompiledEngine(Doors[Frame]):
     ) -> ArrayOutputs | Rejected:
         """Commit the oldest frame."""
         frame = self.frames[frame_id]
-        lengths = frame.planned[TOLD_SAMPLES] if counts is None else counts
         if self.masks.matchers:
+            lengths = frame.planned[TOLD_SAMPLES] if counts is None else counts
             problem = self.masks.find_problem(frame_id, frame, token_ids, lengths)
             if problem is not None:
                 return bad_result(frame_id, problem)
@@ -391,6 +400,9 @@ class CompiledEngine(Doors[Frame]):
             self._forget(slot)
         return answer
 
+    def _fork(self, event: Fork) -> Ack | Rejected:
+        return super()._fork(event) if self.forks is None else self.forks.fork(event)
+
     def _forget(self, slot: int) -> RequestId:
         if self.encodings is not None:
             self.encodings.cache.drop(self.requests.requests[slot])
@@ -439,7 +451,8 @@ class CompiledEngine(Doors[Frame]):
             if self.encodings is not None:
                 self.encodings.drop_running()
             preempt_all(s)
-            while self.sessions.updates and (giver := find_giver(s, NONE)) != NONE:
+            may_give = bool(self.sessions.updates) or self.forks is not None
+            while may_give and (giver := find_giver(s, NONE)) != NONE:
                 take_back(s, giver)
             self.previous_names = _NO_NAMES
         elif s.scalars[NUM_FREE] < self.config.num_usable_blocks:

@@ -19,6 +19,7 @@ from blockstep.impl.compiled.state import (
     DROPPED,
     FIRST_BLOCK,
     HAS_CACHE,
+    HAS_FORKS,
     HAS_SPARE,
     HELD,
     IS_ALIGNED,
@@ -32,16 +33,19 @@ from blockstep.impl.compiled.state import (
     LEFT,
     LINKS,
     MAX_MODEL_LEN,
+    MAY_SHARE,
     MOST_BLOCKS,
     MOST_DROPPED,
     MOST_SLOTS,
     NONE,
     NUM_BESIDE,
     NUM_COMPUTED,
+    NUM_COPIES,
     NUM_FREE,
     NUM_FULL,
     NUM_GROUPS,
     NUM_IN_DOUBT,
+    NUM_KEPT_FREE,
     NUM_KNOWN,
     NUM_LOOKAHEAD,
     NUM_MOVES,
@@ -126,7 +130,9 @@ def count_missing(s: State, group: int, held: int, has_spare: int, tokens: int, 
         slots: the same with the lookahead.
     """
     if s.groups[group, KIND] != IS_ALIGNED:
-        return max(count_blocks(s, group, slots) - held, 0)
+        if slots <= (held - s.groups[group, SPARE]) * s.groups[group, SIZE]:
+            return 0
+        return count_blocks(s, group, slots) - held
     if has_spare == 0:
         return int(1 + s.groups[group, SPARE])
     return int(count_blocks(s, group, tokens) > held)  # a token that has not run has no state
@@ -156,7 +162,10 @@ def count_needed(s: State, slot: int, tokens: int) -> int:
 @compiled
 def take_needed(s: State, slot: int, end: int, slots: int) -> None:
     """Append to the tables of a request what they lack for `end` tokens and `slots` slots."""
+    may_share = s.requests[slot, MAY_SHARE] != 0
     for group in range(s.scalars[NUM_GROUPS]):
+        if may_share:
+            _take_own(s, slot, group)
         held, has_spare = s.holdings[slot, group, HELD], s.holdings[slot, group, HAS_SPARE]
         own = count_own(s, slot, group, slots)
         missing = count_missing(s, group, held, has_spare, end, own)
@@ -192,12 +201,53 @@ def _move_spare(s: State, slot: int, group: int, end: int) -> int:
 
 
 @compiled
+def count_copies(s: State, slot: int) -> int:
+    """Return the shared blocks that the next token of a request is written to (P8)."""
+    found = 0
+    if s.scalars[HAS_FORKS] != 0 and s.requests[slot, MAY_SHARE] != 0:
+        for group in range(s.scalars[NUM_GROUPS]):
+            found += _find_shared(s, slot, group) != NONE
+    return found
+
+
+@compiled
+def _find_shared(s: State, slot: int, group: int) -> int:
+    """Return the index of the shared block that the next token is written to; NONE if it is not
+    shared, or full and so not written to any more."""
+    computed, size = s.requests[slot, NUM_COMPUTED], s.groups[group, SIZE]
+    if computed % size == 0:
+        return NONE
+    block = s.block_tables[group, s.requests[slot, SEAT], computed // size]
+    return int(computed // size) if s.blocks[block, REF_COUNT] > 1 else NONE
+
+
+@compiled
+def _take_own(s: State, slot: int, group: int) -> None:
+    """Copy the shared block that the next token is written to; others hold the source."""
+    index = _find_shared(s, slot, group)
+    if index != NONE:
+        seat, at = s.requests[slot, SEAT], s.scalars[NUM_COPIES]
+        source, own = s.block_tables[group, seat, index], take_block(s)
+        s.blocks[source, REF_COUNT] -= 1
+        s.block_tables[group, seat, index] = own
+        s.copies[at, 0], s.copies[at, 1], s.copies[at, 2] = slot, source, own
+        s.scalars[NUM_COPIES] = at + 1
+
+
+@compiled
 def mark_known(s: State, slot: int) -> None:
     """Note the lengths of the tables before the next row of the step takes blocks."""
     row = s.scalars[NUM_ROWS]
     for group in range(s.scalars[NUM_GROUPS]):
         at, held = ROW_BLOCKS + 2 * group, s.holdings[slot, group, HELD]
         s.lines[row, at], s.lines[row, at + 1] = held, held
+
+
+@compiled
+def tell_all_blocks(s: State) -> None:
+    """Let the plan list all blocks of the next row, and not only its new ones."""
+    for group in range(s.scalars[NUM_GROUPS]):
+        s.lines[s.scalars[NUM_ROWS], ROW_BLOCKS + 2 * group] = 0
 
 
 @compiled
@@ -284,7 +334,7 @@ def fits(s: State, slot: int, hit: int, tokens: int) -> bool:
     A hit that others hold too saves no block once a window has moved past it: they keep it, and the
     following blocks come from the free ones.
     """
-    needed, whole, known = 0, 0, s.requests[slot, NUM_KNOWN]
+    needed, whole, known, free = 0, 0, s.requests[slot, NUM_KNOWN], count_free(s)
     for group in range(s.scalars[NUM_GROUPS]):
         hits, unheld = hit // s.groups[group, SIZE], 0
         for index in range(find_first_read(s, group, hit), hits):
@@ -295,9 +345,16 @@ def fits(s: State, slot: int, hit: int, tokens: int) -> bool:
         most = count_blocks(s, group, min(all_own, s.groups[group, MOST_SLOTS]))
         most = min(most, s.groups[group, MOST_BLOCKS])
         whole += min(count_blocks(s, group, all_own) - hits + unheld, most)
-    if s.scalars[RESERVES_WHOLE] != 0 and whole > s.scalars[NUM_FREE]:
+    if s.scalars[RESERVES_WHOLE] != 0 and whole > free:
         return False
-    return bool(needed <= s.scalars[NUM_FREE])
+    return bool(needed <= free)
+
+
+@compiled
+def count_free(s: State) -> int:
+    """Return the free blocks that an admission may take."""
+    kept = s.scalars[NUM_KEPT_FREE] if s.scalars[NUM_RUNNING] > 0 else 0
+    return int(s.scalars[NUM_FREE] - kept)
 
 
 @compiled
@@ -321,11 +378,11 @@ def adopt(s: State, slot: int, hit: int) -> None:
 
 @compiled
 def fits_behind(s: State, slot: int, tokens: int) -> bool:
-    """Whether there are blocks for `tokens` tokens of a session behind its computed ones, and for
-    all of its known ones if its config asks for that (P7, P11, P15)."""
+    """Whether there are blocks for `tokens` tokens of a session or branch behind its computed ones,
+    and for all of its known ones if its config asks for that (P7, P11, P15)."""
     computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
-    seat, free = s.requests[slot, SEAT], s.scalars[NUM_FREE]
-    needed, whole, end = 0, 0, computed + tokens
+    seat, free = s.requests[slot, SEAT], count_free(s)
+    needed, whole, end = count_copies(s, slot), 0, computed + tokens
     for group in range(s.scalars[NUM_GROUPS]):
         held, first = s.holdings[slot, group, HELD], find_first_read(s, group, computed)
         for index in range(s.holdings[slot, group, LEFT], first):
@@ -339,7 +396,10 @@ def fits_behind(s: State, slot: int, tokens: int) -> bool:
             continue  # all its blocks are held already
         most = count_blocks(s, group, min(known, s.groups[group, MOST_SLOTS]))
         most = min(most, s.groups[group, MOST_BLOCKS])
-        whole += max(min(count_blocks(s, group, known) - held, most - own), 0)
+        later = count_blocks(s, group, known) - held
+        if s.requests[slot, MAY_SHARE] != 0:
+            later += _find_shared(s, slot, group) != NONE
+        whole += max(min(later, most - own), 0)
     if s.scalars[RESERVES_WHOLE] != 0 and whole > free:
         return False
     return bool(needed <= free)
@@ -364,7 +424,7 @@ def count_common(s: State, group: int) -> int:
     held, seat = s.holdings[slot, group, HELD], s.requests[slot, SEAT]
     if running == 1:
         return int(held)
-    if s.scalars[NUM_SESSIONS] > 0:
+    if s.scalars[NUM_SESSIONS] > 0 or s.scalars[HAS_FORKS] != 0:
         return _compare_tables(s, group)
     moves = s.scalars[NUM_MOVES]
     known = s.groups[group, COMMON_RUNNING] == running

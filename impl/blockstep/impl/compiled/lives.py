@@ -8,10 +8,12 @@ from blockstep.impl.compiled.blocks import (
     find_node,
     free_blocks,
     list_nodes,
+    publish,
     release_node,
+    touch,
     withdraw,
 )
-from blockstep.impl.compiled.groups import find_first_read
+from blockstep.impl.compiled.groups import count_blocks, find_first_read
 from blockstep.impl.compiled.jit import compiled, entry
 from blockstep.impl.compiled.queues import goes_before, leave_queue, prepend
 from blockstep.impl.compiled.state import (
@@ -32,6 +34,7 @@ from blockstep.impl.compiled.state import (
     LAST_NODE,
     LAST_SAMPLE,
     LEFT,
+    MAY_SHARE,
     MORE_STOPS,
     NEXT_ITEM,
     NEXT_SEAT,
@@ -53,6 +56,7 @@ from blockstep.impl.compiled.state import (
     PASSED,
     PREEMPTIONS,
     PREVIOUS,
+    PUBLISHED,
     QUEUES,
     ROW,
     RUNNING,
@@ -125,14 +129,19 @@ def get_tokens(s: State, slot: int) -> Int32s:
 
 
 @compiled
+def _take_seat(s: State, slot: int) -> None:
+    found = s.scalars[FREE_SEAT]
+    s.scalars[FREE_SEAT] = s.lines[found, NEXT_SEAT]
+    s.requests[slot, SEAT] = found
+    full = s.requests[slot, NUM_FULL]
+    list_nodes(s, s.requests[slot, LAST_NODE], full, s.node_tables[found])
+
+
+@compiled
 def seat(s: State, slot: int) -> None:
-    """Append a request to the running list, with a batch row (`seat`); a session may have one."""
+    """Append a request to the running list, with a batch row (`seat`), unless it has one."""
     if s.requests[slot, SEAT] == NONE:
-        found = s.scalars[FREE_SEAT]
-        s.scalars[FREE_SEAT] = s.lines[found, NEXT_SEAT]
-        s.requests[slot, SEAT] = found
-        full = s.requests[slot, NUM_FULL]
-        list_nodes(s, s.requests[slot, LAST_NODE], full, s.node_tables[found])
+        _take_seat(s, slot)
     s.lines[s.scalars[NUM_RUNNING], RUNNING] = slot
     s.scalars[NUM_RUNNING] += 1
     s.requests[slot, STATUS] = IS_RUNNING
@@ -156,7 +165,7 @@ def _unseat(s: State, slot: int) -> None:
     found = s.requests[slot, SEAT]
     s.lines[found, NEXT_SEAT] = s.scalars[FREE_SEAT]
     s.scalars[FREE_SEAT] = found
-    s.requests[slot, SEAT] = NONE
+    s.requests[slot, SEAT], s.requests[slot, MAY_SHARE] = NONE, 0
 
 
 @compiled
@@ -313,3 +322,57 @@ def store_input(s: State, slot: int, tokens: Int32s, extras: Int32s) -> None:
     if seated != NONE:
         full = s.requests[slot, NUM_FULL]
         list_nodes(s, s.requests[slot, LAST_NODE], full, s.node_tables[seated])
+
+
+# Branches: they hold the blocks of their parent
+
+
+@entry("state", "int", "int", "int")
+def branch(s: State, parent: int, child: int, common: int) -> None:
+    """Let a branch hold the blocks of the common tokens that its parent has computed.
+
+    First the parent's full blocks are published, so that each shared full block is in the prefix
+    cache, and is not published again by the branch.
+    """
+    computed = s.requests[parent, NUM_COMPUTED]
+    if computed == 0:
+        return
+    publish(s, parent, computed, min(computed, s.requests[parent, NUM_KNOWN]))
+    tokens = _find_branch_point(s, parent, min(computed, common, s.requests[child, NUM_KNOWN] - 1))
+    if tokens == 0:
+        return
+    _take_seat(s, child)
+    own, other = s.requests[child, SEAT], s.requests[parent, SEAT]
+    for group in range(s.scalars[NUM_GROUPS]):
+        held = min(count_blocks(s, group, tokens), s.holdings[parent, group, HELD])
+        left = min(s.holdings[parent, group, LEFT], held)
+        published = min(s.holdings[parent, group, PUBLISHED], tokens // s.groups[group, SIZE])
+        s.holdings[child, group, HELD], s.holdings[child, group, LEFT] = held, left
+        s.holdings[child, group, PUBLISHED] = published
+        for index in range(held):
+            block = s.block_tables[group, other, index]
+            s.block_tables[group, own, index] = block
+            if index >= left:
+                touch(s, block)
+    s.requests[child, NUM_COMPUTED] = tokens
+    s.requests[child, MAY_SHARE] = s.requests[parent, MAY_SHARE] = 1
+
+
+@compiled
+def _find_branch_point(s: State, parent: int, most: int) -> int:
+    """Return the largest number of tokens, at most `most`, that a branch can start from.
+
+    The blocks that the branch reads must be held, and the block that it writes next must not be
+    published: a published block is not written again.
+    """
+    length, lower = most, -1
+    while length != lower:
+        lower = length
+        for group in range(s.scalars[NUM_GROUPS]):
+            size, left = s.groups[group, SIZE], s.holdings[parent, group, LEFT]
+            index = length // size
+            if length % size != 0 and index < s.holdings[parent, group, PUBLISHED]:
+                length = index * size
+            elif find_first_read(s, group, length) < min(left, count_blocks(s, group, length)):
+                length -= 1
+    return int(length)

@@ -11,6 +11,7 @@ from blockstep.impl.compiled.groups import (
     adopt,
     align,
     count_common,
+    count_copies,
     count_needed,
     find_hits,
     fits,
@@ -18,6 +19,7 @@ from blockstep.impl.compiled.groups import (
     leave_blocks,
     mark_known,
     take_needed,
+    tell_all_blocks,
 )
 from blockstep.impl.compiled.jit import compiled, entry
 from blockstep.impl.compiled.lives import find_giver, leave_running, preempt, seat, take_back
@@ -41,6 +43,8 @@ from blockstep.impl.compiled.state import (
     HAS_ALIGNED,
     HAS_CACHE,
     HAS_CHUNKS,
+    HAS_FORKS,
+    HAS_ITEMS,
     HAS_STATES,
     HELD,
     HITS,
@@ -58,11 +62,13 @@ from blockstep.impl.compiled.state import (
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
     MAX_TOKENS_PER_ROW,
+    MAY_SHARE,
     NEXT_ITEM,
     NONE,
     NUM_ADAPTERS,
     NUM_CACHED_TOKENS,
     NUM_COMPUTED,
+    NUM_COPIES,
     NUM_DRAFTS,
     NUM_FREE,
     NUM_GROUPS,
@@ -115,10 +121,15 @@ def run_rows(s: State, position: int) -> int:
     while 0 <= position < s.scalars[NUM_RUNNING] and s.scalars[BUDGET] > 0:
         slot = s.lines[position, RUNNING]
         tokens = _tokens_to_run(s, slot)
-        if tokens > 0 and s.requests[slot, NUM_COMPUTED] + tokens > s.requests[slot, NEXT_ITEM]:
+        if s.scalars[HAS_ITEMS] != 0 and tokens > 0 and _is_due(s, slot, tokens):
             return position
         position = _run_row(s, slot, tokens, position)
     return NONE
+
+
+@compiled
+def _is_due(s: State, slot: int, tokens: int) -> bool:
+    return bool(s.requests[slot, NUM_COMPUTED] + tokens > s.requests[slot, NEXT_ITEM])
 
 
 @entry("state", "int", "int")
@@ -143,7 +154,7 @@ def _run_row(s: State, slot: int, tokens: int, position: int) -> int:
         return position + 1
     if s.scalars[SKIPS_BLOCKS] != 0:
         leave_blocks(s, slot)
-    needed = count_needed(s, slot, tokens)
+    needed = count_needed(s, slot, tokens) + count_copies(s, slot)
     if needed > s.scalars[NUM_FREE]:
         position = _make_room(s, slot, needed, position)
         if position < 0:
@@ -152,7 +163,12 @@ def _run_row(s: State, slot: int, tokens: int, position: int) -> int:
     computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
     if needed > 0:
         slots = min(computed + tokens + s.scalars[NUM_LOOKAHEAD], s.scalars[MAX_MODEL_LEN])
+        num_copies = s.scalars[NUM_COPIES]
         take_needed(s, slot, computed + tokens, slots)
+        if s.scalars[NUM_COPIES] > num_copies:
+            tell_all_blocks(s)
+    if s.scalars[HAS_FORKS] != 0:
+        s.requests[slot, MAY_SHARE] = 0
     publish(s, slot, computed, min(computed + tokens, known))
     drafts = 0
     if s.requests[slot, NUM_DRAFTS] > 0:  # drafts that do not fit are dropped (P24)
@@ -194,9 +210,11 @@ def _tokens_to_run(s: State, slot: int) -> int:
 def _make_room(s: State, slot: int, needed: int, position: int) -> int:
     """Preempt until `needed` blocks are free for `slot`, at `position` of the running list.
 
-    Returns its new position; -1 if it was preempted itself, which ends the phase.
+    Returns its new position; -1 if it was preempted itself, which ends the phase. A block needs no
+    copy once no other request holds it.
     """
-    while needed > s.scalars[NUM_FREE]:
+    needed -= count_copies(s, slot)
+    while needed + count_copies(s, slot) > s.scalars[NUM_FREE]:
         if s.scalars[NUM_RUNNING] == 1 and _take_back_one(s, slot):
             continue
         at = _select_victim(s)
@@ -208,6 +226,9 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
         if row != NONE:  # its tokens return to the budget
             s.scalars[BUDGET] += s.lines[row, ROW_TOKENS]
             s.lines[row, ROW_SLOT] = NONE
+            for at in range(s.scalars[NUM_COPIES]):
+                if s.copies[at, 0] == victim:
+                    s.copies[at, 0] = NONE
         preempt(s, victim)
         s.scratch[s.scalars[NUM_PREEMPTED]] = victim
         s.scalars[NUM_PREEMPTED] += 1
@@ -273,7 +294,7 @@ def _may_try_again(s: State, slot: int) -> bool:
 @compiled
 def _take_back_one(s: State, needy: int) -> bool:
     """Free the blocks of a request other than `needy` that does not run, if there is one."""
-    if s.scalars[NUM_SESSIONS] == 0:
+    if s.scalars[NUM_SESSIONS] == 0 and s.scalars[HAS_FORKS] == 0:
         return False
     giver = find_giver(s, needy)
     if giver == NONE:
@@ -348,12 +369,11 @@ def _try_admit(s: State, slot: int, given: int) -> int:
     if has_blocks:
         leave_blocks(s, slot)
         mark_known(s, slot)
-        for group in range(s.scalars[NUM_GROUPS]):
-            s.lines[s.scalars[NUM_ROWS], ROW_BLOCKS + 2 * group] = 0  # the worker has forgotten it
+        tell_all_blocks(s)  # the worker has forgotten it
     else:
         adopt(s, slot, start)
     take_needed(s, slot, start + tokens, start + tokens)  # there is no lookahead yet
-    s.requests[slot, NUM_COMPUTED] = start
+    s.requests[slot, NUM_COMPUTED], s.requests[slot, MAY_SHARE] = start, 0
     publish(s, slot, start, min(start + tokens, known))
     _add_row(s, slot, tokens, 0)
     if s.requests[slot, NUM_CACHED_TOKENS] < 0:
@@ -378,7 +398,7 @@ preempted first); the leading blocks that all running requests share in the firs
 def begin_step(s: State, frame_id: int, budget: int) -> None:
     """Begin a plan, with so many tokens."""
     s.scalars[BUDGET] = budget
-    s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = 0
+    s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = s.scalars[NUM_COPIES] = 0
     s.scalars[STEP] = frame_id
 
 

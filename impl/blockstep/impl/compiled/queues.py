@@ -64,7 +64,7 @@ def append(s: State, queue: int, slot: int) -> None:
     _insert(s, queue, slot, before)
 
 
-@compiled
+@entry("state", "int", "int")
 def prepend(s: State, queue: int, slot: int) -> None:
     """Prepend the request to a queue; under PRIORITY, insert it by its order."""
     before = s.scalars[QUEUES + 2 * queue]

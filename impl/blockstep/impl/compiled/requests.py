@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockstep.impl.compiled.lives import store_input, store_prompt
-from blockstep.impl.compiled.queues import append
-from blockstep.impl.compiled.results import BY_EOS, BY_STOP_TOKEN, GOES_ON
+from blockstep.impl.compiled.lives import end, store_input, store_prompt
+from blockstep.impl.compiled.queues import append, prepend
+from blockstep.impl.compiled.results import BY_EOS, BY_STOP_TOKEN, GOES_ON, append_outputs
 from blockstep.impl.compiled.state import (
     ADAPTER,
     ARRIVAL,
@@ -21,6 +22,7 @@ from blockstep.impl.compiled.state import (
     EXTRAS,
     FIRST_EXTRAS,
     FIRST_ITEM,
+    GRAMMAR_READY,
     HAS_GRAMMAR,
     HAS_STOPS,
     IS_SESSION,
@@ -64,7 +66,7 @@ from blockstep.impl.compiled.state import (
     make_state,
 )
 from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
-from blockstep.spec.vocabulary import Config, Policy, Request, RequestId
+from blockstep.spec.vocabulary import Config, Policy, Request, RequestId, TokenIds
 
 _NO_ITEM: Final = 1 << 40
 _OF_INPUT: Final = [
@@ -98,6 +100,30 @@ class Requests:
 
     def add(self, request: Request) -> int:
         """Add a new request to its queue; return its index."""
+        slot = self._enter(request)
+        append(self.state, SKIPPED if request.structured_output else WAITING, slot)
+        return slot
+
+    def branch(self, parent: int, child_id: RequestId, outputs: TokenIds) -> int:
+        """Add a branch of a request to the front of the queue; return its index, or NONE if one of
+        its outputs ends it."""
+        request = replace(self.requests[parent], request_id=child_id)
+        slot, s = self._enter(request), self.state
+        s.requests[slot, STATUS] = IS_WAITING
+        for column in (GRAMMAR_READY, NUM_CACHED_TOKENS):
+            s.requests[slot, column] = s.requests[parent, column]
+        prepend(s, WAITING, slot)
+        self.reserve_nodes(len(outputs), 1)
+        marks = [_mark_of(request, token) for token in outputs]
+        tokens = np.array(outputs, np.int32)
+        if append_outputs(self.state, slot, tokens, np.array(marks, np.uint8)):
+            return slot
+        end(self.state, slot)
+        self.remove(slot)
+        return NONE
+
+    def _enter(self, request: Request) -> int:
+        """Give a new request an index, and store its prompt."""
         slot = self._find_slot(request)
         self.slot_of[request.request_id] = slot
         if self._are_names_lent and self.names[slot] is not None:
@@ -117,7 +143,6 @@ class Requests:
             for name, label in self._labels.add(request.request_id):
                 self.state.requests[self.slot_of[name], LABEL] = label
         self.state.scalars[NUM_MORE_STOPS] += self.state.requests[slot, MORE_STOPS]
-        append(self.state, SKIPPED if request.structured_output else WAITING, slot)
         return slot
 
     def go_on(self, slot: int, whole: Request) -> None:
@@ -205,6 +230,8 @@ class Requests:
     def _reserve_seats(self) -> None:
         """Make room for all requests that may hold blocks; each holds at least one."""
         most = self.config.max_num_seqs + int(self.state.scalars[NUM_SESSIONS])
+        if self.config.enable_forks:
+            most = len(self.requests)
         most = min(most, self.config.num_usable_blocks, len(self.requests))
         while len(self.state.lines) < most:
             self.state = grow_seats(self.state, 2 * len(self.state.lines))

@@ -273,3 +273,10 @@ def _repeats(s: State, slot: int) -> bool:
         if same == size * (count - 1):
             return True
     return False
+
+
+@entry("state", "int", "int32 1", "uint8 1")
+def append_outputs(s: State, slot: int, tokens: Int32s, marks: NDArray[np.uint8]) -> bool:
+    """Append outputs to a new branch; return False if one of them ends it. `marks`: as in
+    `commit_step`, or empty."""
+    return _accept(s, slot, tokens, marks)[1] == GOES_ON

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode, Policy
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode, Policy, PoolOrder
 
 NONE: Final = -1
 """No node, no block, no batch row, no slot."""
@@ -90,7 +90,15 @@ DUE_START: Final = 49
 """Computed tokens, hits included, and new tokens of a request at the head of a queue whose next
 item is due."""
 DUE_TOKENS: Final = 50
-NUM_SCALARS: Final = 51
+HAS_FORKS: Final = 51
+NUM_KEPT_FREE: Final = 52
+"""Free blocks that an admission leaves while any request runs."""
+IS_LIFO: Final = 53
+"""Whether freed blocks go before the head of the free queue."""
+NUM_COPIES: Final = 54
+HAS_ITEMS: Final = 55
+"""Whether the config models an encoder, so that items may be due."""
+NUM_SCALARS: Final = 56
 
 # Requests: columns that each step reads come first, so that they share few cache lines;
 BIRTH: Final = 0
@@ -164,7 +172,9 @@ FIRST_ITEM: Final = 45
 NEXT_ITEM: Final = 46
 """If more tokens than this are computed after a step, the first item that is not behind is due in
 that step."""
-REQUEST_COLUMNS: Final = 47
+MAY_SHARE: Final = 47
+"""Whether another request may hold the block that its next token is written to."""
+REQUEST_COLUMNS: Final = 48
 
 # Statuses.
 IS_WAITING: Final = 0
@@ -318,6 +328,8 @@ class State(NamedTuple):
     """[adapters]: number of running requests with each, if running adapters are limited."""
     lines: Int64s
     """[seats, ROW_BLOCKS + 2 * groups]"""
+    copies: Int32s
+    """[copies, 3]: request (NONE if it was preempted since), source and copy of a shared block."""
     log: Int32s
     """[entries, LOG_COLUMNS]: KV events that were not told yet."""
     scratch: Int32s
@@ -370,6 +382,9 @@ def make_state(config: Config) -> State:
         (groups[:, DROPPED] * groups[:, SIZE]).max(),
     )
     scalars[MAX_LORAS] = config.max_loras
+    scalars[HAS_ITEMS] = config.encoder_cache_size > 0
+    scalars[HAS_FORKS], scalars[NUM_KEPT_FREE] = config.enable_forks, config.watermark_blocks
+    scalars[IS_LIFO] = config.pool_order is PoolOrder.LIFO
     scalars[NUM_FREE] = config.num_blocks - 1
     scalars[FREE_NODE] = scalars[FREE_SEAT] = NONE
     for queue in (WAITING, SKIPPED, PASSED):
@@ -394,6 +409,7 @@ def make_state(config: Config) -> State:
         np.zeros(1, np.int64),
         np.zeros(_SLOTS, np.int64),
         np.zeros((0, ROW_BLOCKS + 2 * len(groups)), np.int64),
+        np.zeros((0, 3), np.int32),
         np.zeros((0, LOG_COLUMNS), np.int32),
         np.zeros(0, np.int32),
     )
@@ -483,6 +499,7 @@ def grow_seats(state: State, count: int) -> State:
         node_tables=_longer_table(state.node_tables, count, used),
         drafts=_longer(state.drafts, count),
         lines=lines,
+        copies=np.zeros((count * len(state.groups) * int(state.scalars[HAS_FORKS]), 3), np.int32),
         scratch=np.zeros(max(2 * count, state.node_tables.shape[1]), np.int32),
     )
 

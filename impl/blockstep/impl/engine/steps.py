@@ -118,8 +118,14 @@ class Steps:
                 self._resident = None  # it must see every step
         self._runner.is_observed = self.observer is not None
         self._arrays: ArrayScheduler | None = None
-        """The scheduler, if it works with arrays."""
-        if self.observer is None and isinstance(self._scheduler, ArrayScheduler):
+        """The scheduler, if it works with arrays. Objects say which blocks of branches are copied,
+        and which rows come after the stop of a session."""
+        needs_objects = self.config.enable_forks or self.settings.enable_sessions
+        if (
+            self.observer is None
+            and not needs_objects
+            and isinstance(self._scheduler, ArrayScheduler)
+        ):
             self._arrays = self._scheduler
 
     def _make_scheduler(self, config: Config) -> Scheduler:
