@@ -9,10 +9,12 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from alike_support import apply_alike, step_alike
+from episodes_support import play_episodes
 
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
@@ -27,6 +29,8 @@ from blockstep.spec.vocabulary import (
     Abort,
     Ack,
     Config,
+    GroupKind,
+    KVGroup,
     MultiModalItem,
     Policy,
     Request,
@@ -82,15 +86,23 @@ def draw_request(draw: random.Random, number: int) -> Request:
     )
 
 
-@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
+WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, 6, sliding_window=5)
+VARIED: tuple[dict[str, Any], ...] = (
+    {},
+    {"policy": Policy.PRIORITY, "max_loras": 1},
+    {"groups": (KVGroup(GroupKind.FULL, 3), WINDOW), "enable_kv_cache_events": True},
+)
+
+
+@pytest.mark.parametrize("fields", VARIED, ids=["plain", "priority", "groups"])
 def test_it_grows_as_it_must_and_leaks_nothing(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More requests, seats, nodes and extras than there is room for at first; all come back."""
     monkeypatch.setattr(state_of_engine, "TABLE_ENTRIES", 300)
     draw = random.Random(3)
     config = Config(
-        num_blocks=40, block_size=3, max_num_seqs=30, max_num_batched_tokens=50, policy=policy
+        num_blocks=40, block_size=3, max_num_seqs=30, max_num_batched_tokens=50, **fields
     )
     engine, other = CompiledEngine(config), HostEngine(config)
     first = engine.requests.state
@@ -109,12 +121,49 @@ def test_it_grows_as_it_must_and_leaks_nothing(
     assert len(state.nodes) > len(first.nodes)
     assert len(state.extras_uses) > len(first.extras_uses)
     apply_alike(engine, other, Reset(reset_running_requests=False))
+    state = engine.requests.state
+    assert not state.adapters.any()
     assert state.scalars[NUM_FREE_NODES] == len(state.nodes)
     assert not state.extras_uses[1:].any()
     seat, seats = int(state.scalars[FREE_SEAT]), 0
     while seat != NONE:
         seat, seats = int(state.lines[seat, NEXT_SEAT]), seats + 1
     assert seats == len(state.lines)
+
+
+MISTAKES = {
+    "a window is a token too long": ("window", "groups", (slice(None), state_of_engine.SPAN), 1),
+    "a draft head's last block is not dropped": (
+        "drafts",
+        "groups",
+        (0, state_of_engine.DROPPED),
+        -1,
+    ),
+    "the gate counts too few blocks": (
+        "states",
+        "groups",
+        (slice(None), state_of_engine.SPARE),
+        -1,
+    ),
+    "an adapter too many runs": ("adapters", "scalars", state_of_engine.MAX_LORAS, 1),
+    "a block is kept free": ("forks", "scalars", state_of_engine.NUM_KEPT_FREE, 1),
+    "items are due too late": ("encoder", "scalars", state_of_engine.HAS_ITEMS, -1),
+}
+"""Features, and places in the state where a number is changed."""
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted_mistakes_are_caught(name: str) -> None:
+    feature, array, place, change = MISTAKES[name]
+
+    def make_engine(config: Config) -> CompiledEngine:
+        engine = CompiledEngine(config)
+        changed = getattr(engine.requests.state, array)
+        changed[place] = np.maximum(changed[place] + change, 0)
+        return engine
+
+    played = play_episodes(make_engine, 4_000, preset="small", with_features=(feature,), seed=3)
+    assert played.first is not None
 
 
 def test_extras_that_nobody_needs_are_given_out_again() -> None:

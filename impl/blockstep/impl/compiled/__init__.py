@@ -1,12 +1,13 @@
 """The compiled engine: the scheduler and its paged KV memory as machine code.
 
 All state is in arrays of integers (`state`), and functions that numba compiles change it: `blocks`
-has the pool and the prefix cache, `queues` the waiting requests, `lives` a request from submission
-to finish, `planning` the event Schedule, `results` the event Commit. `requests` and `names` keep
-Python objects such as ids, `frames` the plans in flight; `engine` is the engine, `view` its
-snapshot, `jit` the compiler.
+has the pool and the prefix cache, `groups` the block tables of several KV groups, `queues` the
+waiting requests, `lives` a request from submission to finish, `planning` the event Schedule,
+`results` the event Commit. `requests` and `names` keep Python objects such as ids, `frames` the
+plans in flight; `masks`, `sessions`, `encodings` and `forks` are plain Python over the same arrays,
+each for what few rows need; `engine` is the engine, `view` its snapshot, `jit` the compiler.
 
-Importing it compiles: half a minute the first time, under a second later.
+Importing it compiles: about a minute the first time, under a second later.
 """
 
 from blockstep.impl.compiled.engine import CompiledEngine

@@ -106,10 +106,18 @@ def _find_cache() -> Path:
     """Return the folder for machine code of exactly these sources.
 
     numba itself checks only the file of the function that is called, and would keep using old code
-    of the functions that it calls.
+    of the functions that it calls. Modules without compiled functions do not count, but for the
+    layout of the state.
     """
     here = Path(__file__).parent
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(here.glob("*.py"))))
+    sources = [(file.stem, file.read_bytes()) for file in sorted(here.glob("*.py"))]
+    marks = (b"\n@compiled", b"\n@entry(", b"\n@making_arrays")
+    counted = [
+        source
+        for name, source in sources
+        if name in ("state", "jit") or any(mark in source for mark in marks)
+    ]
+    digest = hashlib.sha256(b"".join(counted))
     beside = here / "__pycache__"
     if numba.config.CACHE_DIR:
         beside = Path(numba.config.CACHE_DIR)

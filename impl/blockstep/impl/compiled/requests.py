@@ -228,11 +228,14 @@ class Requests:
         return slot
 
     def _reserve_seats(self) -> None:
-        """Make room for all requests that may hold blocks; each holds at least one."""
-        most = self.config.max_num_seqs + int(self.state.scalars[NUM_SESSIONS])
-        if self.config.enable_forks:
-            most = len(self.requests)
-        most = min(most, self.config.num_usable_blocks, len(self.requests))
+        """Make room for all requests that may hold blocks.
+
+        Each but a branch has taken at least one block, so there are no more of them than blocks.
+        """
+        most = len(self.requests)
+        if not self.config.enable_forks:
+            limit = self.config.max_num_seqs + int(self.state.scalars[NUM_SESSIONS])
+            most = min(most, limit, self.config.num_usable_blocks)
         while len(self.state.lines) < most:
             self.state = grow_seats(self.state, 2 * len(self.state.lines))
 

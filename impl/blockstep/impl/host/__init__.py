@@ -3,12 +3,12 @@
 Data flows through the modules in this order: `digests` hashes contents, `lineage` holds one
 request's tokens and digests, `prefix` finds blocks by digest, `pool` owns the blocks, `queues` and
 `table` hold the requests, and `core` connects them. `promises` counts the outputs that frames in
-flight will sample. Optional features have state machines of their own: `adapters`, `grammars` with
-`masks`, `encoder` with `encodings`, and `sessions`; `groups`, `kinds` and `states` implement
-several KV groups. `transfers` keeps the transfers with a store: `loading` starts loads, `arrivals`
-takes reports about them. `step` is a plan under construction, `running` and `admission` are its two
-phases, `planning` issues it; `results` and `drafts` take the answers. `scheduler` is the engine,
-`view` makes its snapshot. This engine has every feature; the fast one is `blockstep.impl.compiled`.
+flight will sample. Optional features have modules of their own: `adapters`, `masks`, `encodings`
+and `sessions`; `groups`, `kinds` and `states` implement several KV groups. `transfers` keeps the
+transfers with a store: `loading` starts loads, `arrivals` takes reports about them. `step` is a
+plan under construction, `running` and `admission` are its two phases, `planning` issues it;
+`results` and `drafts` take the answers. `scheduler` is the engine, `view` makes its snapshot. This
+engine has every feature; the fast one is `blockstep.impl.compiled`.
 """
 
 from blockstep.impl.host.digests import CRC32, DIGESTS, SHA256, Digest
