@@ -148,7 +148,7 @@ class ArrayPlan:
     has_structured_output_requests: bool = field(default=False, init=False)
     """Whether a row samples whose request has a grammar."""
     pending_structured_output_tokens: bool = field(default=False, init=False)
-    """Whether older frames sample for one of those."""
+    """Whether older frames sample for such a request."""
 
     def __len__(self) -> int:
         return len(self.slots)

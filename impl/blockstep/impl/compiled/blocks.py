@@ -168,7 +168,7 @@ def _publish_group(s: State, slot: int, group: int, computed: int, full: int) ->
 
 @compiled
 def log(s: State, kind: int, node: int, group: int) -> None:
-    """Log a KV event; its node stays until the event is told. The caller reserves room."""
+    """Log a KV event; its node stays until the log is emptied. The caller reserves room."""
     at = s.scalars[NUM_LOGGED]
     s.log[at, 0], s.log[at, 1], s.log[at, 2] = kind, node, group
     if node != NONE:
@@ -178,7 +178,7 @@ def log(s: State, kind: int, node: int, group: int) -> None:
 
 @entry("state")
 def forget_log(s: State) -> None:
-    """Empty the log: all events are told."""
+    """Empty the log, and release its nodes."""
     for at in range(s.scalars[NUM_LOGGED]):
         release_node(s, s.log[at, 1])
     s.scalars[NUM_LOGGED] = 0

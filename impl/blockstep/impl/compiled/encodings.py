@@ -15,16 +15,18 @@ from blockstep.impl.compiled.planning import (
     PlanArrays,
     admit_due,
     admit_rows,
-    begin_step,
     count_due,
     end_running,
     issue,
+    plan_step,
     run_due,
     run_rows,
 )
 from blockstep.impl.compiled.requests import Requests
 from blockstep.impl.compiled.state import (
     BUDGET,
+    DUE_POSITION,
+    DUE_SLOT,
     DUE_START,
     DUE_TOKENS,
     MAX_NUM_SEQS,
@@ -66,26 +68,37 @@ class Encodings:
     def plan_step(
         self, s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
     ) -> PlanArrays:
-        """Plan one step, as the function of machine code with this name does."""
-        begin_step(s, frame_id, budget)
+        """Plan one step, as the function of machine code with this name does.
+
+        Where that stops at a due item, the parts of the step are called one by one.
+        """
         self._budget, self._num_undone = self.config.encoder_compute_budget, 0
         self._encodings.clear()
-        position = 0
-        while position != NONE:
-            position = run_rows(s, position)
-            self._undo_preempted(s)
-            if position != NONE:
+        result = plan_step(s, frame_id, previous_id, oldest_id, budget, admits)
+        position, slot = s.scalars[[DUE_POSITION, DUE_SLOT]].tolist()
+        self._undo_preempted(s)
+        if position == NONE and slot == NONE:
+            return result
+        num_running = result[6]
+        if position != NONE:
+            while position != NONE:
                 position = self._run_due(s, position)
-        num_running = end_running(s)
-        if admits and not s.scalars[NUM_PREEMPTED]:
-            slot = admit_rows(s, oldest_id)
-            while slot != NONE and self._admit_due(s, slot):
+                if position != NONE:
+                    position = run_rows(s, position)
+                    self._undo_preempted(s)
+            num_running = end_running(s)
+            if admits and not s.scalars[NUM_PREEMPTED]:
                 slot = admit_rows(s, oldest_id)
+        while slot != NONE:
+            slot = admit_rows(s, oldest_id) if self._admit_due(s, slot) else NONE
         return issue(s, frame_id, previous_id, num_running)
 
     def tell(self, plan: ArrayPlan) -> None:
         """Add to a plan the encoder inputs to compute, load and drop; release what is behind."""
-        plan.free_encoder_mm_hashes = self.cache.announce()
+        if self.cache.freed or self.cache.sizes_freed:
+            plan.free_encoder_mm_hashes = self.cache.announce()
+        if not self._encodings:
+            return
         requests = self.requests.requests
         for slot in self._encodings:
             computed = int(self.requests.state.requests[slot, NUM_COMPUTED])

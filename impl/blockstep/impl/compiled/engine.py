@@ -84,6 +84,7 @@ from blockstep.spec.vocabulary import (
     FrameId,
     GrammarBitmask,
     GrammarOutput,
+    GroupKind,
     KVEvent,
     Outputs,
     PauseState,
@@ -231,7 +232,12 @@ class CompiledEngine(Doors[Frame]):
     def _tell_groups(self, plan: ArrayPlan, block_groups: Int32s, num_common: int) -> None:
         """Add to a plan of several groups the group of each new block, and the common prefixes."""
         s = self.requests.state
-        others = [count_common(s, group) for group in range(1, len(s.groups))]
+        kinds = enumerate(self.config.kv_groups)
+        others = [
+            count_common(s, number) if group.kind is GroupKind.FULL else 0
+            for number, group in kinds
+            if number
+        ]
         plan.block_groups = block_groups
         plan.num_common_prefix_blocks = (num_common, *others)
 
@@ -288,7 +294,10 @@ class CompiledEngine(Doors[Frame]):
     def _take_answer(self, frame_id: FrameId, tokens: list[TokenIds]) -> Outputs | Rejected:
         flat = np.array([*chain.from_iterable(tokens)], np.int32)
         outputs = self._take(frame_id, flat, np.array([*map(len, tokens)], np.int32))
-        return outputs if isinstance(outputs, Rejected) else outputs.build_outputs()
+        if isinstance(outputs, Rejected):
+            return outputs
+        outputs.kv_events = self.take_events()
+        return outputs.build_outputs()
 
     def _take(
         self, frame_id: FrameId, token_ids: Int32s, counts: Int32s | None
@@ -331,7 +340,6 @@ class CompiledEngine(Doors[Frame]):
         if num_ended:
             self._note_ends(frame, told, num_ended, outputs)
         self._close(frame_id)
-        outputs.kv_events = self._tell()
         return outputs
 
     def _note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
@@ -351,6 +359,14 @@ class CompiledEngine(Doors[Frame]):
         self.masks.verifiable.pop(frame_id, None)
 
     def _tell(self) -> tuple[KVEvent, ...]:
+        return self.take_events()
+
+    def take_events(self) -> tuple[KVEvent, ...]:
+        """Return the KV events since the last call; none if the config has no KV events.
+
+        Contents stay in memory until their events are taken: call it after `commit_arrays`. The
+        outputs of the event Commit have them already.
+        """
         if not self.config.enable_kv_cache_events:
             return ()
         events = self._view.list_events()

@@ -76,6 +76,8 @@ class Forks:
     def tell(self, plan: ArrayPlan, num_running: int) -> None:
         """Add to a plan the copies of shared blocks, and the outputs of new branches."""
         s = self.requests.state
+        if not (plan.new_rows or s.scalars[NUM_COPIES]):
+            return
         copies = [copy for copy in s.copies[: s.scalars[NUM_COPIES]].tolist() if copy[0] != NONE]
         plan.block_copies = tuple([BlockCopy(source, own) for _, source, own in copies])
         slots = {*plan.slots[:num_running].tolist()}.intersection([copy[0] for copy in copies])

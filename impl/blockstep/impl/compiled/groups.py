@@ -1,4 +1,4 @@
-"""Groups: the blocks of a request in each of several KV groups, and its hits in all of them.
+"""Groups: the blocks of a request in each of several KV groups, and its hits in all groups.
 
 There is one block table per group, and one pool for all. A table has null blocks where no later
 token reads; a group of larger blocks names each by the node of its last tokens:
@@ -57,6 +57,7 @@ from blockstep.impl.compiled.state import (
     REF_COUNT,
     RESERVES_WHOLE,
     ROW_BLOCKS,
+    ROW_NUMBERS,
     RUNNING,
     SEAT,
     SIZE,
@@ -161,7 +162,9 @@ def count_needed(s: State, slot: int, tokens: int) -> int:
 
 @compiled
 def take_needed(s: State, slot: int, end: int, slots: int) -> None:
-    """Append to the tables of a request what they lack for `end` tokens and `slots` slots."""
+    """Append to the tables of a request, which gets the next row, what they lack for `end` tokens
+    and `slots` slots."""
+    row = s.scalars[NUM_ROWS]
     may_share = s.requests[slot, MAY_SHARE] != 0
     for group in range(s.scalars[NUM_GROUPS]):
         if may_share:
@@ -175,6 +178,7 @@ def take_needed(s: State, slot: int, end: int, slots: int) -> None:
             for index in range(held, held + missing):
                 s.block_tables[group, s.requests[slot, SEAT], index] = take_block(s)
             s.holdings[slot, group, HELD] = held + missing
+            s.lines[row, ROW_BLOCKS + ROW_NUMBERS * group + 1] = held + missing
 
 
 @compiled
@@ -239,15 +243,15 @@ def mark_known(s: State, slot: int) -> None:
     """Note the lengths of the tables before the next row of the step takes blocks."""
     row = s.scalars[NUM_ROWS]
     for group in range(s.scalars[NUM_GROUPS]):
-        at, held = ROW_BLOCKS + 2 * group, s.holdings[slot, group, HELD]
-        s.lines[row, at], s.lines[row, at + 1] = held, held
+        at, held = ROW_BLOCKS + ROW_NUMBERS * group, s.holdings[slot, group, HELD]
+        s.lines[row, at] = s.lines[row, at + 1] = s.lines[row, at + 2] = held
 
 
 @compiled
 def tell_all_blocks(s: State) -> None:
     """Let the plan list all blocks of the next row, and not only its new ones."""
     for group in range(s.scalars[NUM_GROUPS]):
-        s.lines[s.scalars[NUM_ROWS], ROW_BLOCKS + 2 * group] = 0
+        s.lines[s.scalars[NUM_ROWS], ROW_BLOCKS + ROW_NUMBERS * group] = 0
 
 
 @compiled
@@ -372,8 +376,8 @@ def adopt(s: State, slot: int, hit: int) -> None:
             s.block_tables[group, seat, index] = block
         s.holdings[slot, group, HELD] = s.holdings[slot, group, PUBLISHED] = hits
         s.holdings[slot, group, LEFT] = min(first, hits)
-        at = ROW_BLOCKS + 2 * group
-        s.lines[row, at], s.lines[row, at + 1] = 0, hits
+        at = ROW_BLOCKS + ROW_NUMBERS * group
+        s.lines[row, at], s.lines[row, at + 1], s.lines[row, at + 2] = 0, hits, hits
 
 
 @compiled

@@ -45,9 +45,8 @@ class Masks:
         self.matchers: dict[RequestId, Matcher] = {}
         """For each unfinished request with a grammar, the position in the grammar."""
         self.verifiable: dict[FrameId, dict[RequestId, TokenIds]] = {}
-        """For frames in flight whose bitmask was made under asynchronous scheduling: the real
-        drafts of each row, cut at the first that the grammar forbids. No other drafts are verified.
-        """
+        """The real drafts of each row, cut at the first that the grammar forbids, for frames in
+        flight whose bitmask was made under asynchronous scheduling. No others are verified."""
 
     def add(self, request: Request) -> None:
         """Begin the grammar of a new request, if it has one."""
@@ -61,8 +60,8 @@ class Masks:
         return row.token_ids if matcher is None else matcher.cut(row.token_ids)
 
     def look_at(self, slots: Int64s, told: Int32s) -> tuple[bool, bool]:
-        """Return whether the bitmask of a new frame has rows, and whether a grammar is behind one
-        of them, as older frames have placeholders of its request."""
+        """Return whether the bitmask of a new frame has rows, and whether some grammar is behind
+        its row, as older frames have placeholders of its request."""
         requests = self.requests.state.requests
         masked = (requests[slots, HAS_GRAMMAR] != 0) & (told[TOLD_SAMPLES] != 0)
         if not self.config.async_scheduling:

@@ -36,6 +36,8 @@ from blockstep.impl.compiled.state import (
     AWAITS_GRAMMAR,
     BIRTH,
     BUDGET,
+    DUE_POSITION,
+    DUE_SLOT,
     DUE_START,
     DUE_TOKENS,
     END_BY_MAX_TOKENS,
@@ -46,7 +48,6 @@ from blockstep.impl.compiled.state import (
     HAS_FORKS,
     HAS_ITEMS,
     HAS_STATES,
-    HELD,
     HITS,
     IS_ASYNC,
     IS_PREEMPTED,
@@ -86,6 +87,7 @@ from blockstep.impl.compiled.state import (
     ROW,
     ROW_BLOCKS,
     ROW_DRAFTS,
+    ROW_NUMBERS,
     ROW_SLOT,
     ROW_TOKENS,
     RUNNING,
@@ -328,7 +330,7 @@ def _awaits_token(s: State, slot: int, oldest_id: int) -> bool:
 
 @compiled
 def _has_lora_slot(s: State, slot: int) -> bool:
-    """Whether the request may run beside the adapters of the running requests (P9)."""
+    """Whether the request may run, as its adapter is one of few running adapters (P9)."""
     adapter = s.requests[slot, ADAPTER]
     if adapter == 0 or s.adapters[adapter] > 0:
         return True
@@ -394,14 +396,6 @@ of those that the previous plan lacked, and of preempted requests (both are list
 preempted first); the leading blocks that all running requests share in the first group."""
 
 
-@entry("state", "int", "int")
-def begin_step(s: State, frame_id: int, budget: int) -> None:
-    """Begin a plan, with so many tokens."""
-    s.scalars[BUDGET] = budget
-    s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = s.scalars[NUM_COPIES] = 0
-    s.scalars[STEP] = frame_id
-
-
 @entry("state")
 def end_running(s: State) -> int:
     """End the running phase; return the number of its rows."""
@@ -430,12 +424,11 @@ def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanAr
     rows, num_blocks, num_zeroed, num_drafts = s.scalars[NUM_ROWS], 0, 0, 0
     groups = s.scalars[NUM_GROUPS]
     for row in range(rows):
-        slot = s.lines[row, ROW_SLOT]
         for group in range(groups):
-            at, held = ROW_BLOCKS + 2 * group, s.holdings[slot, group, HELD]
-            num_blocks += held - s.lines[row, at]
+            at = ROW_BLOCKS + ROW_NUMBERS * group
+            num_blocks += s.lines[row, at + 1] - s.lines[row, at]
             if s.scalars[HAS_STATES] != 0 and s.groups[group, KIND] < IS_STATE:
-                num_zeroed += held - s.lines[row, at + 1]
+                num_zeroed += s.lines[row, at + 1] - s.lines[row, at + 2]
         num_drafts += s.lines[row, ROW_DRAFTS]
     who, told = np.empty((2, rows), np.int64), np.empty((TOLD_COLUMNS, rows), np.int32)
     sections = 2 if groups == 1 else 3
@@ -462,8 +455,8 @@ def _list_zeroed(s: State, ids: Int32s, at: int) -> None:
             continue
         for row in range(s.scalars[NUM_ROWS]):
             slot = s.lines[row, ROW_SLOT]
-            seated, first = s.requests[slot, SEAT], s.lines[row, ROW_BLOCKS + 2 * group + 1]
-            for index in range(first, s.holdings[slot, group, HELD]):
+            seated, last = s.requests[slot, SEAT], ROW_BLOCKS + ROW_NUMBERS * group + 1
+            for index in range(s.lines[row, last + 1], s.lines[row, last]):
                 ids[at] = s.block_tables[group, seated, index]
                 at += 1
 
@@ -488,8 +481,8 @@ def _fill_plan(
         seated = s.requests[slot, SEAT]
         who[0, row], who[1, row] = slot, s.requests[slot, BIRTH]
         for group in range(groups):
-            first = s.lines[row, ROW_BLOCKS + 2 * group]
-            for index in range(first, s.holdings[slot, group, HELD]):
+            first = ROW_BLOCKS + ROW_NUMBERS * group
+            for index in range(s.lines[row, first], s.lines[row, first + 1]):
                 ids[at_block] = row
                 ids[num_blocks + at_block] = s.block_tables[group, seated, index]
                 if groups > 1:
@@ -546,7 +539,7 @@ def _drop_unused_placeholders(s: State, frame_id: int) -> None:
 def plan_step(
     s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
 ) -> PlanArrays:
-    """Plan one step; the caller has made all arrays long enough.
+    """Plan one step, unless an item is due; the caller has made all arrays long enough.
 
     Args:
         s: the state.
@@ -556,9 +549,17 @@ def plan_step(
         budget: tokens.
         admits: whether to run the waiting phase, unless a request is preempted.
     """
-    begin_step(s, frame_id, budget)
-    run_rows(s, 0)
-    num_running = end_running(s)
-    if admits and s.scalars[NUM_PREEMPTED] == 0:
-        admit_rows(s, oldest_id)
+    s.scalars[BUDGET] = budget
+    s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = s.scalars[NUM_COPIES] = 0
+    s.scalars[STEP] = frame_id
+    s.scalars[DUE_POSITION], s.scalars[DUE_SLOT] = run_rows(s, 0), NONE
+    num_running = 0
+    if s.scalars[DUE_POSITION] == NONE:
+        num_running = end_running(s)
+        if admits and s.scalars[NUM_PREEMPTED] == 0:
+            s.scalars[DUE_SLOT] = admit_rows(s, oldest_id)
+    is_due = s.scalars[DUE_POSITION] != NONE or s.scalars[DUE_SLOT] != NONE
+    if is_due:
+        who, told = np.empty((2, 0), np.int64), np.empty((TOLD_COLUMNS, 0), np.int32)
+        return who, told, np.empty(0, np.int32), 0, 0, 0, num_running, 0, 0, 0
     return issue(s, frame_id, previous_id, num_running)

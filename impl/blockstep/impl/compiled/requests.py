@@ -94,7 +94,7 @@ class Requests:
         self._adapters: dict[str, int] = {}
         """Numbers of adapters of unfinished requests, if running adapters are limited."""
         self._num_of_adapter: Counter[int] = Counter()
-        """Unfinished requests with each of them."""
+        """The number of unfinished requests by number of adapter."""
         self._labels: Labels[RequestId] = Labels()
         self._unused: list[int] = []
 

@@ -41,7 +41,7 @@ class Sessions:
         self.requests = requests
         self.masks = masks
         self.updates: dict[RequestId, deque[Request]] = {}
-        """For each unfinished session, its next inputs; one that is not resumable is the last."""
+        """The next inputs of each unfinished session; one that is not resumable is the last."""
 
     def add(self, request: Request) -> None:
         """Take a new request."""

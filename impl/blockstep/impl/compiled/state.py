@@ -98,7 +98,11 @@ IS_LIFO: Final = 53
 NUM_COPIES: Final = 54
 HAS_ITEMS: Final = 55
 """Whether the config models an encoder, so that items may be due."""
-NUM_SCALARS: Final = 56
+DUE_POSITION: Final = 56
+"""Position of a running request whose next item is due; NONE if there is none."""
+DUE_SLOT: Final = 57
+"""The same at the head of a queue."""
+NUM_SCALARS: Final = 58
 
 # Requests: columns that each step reads come first, so that they share few cache lines;
 BIRTH: Final = 0
@@ -110,7 +114,7 @@ NUM_PROMPT: Final = 3
 MAX_KNOWN: Final = 4
 """Known tokens at which it finishes for its length."""
 NUM_IN_DOUBT: Final = 5
-"""Its drafts in flight, which may all be rejected."""
+"""Number of its drafts in flight; commits may reject all."""
 LAST_SAMPLE: Final = 6
 """The last plan with a row that samples, in this life."""
 SEAT: Final = 7
@@ -270,8 +274,10 @@ ROW_SLOT: Final = 2
 ROW_TOKENS: Final = 3
 ROW_DRAFTS: Final = 4
 ROW_BLOCKS: Final = 5
-"""By group: the number of blocks that the worker knows already, and that of those that the request
-had before this step took new ones."""
+"""By group: the number of blocks that the worker knows already, that of all blocks of the request,
+and that of those which it had before this row took new ones."""
+ROW_NUMBERS: Final = 3
+"""These numbers of one group."""
 
 # Entries of the log of KV events: kind, node and group.
 STORED: Final = 0
@@ -327,7 +333,7 @@ class State(NamedTuple):
     adapters: Int64s
     """[adapters]: number of running requests with each, if running adapters are limited."""
     lines: Int64s
-    """[seats, ROW_BLOCKS + 2 * groups]"""
+    """[seats, ROW_BLOCKS + ROW_NUMBERS * groups]"""
     copies: Int32s
     """[copies, 3]: request (NONE if it was preempted since), source and copy of a shared block."""
     log: Int32s
@@ -408,7 +414,7 @@ def make_state(config: Config) -> State:
         np.zeros((0, len(groups), 2), np.int32),
         np.zeros(1, np.int64),
         np.zeros(_SLOTS, np.int64),
-        np.zeros((0, ROW_BLOCKS + 2 * len(groups)), np.int64),
+        np.zeros((0, ROW_BLOCKS + ROW_NUMBERS * len(groups)), np.int64),
         np.zeros((0, 3), np.int32),
         np.zeros((0, LOG_COLUMNS), np.int32),
         np.zeros(0, np.int32),
