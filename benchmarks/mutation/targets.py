@@ -27,6 +27,16 @@ _HOST: tuple[Stage, ...] = (
     *(("host", f"small {features}".strip(), 2_000) for features in _FEATURES),
 )
 
+_LACKED = {"tiers", "pins", "transfers"}
+_COMPILED: tuple[Stage, ...] = (
+    ("compiled", "tiny", 1_000),
+    *(
+        ("compiled", f"small {features}".strip(), 2_000)
+        for features in _FEATURES
+        if not _LACKED.intersection(features.split())
+    ),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -66,7 +76,10 @@ TARGETS: Mapping[str, Target] = {
     "host": Target(
         "the host engine and the code that the engines share",
         "impl/blockstep",
-        ("impl/host/", "impl/tiers/order.py", "impl/refusals.py", "impl/arrays.py"),
+        (
+            *("impl/host/", "impl/tiers/order.py", "impl/refusals.py", "impl/arrays.py"),
+            *("impl/encoder.py", "impl/grammars.py", "impl/chunks.py"),
+        ),
         ("tests/spec", "tests/impl", "tests/impl/tiers"),
         stages=_HOST,
     ),
@@ -76,7 +89,7 @@ TARGETS: Mapping[str, Target] = {
         ("impl/compiled/",),
         ("tests/impl/compiled", "tests/impl/test_arrays.py"),
         {"impl/compiled/jit.py": "it hands functions to a compiler, and there is none here"},
-        (("compiled", "tiny", 1_000), ("compiled", "small", 3_000)),
+        _COMPILED,
     ),
     "judges": Target(
         "the property checks, the witness worker and the lock-step",

@@ -18,6 +18,8 @@ from blockstep.spec.vocabulary import (
     Config,
     Drafts,
     FinishReason,
+    GroupKind,
+    KVGroup,
     Outputs,
     Policy,
     RejectCode,
@@ -32,6 +34,7 @@ from blockstep.spec.vocabulary import (
     TokenIds,
 )
 
+GROUPS = (KVGroup(GroupKind.FULL, 4), KVGroup(GroupKind.SLIDING_WINDOW, 8, sliding_window=6))
 SMALL: dict[str, Any] = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 24}
 
 
@@ -84,6 +87,7 @@ def test_arrays_say_what_events_say(seed: int) -> None:
         num_speculative_tokens=0 if method is SpecMethod.NONE else 2,
         max_frames_in_flight=depth,
         async_scheduling=depth > 1,
+        groups=draw.choice(((), GROUPS)),
     )
     by_events, by_arrays = HostEngine(config), CompiledEngine(config)
     waiting = draw_requests(draw, 60)

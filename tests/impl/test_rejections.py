@@ -42,7 +42,7 @@ def test_an_unknown_digest_is_refused() -> None:
 def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     config = Config(num_blocks=2)
     assert HostEngine(config).capabilities() == ALL_CAPABILITIES
-    lacking = {"transfers", "pins", "forks", "tiers"}
+    lacking = {"transfers", "pins", "tiers"}
     assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
 
 
@@ -51,7 +51,6 @@ def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     [
         ({"kv_connector": True}, "kv_connector = True: .* has no store; leave it out"),
         ({"policy": Policy.CONTINUUM}, "policy = .*: .* pins nothing; use Policy.FCFS"),
-        ({"enable_forks": True}, "enable_forks = True: .* has no forks; leave it out"),
         ({"admission_high_blocks": 1}, "admission_high_blocks = 1: .* admission stays open"),
     ],
 )

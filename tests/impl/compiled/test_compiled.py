@@ -18,7 +18,7 @@ from episodes_support import play_episodes
 
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.impl.arrays import ArrayPlan
+from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
 from blockstep.impl.compiled import IS_COMPILED, CompiledEngine
 from blockstep.impl.compiled import state as state_of_engine
 from blockstep.impl.compiled.state import FREE_SEAT, NEXT_SEAT, NONE, NUM_FREE_NODES
@@ -28,13 +28,22 @@ from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.vocabulary import (
     Abort,
     Ack,
+    Commit,
     Config,
+    Grammar,
+    GrammarReady,
     GroupKind,
+    KVEvent,
     KVGroup,
     MultiModalItem,
+    Outputs,
     Policy,
+    RejectCode,
+    Rejected,
     Request,
     Reset,
+    RowTokens,
+    Schedule,
     Submit,
 )
 
@@ -216,6 +225,41 @@ def test_what_a_frame_keeps_cannot_be_written_to() -> None:
     for array in (plan.slots, plan.num_scheduled_tokens, plan.block_ids):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 10**6
+
+
+def test_events_of_commits_in_arrays_are_kept_until_they_are_taken() -> None:
+    config = Config(num_blocks=20, block_size=2, max_model_len=20, enable_kv_cache_events=True)
+    engine, other = CompiledEngine(config), HostEngine(config)
+    expected: list[KVEvent] = []
+    for it in (engine, other):
+        it.apply(Submit(Request("a", (1, 2, 3), max_tokens=6)))
+    for token in range(5):
+        plan = engine.schedule_arrays()
+        assert isinstance(plan, ArrayPlan)
+        engine.commit_arrays(plan.frame_id, np.array([token], np.int32))
+        other.apply(Schedule())
+        outputs = other.apply(Commit(plan.frame_id, (RowTokens("a", (token,)),)))
+        assert isinstance(outputs, Outputs)
+        expected += outputs.kv_events
+    assert len(expected) > 1
+    assert engine.take_events() == tuple(expected)
+    assert engine.take_events() == ()
+    assert engine.snapshot() == other.snapshot()
+
+
+def test_a_commit_in_arrays_is_held_to_grammars() -> None:
+    engine = CompiledEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
+    grammar = Grammar((((5, 0),),))
+    request = Request("a", (1, 2, 3), max_tokens=6, structured_output=True, grammar=grammar)
+    for event in (Submit(request), GrammarReady("a")):
+        assert engine.apply(event) == Ack()
+    plan = engine.schedule_arrays()
+    assert isinstance(plan, ArrayPlan)
+    assert plan.has_structured_output_requests
+    before = engine.snapshot()
+    assert engine.commit_arrays(0, np.array([6], np.int32)) == Rejected(RejectCode.BAD_RESULT)
+    assert engine.snapshot() == before
+    assert isinstance(engine.commit_arrays(0, np.array([5], np.int32)), ArrayOutputs)
 
 
 @pytest.mark.parametrize("seed", range(4))
