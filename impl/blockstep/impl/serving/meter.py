@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from blockstep.impl.host.sessions import append_chunk
+from blockstep.impl.chunks import append_chunk
 from blockstep.impl.serving.waiting import count_waiting, explain_waiting
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
