@@ -17,6 +17,7 @@ from blockstep.conformance.command.annotate import annotate_command
 from blockstep.conformance.command.arms import arms_command
 from blockstep.conformance.command.bench import bench_app
 from blockstep.conformance.command.bisect import bisect_command
+from blockstep.conformance.command.campaign import campaign_app
 from blockstep.conformance.command.check import check_command
 from blockstep.conformance.command.engines import engines_command
 from blockstep.conformance.command.events import events_command
@@ -56,6 +57,7 @@ GROUPS: Mapping[str, Mapping[str, Callable[..., None] | typer.Typer]] = {
     "Hold an engine": {
         "check": check_command,
         "hunt": hunt_command,
+        "campaign": campaign_app,
         "new-adapter": new_adapter_command,
         "engines": engines_command,
         "schema": schema_command,

@@ -171,8 +171,18 @@ def play_episode(
 
 def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -> EpisodeResult:
     """Play one episode and return what a report needs."""
-    run, program, findings = play_episode(options, index, make_engine)
-    first = get_wanted(findings, options.sentence)
+    return tell_episode(index, *play_episode(options, index, make_engine), options.sentence)
+
+
+def tell_episode(
+    index: int,
+    run: LockStep,
+    program: Program,
+    findings: Sequence[Finding],
+    sentence: str | None = None,
+) -> EpisodeResult:
+    """Return what a report needs of a run; `sentence` as in `CheckOptions`."""
+    first = get_wanted(findings, sentence)
     return EpisodeResult(
         index=index,
         num_events=run.num_events,

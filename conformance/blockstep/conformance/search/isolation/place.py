@@ -38,11 +38,21 @@ class Isolation:
     replaced.
     """
 
-    def __init__(self, event_seconds: float = EVENT_SECONDS, path: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        event_seconds: float = EVENT_SECONDS,
+        path: Sequence[str] = (),
+        python: str | None = None,
+    ) -> None:
         """Create the place; `path` is searched first for the engine, then the path of this
-        process."""
+        process.
+
+        With `python`, another interpreter with this package, its own path takes the place of the
+        latter.
+        """
         self._event_seconds = event_seconds
-        self._path = [*path, *sys.path]
+        self._python = python
+        self._path = [*path, *sys.path] if python is None else [*path]
         self._folder = tempfile.TemporaryDirectory(prefix="blockstep-")
         self._idle: list[Process] = []
         self._busy: list[Process] = []
@@ -173,7 +183,8 @@ class Isolation:
             LostError: if the engine's process died or hung.
             EngineNotFoundError, RefusedError, HarnessError: as in `check`.
         """
-        get_target(options.engine)  # a bad name is reported without a process
+        if self._python is None:
+            get_target(options.engine)  # a bad name is reported without a process
         child = self._take_child()
         self._busy.append(child)
         try:
@@ -203,7 +214,7 @@ class Isolation:
                     return child
                 child.stop()
         folder = tempfile.mkdtemp(dir=self._folder.name)
-        return Process(Path(folder), self._path, self._event_seconds)
+        return Process(Path(folder), self._path, self._event_seconds, self._python)
 
 
 def lose_episode(index: int, loss: Loss) -> EpisodeResult:

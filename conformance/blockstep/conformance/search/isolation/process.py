@@ -70,20 +70,26 @@ class LostError(Exception):
 class Process:
     """Process that does one job after another, until it is lost."""
 
-    def __init__(self, folder: Path, path: Sequence[str], event_seconds: float) -> None:
+    def __init__(
+        self, folder: Path, path: Sequence[str], event_seconds: float, python: str | None = None
+    ) -> None:
         """Start a fresh interpreter, not a fork, so that nothing of this process affects the
-        engine."""
+        engine.
+
+        `path` is the path of modules; in another interpreter, `python`, it is searched before that
+        interpreter's own.
+        """
         self.is_killed = False
         self._event_seconds = event_seconds
         self._journal = folder / "journal"
         self._errors = folder / "stderr"
         code = (
-            f"import sys; sys.path[:] = {list(path)!r}; "
+            f"import sys; sys.path[:{'' if python is None else 0}] = {list(path)!r}; "
             f"from blockstep.conformance.search.isolation.jobs import serve; serve({str(folder)!r})"
         )
         with self._errors.open("ab") as errors:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own code
-                [sys.executable, "-c", code],
+                [python or sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

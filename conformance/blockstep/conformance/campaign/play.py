@@ -1,0 +1,383 @@
+"""Play: the episodes of one unit, with an engine that may crash or hang.
+
+`play_unit` runs in the worker, and the functions that it calls with an engine run in the engine's
+process (see `search.call`). The result depends only on the plan, on the unit and on the totals of
+its base.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar, TypeVarTuple
+
+from blockstep.conformance.campaign.plan import Plan
+from blockstep.conformance.campaign.records import (
+    Found,
+    Look,
+    TargetTotals,
+    Totals,
+    Unit,
+    UnitResult,
+    digest,
+)
+from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.protocol.program import (
+    Action,
+    Answer,
+    Drain,
+    Hostile,
+    Program,
+    Propose,
+)
+from blockstep.conformance.protocol.program_file import parse_program, write_program
+from blockstep.conformance.search import digging
+from blockstep.conformance.search.call import Call
+from blockstep.conformance.search.distinct import saying, saying_of_loss
+from blockstep.conformance.search.episodes import (
+    EpisodeResult,
+    fit_config,
+    play_episode,
+    tell_episode,
+)
+from blockstep.conformance.search.floor import CANARIES, release_canary
+from blockstep.conformance.search.found import Defect, name_of
+from blockstep.conformance.search.isolation import LostError
+from blockstep.conformance.search.isolation.jobs import plain
+from blockstep.conformance.search.isolation.place import lose_episode
+from blockstep.conformance.search.known import describe, play_known
+from blockstep.conformance.search.options import CheckOptions, find_profile
+from blockstep.conformance.search.shrink import Shrinker
+from blockstep.spec import vocabulary as v
+from blockstep.spec.profiles import Profile
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+PATIENCE = 6
+"""Failures of one saying, in one target, after which no more are shrunk."""
+RARE = 3
+"""Episodes that may have reached a goal whose program is kept."""
+WARM_EPISODES = 400
+"""Episodes of a target before its programs are kept: at first all goals are rare."""
+KEEP_RUNS = 60
+"""Runs that make one kept program short."""
+MUTATIONS_MAX = 4
+_FIXED = (v.Submit, v.Fork, v.StreamingUpdate, Hostile)
+"""Actions that bring a request, and actions about one moment: they are not moved or repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One episode, and a program that reaches a rare goal, if one is kept."""
+
+    episode: EpisodeResult
+    kept: tuple[str, Program] | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result of a unit, with what must be stored before it."""
+
+    result: UnitResult
+    found: list[Found] = field(default_factory=list)
+    programs: dict[str, str] = field(default_factory=dict)
+    """Texts of the programs that are kept, by digest."""
+
+
+def play_unit(
+    plan: Plan, unit: Unit, name: str, totals: Totals, parents: Sequence[str], call: Call
+) -> Outcome:
+    """Return the outcome of a unit.
+
+    Args:
+        name: Its name, of which its place in the round decides which failures are shrunk.
+        totals: Totals of the base of its round.
+        parents: Texts of the programs whose mutants are played.
+        call: Calls functions with the engine of the unit's target.
+
+    Raises:
+        EngineNotFoundError, RefusedError, HarnessError: as `Isolation.call` raises them.
+    """
+    cell = plan.cells[unit.cell]
+    target = totals.targets[cell.target]
+    if unit.looks:
+        return _look(plan, unit, name, make_steady(call))
+    assert target.look is not None
+    options = plan.make_options(cell, unit.seed, target.look.facts.max_depth)
+    mutants = [
+        mutate(parse_program(text, Path(parent)), Random(f"{unit.seed}/{unit.start + number}"))  # noqa: S311
+        for number, (parent, text) in enumerate(zip(unit.parents, parents, strict=True))
+    ]
+    outcome = Outcome(UnitResult())
+    last_place = int(name.rpartition("-")[2])
+    counts = target.goals if target.episodes >= WARM_EPISODES else None
+    for played in _play_all(options, unit, plan.file.episodes, mutants, counts, call, outcome):
+        _count(played, outcome)
+        failed = played.episode
+        if failed.first is None:
+            continue
+        said = _get_saying(failed)
+        shrunk, before = outcome.result.shrunk, target.shrunk.get(said, 0)
+        outcome.result.sayings[said] = outcome.result.sayings.get(said, 0) + 1
+        if said not in shrunk and (not before or before + last_place < PATIENCE):
+            shrunk[said] = 1
+            program = mutants[failed.index - unit.start] if mutants else failed.program
+            defect = _dig(replace(options, episode=failed.index), failed, make_steady(call))
+            _add(outcome, make_found(plan.targets[cell.target].name, name, defect, program))
+    outcome.result.goals = dict(sorted(outcome.result.goals.items()))
+    return outcome
+
+
+def _look(plan: Plan, unit: Unit, name: str, call: Call) -> Outcome:
+    """Ask an engine for its facts, play the known programs, and release a canary."""
+    cell = plan.cells[unit.cell]
+    options = plan.make_options(cell)
+    try:
+        ground = call(digging.ask, options)
+    except LostError as lost:
+        failed = describe(options, loss=lost.loss)
+        look = Look(digging.UNKNOWN.facts, "", None, {}, ())
+        outcome = Outcome(UnitResult(look=look))
+        _add(outcome, make_found(plan.targets[cell.target].name, name, failed, None))
+        return outcome
+    options = replace(options, max_depth=ground.facts.max_depth)
+    canary = release_canary(options, CANARIES[ground.facts.equivalence])
+    programs = {file: parse_program(text, Path(file)) for file, text in plan.known.items()}
+    known, untried = dict.fromkeys(programs, ""), []
+    outcome = Outcome(UnitResult())
+    for played in play_known(options, call, programs):
+        untried += [f"{played.name}: {played.why_untried}"] if played.why_untried else []
+        if played.defect is not None:
+            program = programs[played.name]
+            found = make_found(plan.targets[cell.target].name, name, played.defect, program)
+            known[played.name] = found.digest
+            outcome.found.append(found)
+    outcome.result.look = Look(ground.facts, ground.version, canary, known, tuple(untried))
+    return outcome
+
+
+def _play_all(
+    options: CheckOptions,
+    unit: Unit,
+    count: int,
+    mutants: Sequence[Program],
+    counts: Mapping[str, int] | None,
+    call: Call,
+    outcome: Outcome,
+) -> Iterator[Played]:
+    """Yield all episodes of a unit; the engine is started again after a crash.
+
+    A crash or hang counts if it happens twice in the same episode: it may be the machine's.
+    """
+    indices = list(range(unit.start, unit.start + count))
+    again: int | None = None
+    while indices:
+        parts: list[Played] = []
+        programs = [mutants[index - unit.start] for index in indices] if mutants else None
+        wanted = None if outcome.programs else counts
+        try:
+            call(play_part, options, indices, programs, wanted, on_part=parts.append)
+        except LostError as lost:
+            index = indices[len(parts)]
+            if again == index:
+                parts.append(Played(lose_episode(index, lost.loss)))
+                again = None
+            else:
+                outcome.result.num_spurious += again is not None
+                again = index
+        else:
+            outcome.result.num_spurious += again is not None
+        yield from parts
+        indices = indices[len(parts) :]
+
+
+def play_part(
+    options: CheckOptions,
+    make_engine: EngineFactory,
+    indices: Sequence[int],
+    programs: Sequence[Program] | None,
+    counts: Mapping[str, int] | None,
+) -> Iterator[Played]:
+    """Yield these episodes, drawn or given as programs. Runs in the engine's process.
+
+    `counts` are the numbers of episodes that have reached each goal. With them the first program
+    that reaches a rare goal is kept.
+    """
+    profile = find_profile(options.profile)
+    for place, index in enumerate(indices):
+        if programs is None:
+            run, program, findings = play_episode(options, index, make_engine)
+        else:
+            config, _ = fit_config(programs[place].config, make_engine)
+            program = replace(programs[place], config=config)
+            run, findings = run_program(program, make_engine, profile)
+        episode = tell_episode(index, run, program, findings)
+        episode = replace(episode, skipped=plain(episode.skipped))
+        rare = () if counts is None or findings else find_rare(list_reached(run), counts)
+        if rare:
+            counts = None
+            yield Played(episode, (rare[0], shorten(program, rare[0], make_engine, profile)))
+        else:
+            yield Played(episode)
+
+
+def list_reached(run: LockStep) -> set[str]:
+    """Return the goals and pairs that a run reached."""
+    return {*(name for name, count in run.witnesses.items() if count), *run.pairs.reached} | {
+        *run.list_quirk_goals()
+    }
+
+
+def find_rare(reached: set[str], counts: Mapping[str, int]) -> list[str]:
+    """Return the goals that at most `RARE` episodes had reached, the rarest first."""
+    rare = [name for name in reached if counts.get(name, 0) <= RARE]
+    return sorted(rare, key=lambda name: (counts.get(name, 0), name))
+
+
+def make_steady(call: Call) -> Call:
+    """Return a `Call` that calls again once if the engine's process is lost."""
+
+    def twice(
+        function: Callable[[CheckOptions, EngineFactory, *Ts], T],
+        options: CheckOptions,
+        *args: *Ts,
+        on_part: Callable[[Any], None] = lambda _part: None,
+    ) -> T:
+        try:
+            return call(function, options, *args, on_part=on_part)
+        except LostError:
+            return call(function, options, *args, on_part=on_part)
+
+    return twice
+
+
+class _Enough(Exception):
+    """The runs for one program are spent."""
+
+
+def shorten(program: Program, goal: str, make_engine: EngineFactory, profile: Profile) -> Program:
+    """Return the shortest program found in `KEEP_RUNS` runs that reaches the goal and passes."""
+    wanted = Finding(FindingKind.PROPERTY, "", goal, "")
+
+    def play(
+        tried: Program, factory: EngineFactory, followed: Profile
+    ) -> tuple[LockStep, list[Finding]]:
+        run, findings = run_program(tried, factory, followed)
+        return run, [wanted] if not findings and goal in list_reached(run) else []
+
+    def stop(runs: int, _actions: int) -> None:
+        if runs > KEEP_RUNS:
+            raise _Enough
+
+    shrinker = Shrinker(program, make_engine, wanted, profile, stop, play)
+    with suppress(_Enough):
+        shrinker.shrink()
+    return shrinker.best
+
+
+def mutate(program: Program, rng: Random) -> Program:
+    """Return a program with up to `MUTATIONS_MAX` changes, which ends with a drain.
+
+    A slice is removed, repeated or moved, steps are put in, or the pool or the token budget is made
+    smaller or larger.
+    """
+    actions: list[Action] = [it for it in program.actions if not isinstance(it, Drain)]
+    config = program.config
+    for _ in range(rng.randint(1, MUTATIONS_MAX)):
+        start = rng.randrange(len(actions) + 1)
+        end = min(start + rng.randint(1, 4), len(actions))
+        piece = [it for it in actions[start:end] if not isinstance(it, _FIXED)]
+        place = rng.randrange(len(actions) + 1)
+        match rng.randrange(5):
+            case 0:
+                actions[start:end] = [it for it in actions[start:end] if it not in piece]
+            case 1:
+                actions[place:place] = piece
+            case 2:
+                steps: list[Action] = [v.Schedule(), Answer(), Propose(((1, 1),))]
+                actions[place:place] = [rng.choice(steps) for _ in range(rng.randint(1, 4))]
+            case 3:
+                blocks = max(config.num_blocks + rng.randint(-2, 2), 2)
+                config = _fit(config, replace(config, num_blocks=blocks))
+            case _:
+                tokens = max(config.max_num_batched_tokens + rng.randint(-3, 3), 1)
+                config = _fit(config, replace(config, max_num_batched_tokens=tokens))
+    return replace(program, config=config, actions=(*actions, Drain()))
+
+
+def _fit(config: v.Config, wanted: v.Config) -> v.Config:
+    """Return the wanted config, or the other one if it has problems."""
+    return config if v.config_problems(wanted) else wanted
+
+
+def _count(played: Played, outcome: Outcome) -> None:
+    result, episode = outcome.result, played.episode
+    result.episodes += 1
+    result.events += episode.num_events
+    reached = {name for name, count in episode.witnesses.items() if count}
+    for name in sorted(reached.union(episode.pairs, episode.quirks)):
+        result.goals[name] = result.goals.get(name, 0) + 1
+    result.deviations = dict(Counter(result.deviations) + Counter(episode.deviations))
+    if played.kept is not None:
+        goal, program = played.kept
+        text = write_program(program, f"reaches {goal}")
+        result.kept[goal] = name = digest([text])
+        outcome.programs[name] = text
+
+
+def _get_saying(episode: EpisodeResult) -> str:
+    assert episode.first is not None
+    if episode.loss is not None:
+        return saying_of_loss(episode.loss.message)
+    return saying(episode.first)
+
+
+def _dig(options: CheckOptions, episode: EpisodeResult, call: Call) -> Defect:
+    """Return a failure, shrunk if its engine survives that."""
+    if episode.loss is None:
+        try:
+            dug = call(digging.dig, options, None, (), episode)
+        except LostError as lost:
+            return describe(options, loss=lost.loss)
+        return describe(options, dug)
+    return describe(options, loss=episode.loss)
+
+
+def _add(outcome: Outcome, found: Found) -> None:
+    outcome.found.append(found)
+    counts = outcome.result.findings
+    counts[found.digest] = counts.get(found.digest, 0) + 1
+
+
+def make_found(target: str, unit: str, defect: Defect, program: Program | None) -> Found:
+    """Return the record of a failure; `program` is that of a crash, if it is known."""
+    program = program if defect.shrunk is None else defect.shrunk.program
+    text = "" if program is None else write_program(program)
+    events = () if defect.loss is None else defect.loss.events
+    name = name_of(defect.first)
+    lost = () if defect.loss is None else (defect.symptoms.own.saying,)
+    return Found(
+        digest=digest([name, *lost, text or "\n".join(events)]),
+        name=name,
+        target=target,
+        unit=unit,
+        episode=defect.options.episode or 0,
+        length=defect.length,
+        first=defect.first,
+        symptoms=defect.symptoms,
+        program=text,
+        raised_at=defect.raised_at,
+        loss=defect.loss,
+    )
+
+
+def find_known(target: TargetTotals) -> set[str]:
+    """Return the digests of the findings of known programs."""
+    return set() if target.look is None else {it for it in target.look.known.values() if it}
