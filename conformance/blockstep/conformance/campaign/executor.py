@@ -65,8 +65,9 @@ def open_executor(ray: str | None, jobs: int) -> Iterator[tuple[Executor, int]]:
     with Isolation() as place, place.open_pool(jobs) as threads:
         try:
             yield threads, jobs
-        finally:
+        except BaseException:
             STOP.set()
+            raise
 
 
 def run_workers(
@@ -85,7 +86,6 @@ def run_workers(
     Raises:
         Exception: the first that a worker raised; the others end after their unit.
     """
-    STOP.clear()
     with open_executor(ray, jobs) as (pool, number):
         futures = [pool.submit(work, plan, address, deadline, runs_here) for _ in range(number)]
         pending = set(futures)
@@ -94,4 +94,5 @@ def run_workers(
             if any(it.exception() for it in done):
                 STOP.set()
             on_tick()
+        STOP.clear()
         return sum(future.result() for future in futures)

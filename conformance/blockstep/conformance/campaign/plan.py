@@ -5,7 +5,7 @@
     name = "nightly"
     budget = "2000000"
     presets = ["tiny", "small"]
-    features = [[], ["lora"], ["sessions", "groups"]]
+    features = [[], ["adapters"], ["sessions", "groups"]]
     known = "known"
 
     [[engines]]

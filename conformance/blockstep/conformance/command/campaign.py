@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,8 +24,9 @@ from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.program_file import parse_program
 from blockstep.conformance.report.campaign import render_campaign, render_page, tell_line
 from blockstep.conformance.report.failure import tell_program
-from blockstep.conformance.search.check import CheckResult
+from blockstep.conformance.search.check import CheckResult, play_program
 from blockstep.conformance.search.isolation import Isolation
+from blockstep.conformance.search.options import load
 
 campaign_app = typer.Typer(
     help="Search several engines for weeks, on one machine or on many, with one store.",
@@ -163,13 +165,16 @@ def replay_command(
 
 
 def _replay(plan: Plan, found: Found, number: int) -> CheckResult:
-    """Play the finding's program, or its episode if its engine died before it had a program."""
+    """Play the program of a finding."""
+    if not found.program:
+        raise UsageError(f"finding {found.digest}: the engine died; it has no program")
     cell = next(it for it in plan.cells if it.target == number)
-    wanted = plan.make_options(cell)
-    with Isolation(plan.file.event_seconds, python=plan.targets[number].python) as place:
-        if not found.program:
-            raise UsageError(f"finding {found.digest}: the engine died; it has no program")
-        program = parse_program(found.program, Path(found.digest))
+    wanted = replace(plan.make_options(cell), program=found.digest)
+    program = parse_program(found.program, Path(found.digest))
+    python = plan.targets[number].python
+    if python is None and is_ours(wanted.engine):
+        return play_program(wanted, program, load(wanted))
+    with Isolation(plan.file.event_seconds, python=python) as place:
         return place.run(wanted, program)
 
 
