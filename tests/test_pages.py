@@ -32,6 +32,8 @@ OUTSIDE = {
     "done": "shell",
     "cd": "shell",
     "export": "shell",
+    "sh": "shell",
+    "ray": "starts workers",
     "python": "runs code that the page shows, which is tested where it stands",
 }
 """Programs of console blocks that are not ours."""

@@ -18,7 +18,7 @@ from blockstep.conformance.search.budget import read_budget
 from blockstep.spec.vocabulary import Ack, Plan
 
 COMMANDS = (
-    *("check", "hunt", "prove", "explore", "vectors", "generate", "arms", "replay", "validate"),
+    *("check", "hunt", "campaign", "prove", "explore", "vectors", "generate", "arms", "replay", "validate"),
     *("properties", "engines", "explain", "quirks", "museum"),
 )
 

@@ -50,8 +50,8 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Name in reports; the engine's, if empty."""
     profiles: tuple[str, ...] = (STRICT.name,)
     python: str = ""
-    """Interpreter of the engine's environment, in which blockstep is installed, too; "": the one
-    that runs the campaign."""
+    """Interpreter of the engine's environment, in which blockstep is installed, too; "": the
+    campaign's own."""
     path: str = ""
     """Folder that is searched first when the engine is imported."""
 
@@ -106,7 +106,7 @@ class Plan:
     file: PlanFile
     targets: tuple[Target, ...]
     known: dict[str, str]
-    """Texts of the known programs, by the name of their file."""
+    """Contents of the known programs, by the name of their file."""
     max_events: int | None
     max_seconds: float | None
 

@@ -88,7 +88,7 @@ class Outcome:
     result: UnitResult
     found: list[Found] = field(default_factory=list)
     programs: dict[str, str] = field(default_factory=dict)
-    """Texts of the programs that are kept, by digest."""
+    """Contents of the program files that are kept, by digest."""
 
 
 def play_unit(
@@ -99,7 +99,7 @@ def play_unit(
     Args:
         name: Its name, of which its place in the round decides which failures are shrunk.
         totals: Totals of the base of its round.
-        parents: Texts of the programs whose mutants are played.
+        parents: Contents of the program files whose mutants are played.
         call: Calls functions with the engine of the unit's target.
 
     Raises:

@@ -43,7 +43,7 @@ class Unit(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Past(msgspec.Struct, frozen=True):
-    """What was known when a round was opened, for the course of the campaign."""
+    """Totals at the time when a round was opened, for the course of the campaign."""
 
     at: float
     """Time in seconds since 1970."""
@@ -128,7 +128,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct):
-    """How often, when and in which units a finding was seen in one target."""
+    """Number, times and units of the sightings of a finding in one target."""
 
     count: int
     first_at: float

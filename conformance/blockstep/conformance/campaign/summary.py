@@ -34,7 +34,7 @@ class Row:
     digests: tuple[str, ...]
     """All findings that were counted as this defect."""
     seen: Mapping[str, Seen]
-    """By target."""
+    """Sightings by target."""
     known: str
     """Known program that shows the defect; "" if there is none."""
 

@@ -14,6 +14,7 @@ from random import Random
 from blockstep.conformance.campaign.plan import Plan, Target
 from blockstep.conformance.campaign.play import Outcome, play_unit
 from blockstep.conformance.campaign.records import (
+    Past,
     Round,
     Totals,
     UnitResult,
@@ -27,7 +28,8 @@ from blockstep.conformance.search.call import Call, call_here
 from blockstep.conformance.search.isolation import HarnessError, Isolation
 from blockstep.conformance.search.options import load
 
-IDLE_SECONDS = 0.2
+IDLE_SECONDS = (0.1, 2.0)
+"""First and longest time for which a worker waits if no unit is free."""
 RENEWALS = 3
 """Times that a lease is renewed before it would expire."""
 STOP = threading.Event()
@@ -83,6 +85,11 @@ class Campaign:
         self.store.put(f"totals/{number}", encode(totals))
         return totals
 
+    def get_past(self) -> Past:
+        """Return the totals with which the last round was opened. It is cheap."""
+        num_rounds = self.store.count_rounds()
+        return self.get_round(num_rounds - 1).past if num_rounds else Past(0.0)
+
     def _get_results(self, played: Round) -> list[UnitResult | None]:
         data = self.store.get([f"result/{name}" for name in played.list_names()])
         return [None if it is None else decode(it, UnitResult) for it in data]
@@ -135,7 +142,7 @@ class Campaign:
 def renewed(store: Store, unit: str, owner: str, seconds: float) -> Iterator[None]:
     """Keep a lease while the unit is played.
 
-    A lease that passed to another worker is not taken back: the first result counts.
+    If it expires and passes to another worker, the first result counts.
     """
     done = threading.Event()
 
@@ -154,8 +161,8 @@ def renewed(store: Store, unit: str, owner: str, seconds: float) -> Iterator[Non
 def commit(store: Store, unit: str, outcome: Outcome, seconds: float) -> bool:
     """Store the outcome of a unit; return whether it was the first one.
 
-    Findings and programs are written before the result. If the worker dies in between, they are
-    found again by the next one, with the same digests.
+    Findings and programs are written before the result. If the worker dies in between, the next
+    one finds the same, with the same digests.
     """
     for found in outcome.found:
         store.put(f"finding/{found.digest}", encode(found))
@@ -184,7 +191,8 @@ def work(
     """
     store = open_store(address, plan.key)
     owner = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
-    campaign, num_units, idle = Campaign(plan, store), 0, Random(owner)  # noqa: S311
+    campaign, num_units = Campaign(plan, store), 0
+    rng, idle = Random(owner), IDLE_SECONDS[0]  # noqa: S311 - not for secrets
     with ExitStack() as stack:
         places: dict[str | None, Isolation] = {}
 
@@ -202,8 +210,10 @@ def work(
             if name is None:
                 if campaign.advance():
                     break
-                STOP.wait(IDLE_SECONDS * idle.uniform(0.5, 1.5))
+                STOP.wait(idle * rng.uniform(0.5, 1.5))
+                idle = min(2 * idle, IDLE_SECONDS[1])
                 continue
+            idle = IDLE_SECONDS[0]
             with renewed(store, name, owner, plan.file.lease_seconds):
                 num_units += _play_one(campaign, name, get_call)
     return num_units

@@ -18,11 +18,12 @@ from blockstep.conformance.campaign.plan import Plan, Target, read_plan
 from blockstep.conformance.campaign.records import Found, decode
 from blockstep.conformance.campaign.store import Store, get_one, open_store
 from blockstep.conformance.campaign.summary import Summary, summarize, summary_to_json
+from blockstep.conformance.campaign.worker import Campaign
 from blockstep.conformance.command import console, options
 from blockstep.conformance.command.check import is_ours
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.program_file import parse_program
-from blockstep.conformance.report.campaign import render_campaign, render_page, tell_line
+from blockstep.conformance.report.campaign import render_campaign, render_page, tell_past
 from blockstep.conformance.report.failure import tell_program
 from blockstep.conformance.search.check import CheckResult, play_program
 from blockstep.conformance.search.isolation import Isolation
@@ -83,11 +84,11 @@ def run_command(
             held = open_store(place, plan.key)
 
             def tick() -> None:
-                now = summarize(plan, held)
                 if gauges is not None:
-                    gauges.set(now)
-                share = now.totals.events / plan.max_events if plan.max_events else None
-                advance(None if share is None else min(share, 1.0), tell_line(now))
+                    gauges.set(summarize(plan, held))
+                past = Campaign(plan, held).get_past()
+                share = past.events / plan.max_events if plan.max_events else None
+                advance(None if share is None else min(share, 1.0), tell_past(past))
 
             def runs_here(target: Target) -> bool:
                 return number == 1 and target.python is None and is_ours(target.engine)

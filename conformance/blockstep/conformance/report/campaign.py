@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from blockstep.conformance.campaign.records import Past
 from blockstep.conformance.campaign.summary import Row, Summary
 from blockstep.conformance.protocol.program import describe, describe_config
 from blockstep.conformance.protocol.program_file import parse_program
@@ -34,6 +35,12 @@ def tell_line(summary: Summary) -> str:
     defects, leased = len(summary.new), sum(bool(it.owner) for it in summary.leases)
     text = f"{defects} defect{'s' * (defects != 1)} in {totals.events:,} events"
     return f"{text}, {totals.episodes:,} episodes, {summary.num_rounds} rounds, {leased} leases"
+
+
+def tell_past(past: Past) -> str:
+    """Return one line about the course of a campaign, for its progress."""
+    found = f"{past.findings} finding{'s' * (past.findings != 1)} in {past.events:,} events"
+    return f"{found}, {past.goals:,} goals"
 
 
 def render_campaign(summary: Summary) -> str:
