@@ -73,6 +73,7 @@ MODULES = (
     "conformance.judge.witnesses", "conformance.lockstep.driver", "conformance.search.check",
     "conformance.recorded.replay", "conformance.engines.serving", "conformance.museum.pool",
     "conformance.explore.walk", "conformance.prove.runner", "conformance.bench.player",
+    "conformance.campaign.plan",
     "conformance.report.failure", "conformance.command.main", "conformance.pytest_plugin",
 )  # fmt: skip
 """A house of one module per room that the rules tell apart."""

@@ -23,9 +23,11 @@ from typer.testing import CliRunner, Result
 
 from blockstep.conformance.campaign import play, records, redis_store, steering, worker
 from blockstep.conformance.campaign.executor import run_workers
+from blockstep.conformance.campaign.folder import FolderStore
+from blockstep.conformance.campaign.leases import Store
 from blockstep.conformance.campaign.plan import Plan, read_plan
 from blockstep.conformance.campaign.records import CellTotals, Look, Round, Unit, UnitResult
-from blockstep.conformance.campaign.store import FolderStore, Store, open_store
+from blockstep.conformance.campaign.store import open_store
 from blockstep.conformance.campaign.summary import summarize, summary_to_json
 from blockstep.conformance.campaign.worker import work
 from blockstep.conformance.command.main import app
@@ -216,7 +218,7 @@ def test_a_store_that_is_away_is_asked_again(
     said = capsys.readouterr().err
     assert "is away" in said
     assert "is back" in said
-    monkeypatch.setattr("blockstep.conformance.campaign.store.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("blockstep.conformance.campaign.leases.PATIENCE_SECONDS", 0.1)
     folder.rename(tmp_path / "gone")
     with pytest.raises(HarnessError, match="was away"):
         store.put("finding/1", b"{}")

@@ -2,7 +2,8 @@
 
     plan      what is searched: engines, presets, features, seeds, budget
     records   what is stored: rounds of units, results, findings, totals
-    store     where it is stored: a folder, or Redis (`redis_store`); leases of units
+    leases    what every store does: leases of units, results that are committed once
+    store     opens a store: a folder (`folder`), or Redis (`redis_store`)
     steering  which units a round has, decided from the totals of an earlier round
     play      one unit: episodes with an engine, failures made short, programs kept
     worker    takes units by lease and commits their results; opens the next round

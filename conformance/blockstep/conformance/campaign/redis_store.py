@@ -10,8 +10,8 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+from blockstep.conformance.campaign.leases import Lease, Patient, patiently
 from blockstep.conformance.campaign.records import TOTALS_BYTES_MAX, RecordError
-from blockstep.conformance.campaign.store import Lease, Patient, patiently
 from blockstep.conformance.protocol.features import UsageError
 
 SOCKET_SECONDS = 10.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from blockstep.conformance.campaign.leases import Lease, Store
 from blockstep.conformance.campaign.plan import Plan
 from blockstep.conformance.campaign.play import find_known
 from blockstep.conformance.campaign.records import (
@@ -15,7 +16,6 @@ from blockstep.conformance.campaign.records import (
     Totals,
     decode,
 )
-from blockstep.conformance.campaign.store import Lease, Store
 from blockstep.conformance.campaign.worker import Campaign
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.search.floor import missing_witnesses
