@@ -50,7 +50,7 @@ from blockstep.conformance.search.episodes import (
 from blockstep.conformance.search.floor import CANARIES, release_canary
 from blockstep.conformance.search.found import Defect, name_of
 from blockstep.conformance.search.isolation import LostError
-from blockstep.conformance.search.isolation.jobs import plain
+from blockstep.conformance.search.isolation.jobs import plain, recover
 from blockstep.conformance.search.isolation.place import lose_episode
 from blockstep.conformance.search.known import describe, play_known
 from blockstep.conformance.search.options import CheckOptions, find_profile
@@ -128,8 +128,11 @@ def play_unit(
         outcome.result.sayings[said] = outcome.result.sayings.get(said, 0) + 1
         if said not in shrunk and (not before or before + last_place < PATIENCE):
             shrunk[said] = 1
-            program = mutants[failed.index - unit.start] if mutants else failed.program
             defect = _dig(replace(options, episode=failed.index), failed, make_steady(call))
+            program = mutants[failed.index - unit.start] if mutants else failed.program
+            if program is None and failed.loss is not None and failed.loss.events:
+                with suppress(LostError):
+                    program = call(recover, options, failed.index, len(failed.loss.events))
             _add(outcome, make_found(plan.targets[cell.target].name, name, defect, program))
     outcome.result.goals = dict(sorted(outcome.result.goals.items()))
     return outcome

@@ -84,10 +84,14 @@ def _places(plan: Plan) -> range:
 
 
 def _is_open(plan: Plan, totals: Totals, index: int) -> bool:
-    """Return whether the engine of a cell has its features, and mutants their parents."""
+    """Return whether a cell's engine can be built and has its features; mutants need parents."""
     cell = plan.cells[index]
     target = totals.targets[cell.target]
-    if target.look is None or (cell.preset is None and not target.kept):
+    if (
+        target.look is None
+        or not target.look.facts.equivalence
+        or (cell.preset is None and not target.kept)
+    ):
         return False
     try:
         require_wish(plan.make_options(cell), target.look.facts)

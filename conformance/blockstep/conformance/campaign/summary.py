@@ -91,7 +91,6 @@ def summarize(plan: Plan, store: Store, with_course: bool = False) -> Summary:
     campaign = Campaign(plan, store)
     totals, num_rounds = campaign.read_all(), store.count_rounds()
     leases = tuple(store.list_leases())
-    is_spent = plan.max_events is not None and totals.events >= plan.max_events
     step = -(-num_rounds // COURSE_MAX) or 1
     rounds = range(0, num_rounds, step) if with_course else ()
     names = [target.name for target in plan.targets]
@@ -99,7 +98,7 @@ def summarize(plan: Plan, store: Store, with_course: bool = False) -> Summary:
         plan=plan,
         totals=totals,
         num_rounds=num_rounds,
-        is_finished=num_rounds > 0 and is_spent and not leases,
+        is_finished=num_rounds > 0 and not leases and campaign.is_spent(num_rounds, totals),
         leases=leases,
         rows=tuple(sorted(_list_rows(plan, totals, store), key=lambda row: bool(row.known))),
         missing={

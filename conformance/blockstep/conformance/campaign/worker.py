@@ -31,6 +31,7 @@ from blockstep.conformance.search.options import load
 
 IDLE_SECONDS = (0.1, 2.0)
 """First and longest time for which a worker waits if no unit is free."""
+ROUNDS_WITHOUT_EVENTS = 8
 RENEWALS = 3
 """Times that a lease is renewed before it would expire."""
 STOP = threading.Event()
@@ -119,17 +120,21 @@ class Campaign:
         totals = self.get_totals(base)
         if totals is None:
             return False
-        max_events = self.plan.max_events
-        last = self.get_round(num_rounds - 1) if num_rounds else None
-        is_spent = max_events is not None and totals.events >= max_events
-        has_nothing = num_rounds > 1 and last is not None and not last.units
-        is_barren = num_rounds > 8 and not totals.events
-        if is_spent or has_nothing or is_barren:
+        if self.is_spent(num_rounds, totals):
             return self.get_totals(num_rounds - 1) is not None
+        last = self.get_round(num_rounds - 1) if num_rounds else None
         opened = open_round(self.plan, totals, last, time.time())
         if self.store.publish(num_rounds, encode(opened), opened.list_names()):
             self._clean_up(num_rounds)
         return False
+
+    def is_spent(self, num_rounds: int, totals: Totals) -> bool:
+        """Return whether no round is opened any more: the budget is spent, no cell can be played,
+        or no engine takes an event."""
+        max_events = self.plan.max_events
+        has_nothing = num_rounds > 1 and not self.get_round(num_rounds - 1).units
+        is_barren = num_rounds > ROUNDS_WITHOUT_EVENTS and not totals.events
+        return has_nothing or is_barren or (max_events is not None and totals.events >= max_events)
 
     def _clean_up(self, number: int) -> None:
         """Delete what no round from `number - 1` on needs: older totals, and results in totals."""

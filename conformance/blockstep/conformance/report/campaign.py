@@ -90,7 +90,7 @@ def _list_defect(number: int, row: Row) -> Iterator[str]:
     yield f"   found by   {row.found.name}, {row.found.length} actions, digest {row.found.digest}"
     for name, seen in row.seen.items():
         when = f"first {tell_time(seen.first_at)}, last {tell_time(seen.last_at)}"
-        yield f"   seen in    {name}: {seen.count} times, {when}"
+        yield f"   seen in    {name}: {seen.count} shrunk failures, {when}"
     if not row.known:
         yield f"   reproduce  blockstep campaign replay PLAN {row.found.digest}"
 
