@@ -39,5 +39,6 @@ fi
 echo "store: $address:6379"
 
 if command -v ray > /dev/null; then
-  ray start --head --node-ip-address="$address" --port=6380 --include-dashboard=false
+  RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$BLOCKSTEP_PASSWORD ray start --head \
+    --node-ip-address="$address" --port=6380 --include-dashboard=false --disable-usage-stats
 fi

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
@@ -239,7 +240,7 @@ def test_what_is_read_back_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_units_go_where_goals_are_rare(tmp_path: Path) -> None:
     plan = read_plan(write_plan(tmp_path))
-    facts = digging.UNKNOWN.facts
+    facts = replace(digging.UNKNOWN.facts, equivalence="exact")
     totals = steering.start_totals(plan)
     for target in totals.targets:
         target.look = Look(facts, "", 1, {}, ())
