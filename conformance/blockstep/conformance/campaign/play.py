@@ -25,7 +25,7 @@ from blockstep.conformance.campaign.records import (
     UnitResult,
     digest,
 )
-from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.engine import EngineFactory, Safety
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding, FindingKind
@@ -47,7 +47,8 @@ from blockstep.conformance.search.episodes import (
     play_episode,
     tell_episode,
 )
-from blockstep.conformance.search.floor import CANARIES, release_canary
+from blockstep.conformance.search.floor import CANARIES, Facts, release_canary
+from blockstep.conformance.search.forgiving import find_causes
 from blockstep.conformance.search.found import Defect, name_of
 from blockstep.conformance.search.isolation import LostError
 from blockstep.conformance.search.isolation.jobs import plain, recover
@@ -56,7 +57,7 @@ from blockstep.conformance.search.known import describe, play_known
 from blockstep.conformance.search.options import CheckOptions, find_profile
 from blockstep.conformance.search.shrink import Shrinker
 from blockstep.spec import vocabulary as v
-from blockstep.spec.profiles import Profile
+from blockstep.spec.profiles import STRICT, Profile, Quirk
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -133,7 +134,9 @@ def play_unit(
             if program is None and failed.loss is not None and failed.loss.events:
                 with suppress(LostError):
                     program = call(recover, options, failed.index, len(failed.loss.events))
-            _add(outcome, make_found(plan.targets[cell.target].name, name, defect, program))
+            causes = _find_causes(options, target.look.facts, defect, make_steady(call))
+            found = make_found(plan.targets[cell.target].name, name, defect, program, causes)
+            _add(outcome, found)
     outcome.result.goals = dict(sorted(outcome.result.goals.items()))
     return outcome
 
@@ -159,7 +162,9 @@ def _look(plan: Plan, unit: Unit, name: str, call: Call) -> Outcome:
         untried += [f"{played.name}: {played.why_untried}"] if played.why_untried else []
         if played.defect is not None:
             program = programs[played.name]
-            found = make_found(plan.targets[cell.target].name, name, played.defect, program)
+            causes = _find_causes(options, ground.facts, played.defect, call)
+            target = plan.targets[cell.target].name
+            found = make_found(target, name, played.defect, program, causes)
             known[played.name] = found.digest
             outcome.found.append(found)
     outcome.result.look = Look(ground.facts, ground.version, canary, known, tuple(untried))
@@ -353,13 +358,41 @@ def _dig(options: CheckOptions, episode: EpisodeResult, call: Call) -> Defect:
     return describe(options, loss=episode.loss)
 
 
+def _find_causes(
+    options: CheckOptions, facts: Facts, defect: Defect, call: Call
+) -> tuple[str, ...]:
+    """Return the known causes that account for a failure, in a target without a release."""
+    shrunk = defect.shrunk
+    is_compared = options.profile == STRICT.name and facts.equivalence != Safety.name
+    if shrunk is None or not shrunk.findings or not is_compared:
+        return ()
+    try:
+        return call(name_causes, options, shrunk.program)
+    except LostError:
+        return ()
+
+
+def name_causes(
+    _options: CheckOptions, make_engine: EngineFactory, program: Program
+) -> tuple[str, ...]:
+    """Return the names of the known causes of a failure. Runs in the engine's process."""
+    causes = find_causes(program, make_engine, frozenset(), tuple(sorted(Quirk)))
+    return tuple(sorted(map(str, causes)))
+
+
 def _add(outcome: Outcome, found: Found) -> None:
     outcome.found.append(found)
     counts = outcome.result.findings
     counts[found.digest] = counts.get(found.digest, 0) + 1
 
 
-def make_found(target: str, unit: str, defect: Defect, program: Program | None) -> Found:
+def make_found(
+    target: str,
+    unit: str,
+    defect: Defect,
+    program: Program | None,
+    causes: tuple[str, ...] = (),
+) -> Found:
     """Return the record of a failure; `program` is that of a crash, if it is known."""
     program = program if defect.shrunk is None else defect.shrunk.program
     text = "" if program is None else write_program(program)
@@ -376,6 +409,7 @@ def make_found(target: str, unit: str, defect: Defect, program: Program | None) 
         first=defect.first,
         symptoms=defect.symptoms,
         program=text,
+        causes=causes,
         raised_at=defect.raised_at,
         loss=defect.loss,
     )

@@ -123,6 +123,8 @@ class Found(msgspec.Struct, frozen=True):
     symptoms: Symptoms
     program: str
     """Text of a program file; "" if the engine's process died in a drawn episode."""
+    causes: tuple[str, ...] = ()
+    """Quirks or workarounds that account for it, named as `forgiving.Cause` is."""
     raised_at: str = ""
     loss: Loss | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from blockstep.conformance.campaign.leases import Lease, Store
@@ -137,10 +137,7 @@ def _list_rows(plan: Plan, totals: Totals, store: Store) -> Iterator[Row]:
         data = store.get([f"finding/{name}" for name in asked])
         founds = [decode(it, Found) for it in data if it is not None]
         founds.sort(key=lambda it: (it.unit, it.length, it.digest))
-        defects = [_make_defect(plan, found) for found in founds]
-        names = {id(defect): found for defect, found in zip(defects, founds, strict=True)}
-        for group in gather(defects):
-            members = [names[id(defect)] for defect in group.defects]
+        for plainest, members in _gather(plan, founds):
             digests = tuple(found.digest for found in members)
             seen = {
                 name: _join([total.findings[it] for it in digests if it in total.findings])
@@ -149,7 +146,23 @@ def _list_rows(plan: Plan, totals: Totals, store: Store) -> Iterator[Row]:
             }
             file = next((known[it] for it in digests if it in known), "")
             if seen or file:
-                yield Row(names[id(group.plainest)], digests, seen, file)
+                yield Row(plainest, digests, seen, file)
+
+
+def _gather(plan: Plan, founds: Sequence[Found]) -> Iterator[tuple[Found, list[Found]]]:
+    """Yield the findings of each defect, the plainest first: those with the same known causes, and
+    those that `found.gather` counts as one."""
+    named: dict[tuple[str, ...], list[Found]] = {}
+    alone = {found.causes for found in founds if len(found.causes) == 1}
+    for found in founds:
+        is_sum = all((cause,) in alone for cause in found.causes)
+        named.setdefault(found.causes[:1] if is_sum else found.causes, []).append(found)
+    unnamed = named.pop((), [])
+    for members in named.values():
+        yield min(members, key=lambda it: it.length), members
+    defects = {id(it): (it, found) for found in unnamed for it in [_make_defect(plan, found)]}
+    for group in gather([it for it, _ in defects.values()]):
+        yield defects[id(group.plainest)][1], [defects[id(it)][1] for it in group.defects]
 
 
 def _make_defect(plan: Plan, found: Found) -> Defect:
@@ -220,6 +233,7 @@ def _row_to_json(row: Row) -> dict[str, object]:
         "name": row.found.name,
         "message": row.found.first.message,
         "known": row.known,
+        "causes": list(row.found.causes),
         "length": row.found.length,
         "targets": {
             name: {"count": it.count, "first_seen": it.first_at, "last_seen": it.last_at}

@@ -91,6 +91,8 @@ def _list_defect(number: int, row: Row) -> Iterator[str]:
     for name, seen in row.seen.items():
         when = f"first {tell_time(seen.first_at)}, last {tell_time(seen.last_at)}"
         yield f"   seen in    {name}: {seen.count} shrunk failures, {when}"
+    if row.found.causes:
+        yield f"   because    {', '.join(row.found.causes)} (blockstep quirks)"
     if not row.known:
         yield f"   reproduce  blockstep campaign replay PLAN {row.found.digest}"
 
@@ -191,6 +193,7 @@ def _tell(number: int, row: Row) -> Iterable[str]:
     found = row.found
     yield f"<h2>{number}. {escape(make_headline(found.first))}</h2>"
     yield f"<p>{escape(found.name)}: {escape(found.first.message)}</p>"
+    yield f"<p>{escape(', '.join(found.causes))}</p>"
     times = [("target", "times", "first seen", "unit", "last seen", "unit")]
     for name, it in row.seen.items():
         first, last = tell_time(it.first_at), tell_time(it.last_at)
