@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace as replace_struct
 from typer.testing import CliRunner, Result
 
-from blockstep.conformance.campaign import play, records, redis_store, steering, worker
+from blockstep.conformance.campaign import play, records, redis_store, steering, summary, worker
 from blockstep.conformance.campaign.executor import run_workers
 from blockstep.conformance.campaign.folder import FolderStore
 from blockstep.conformance.campaign.leases import Store
@@ -33,12 +34,17 @@ from blockstep.conformance.campaign.summary import summarize, summary_to_json
 from blockstep.conformance.campaign.worker import work
 from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.features import UsageError
+from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program
+from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.search import digging
 from blockstep.conformance.search.call import Call, call_here
 from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.isolation import HarnessError, LostError
+from blockstep.conformance.search.known import describe
 from blockstep.conformance.search.options import load
+from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.vocabulary import Config, Reset, Schedule
 
 SERVER = shutil.which("redis-server")
 PLAN = """
@@ -336,6 +342,26 @@ def test_a_crash_counts_if_it_happens_again(tmp_path: Path) -> None:
     assert [it.episode.index for it in played] == list(range(10))
     assert [it.episode.index for it in played if it.episode.loss] == [7]
     assert outcome.result.num_spurious == 1
+
+
+def test_findings_with_the_same_causes_are_one_defect(tmp_path: Path) -> None:
+    plan = read_plan(write_plan(tmp_path))
+    profile = Profile("late", frozenset({Quirk("resets_are_told_late")}))
+    config = Config(num_blocks=2, block_size=1, enable_kv_cache_events=True)
+    programs = [Program(config, actions) for actions in ((Reset(),), (Schedule(), Reset()))]
+    options = plan.make_options(plan.cells[0])
+    founds = []
+    for program in programs:
+        call = call_here(lambda config: SpecEngine(config, profile))
+        dug = call(digging.dig_program, options, None, (), program)
+        assert isinstance(dug, digging.Dug)
+        causes = call(play.name_causes, options, program)
+        assert causes == ("quirk:resets_are_told_late",)
+        found = play.make_found("a", "b", describe(options, dug), program, causes)
+        founds += [found, replace_struct(found, digest="0", causes=())]
+    named, unnamed = summary._gather(plan, founds)
+    assert named == (founds[0], founds[::2])
+    assert unnamed == (founds[1], founds[1::2])
 
 
 # Commands.
