@@ -107,6 +107,13 @@ INVOCATIONS = {
         --sentence table_holds_the_scheduled_tokens --program EMPTY | leave --sentence
         --save /no/such/x.json | there is no folder
     """,
+    "campaign": """
+        nothing | No such command
+        run | Missing argument
+        run nowhere.toml | does not exist
+        replay nowhere.toml 0 | does not exist
+        status --store | requires an argument
+    """,
     "hunt": """
         --engine nowhere | neither one of
         --in-process --engine no.such:x | cannot load
