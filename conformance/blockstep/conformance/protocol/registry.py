@@ -146,6 +146,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "the scheduler of a checkout of mini-sglang (--path CHECKOUT), by properties only",
         ),
         KnownEngine(
+            "lmdeploy",
+            "blockstep.conformance.engines.adapters.lmdeploy:Lmdeploy",
+            "the PyTorch engine of an lmdeploy (--path CHECKOUT), no model, by properties only",
+        ),
+        KnownEngine(
             "transformers",
             "blockstep.conformance.engines.adapters.transformers_cb:Synchronous",
             "the continuous batching of an installed transformers, by properties only",

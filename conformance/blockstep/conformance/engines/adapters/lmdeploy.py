@@ -1,33 +1,20 @@
-"""The PyTorch engine of an lmdeploy checkout or package, without a model, behind the protocol.
+"""The PyTorch engine of lmdeploy, without a model, behind the Engine protocol.
 
-Its `Scheduler` with block manager, block trie and eviction, its `InputsMakerAsync`, its main loop,
-the handlers of its requests, its stopping criteria and the step inputs of its model agent are
-imported as they are, and their results are translated without repair. Replaced are packages whose
-`__init__` would import a model or a server, the executor (`Agent`), and the clock, since its order
-of arrival and of eviction must be reproducible.
-
-The main loop is a coroutine, which stops where it launches a batch and where it waits for one. It
-plans the next batch before it reads the outputs of the last one, so two frames are in flight.
-Requests and cancels act at once. The client's end of a session, which frees its blocks, arrives
-after the next plan.
+Its code runs as it is (`lmdeploy_cpu`) and its results are translated without repair. The main loop
+plans a batch before it reads the outputs of the last one, so two frames are in flight. Requests and
+cancels act at once. The client's end of a session, which frees the blocks of a finished request,
+arrives after the next plan.
 
 It decides differently on purpose (prefill first), so it is checked at the equivalence `safety`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import logging
-import sys
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,209 +27,26 @@ from blockstep.conformance.engine import (
     Setting,
     show_state,
 )
+from blockstep.conformance.engines.adapters.lmdeploy_cpu import (
+    PREFILL_INTERVAL,
+    WAITING,
+    RequestType,
+    ResponseType,
+    Row,
+    SamplingParam,
+    Server,
+)
 from blockstep.spec import vocabulary as v
 
-PREFILL_INTERVAL = 16
-"""Its default: decode steps between two prefills, and tokens that a request reserves ahead."""
-
-# Stand-ins.
-
-
-def _make_package(root: Path, name: str, **names: Any) -> None:
-    """Put an empty package in place of one of theirs: its `__init__` is not run."""
-    package = ModuleType(f"lmdeploy{name}")
-    package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
-    package.__dict__.update(names)
-    sys.modules[package.__name__] = package
-
-
-def _load() -> None:
-    found = find_spec("lmdeploy")
-    if found is None or found.submodule_search_locations is None:
-        raise ImportError("no lmdeploy: --path names a checkout of lmdeploy")
-    root = Path(next(iter(found.submodule_search_locations)))
-    for name in ("", ".vl", ".pytorch", ".pytorch.engine"):
-        _make_package(root, name)
-    _make_package(root, ".pytorch.engine.executor", build_executor=None)
-    _make_package(root, ".pytorch.engine.model_agent", BatchedOutputs=object)
-    _make_package(root, ".pytorch.engine.guided_process", GuidedDecodingManager=object)
-    has_psutil = find_spec("psutil") is not None
-    if not has_psutil:  # it is asked for the size of the memory, by code that is not run here
-        sys.modules["psutil"] = ModuleType("psutil")
-    import_module("lmdeploy.pytorch.engine.engine")
-    if not has_psutil:
-        del sys.modules["psutil"]
-    logging.getLogger("lmdeploy").setLevel(logging.CRITICAL)
-
-
-if "lmdeploy.pytorch.engine.engine" not in sys.modules:
-    _load()
-engines: Any = import_module("lmdeploy.pytorch.engine.engine")
-inputs_makers: Any = import_module("lmdeploy.pytorch.engine.inputs_maker")
-loops: Any = import_module("lmdeploy.pytorch.engine.engine_loop")
-sampling: Any = import_module("lmdeploy.pytorch.engine.logits_process")
-requests: Any = import_module("lmdeploy.pytorch.engine.request")
-messages: Any = import_module("lmdeploy.pytorch.messages")
-configs: Any = import_module("lmdeploy.pytorch.config")
-ar_agents: Any = import_module("lmdeploy.pytorch.strategies.ar.model_agent")
-ar_engines: Any = import_module("lmdeploy.pytorch.strategies.ar.engine")
-ar_sequences: Any = import_module("lmdeploy.pytorch.strategies.ar.sequence")
-ar_steps: Any = import_module("lmdeploy.pytorch.strategies.ar.step_inputs")
-RUNNING, STOPPED = messages.MessageStatus.RUNNING, messages.MessageStatus.STOPPED
-Type = requests.RequestType
-
-_CLOCK = SimpleNamespace(
-    perf_counter=itertools.count(1, 0.001).__next__, time=itertools.count(1, 0.001).__next__
-)
-for _name in (
-    "paging.scheduler",
-    "paging.block_manager.base_block_manager",
-    "strategies.ar.sequence",
-):
-    import_module(f"lmdeploy.pytorch.{_name}").__dict__["time"] = _CLOCK
-_lifecycle = "lmdeploy.pytorch.paging.block_trie.kv_lifecycle"
-if find_spec(_lifecycle) is not None:  # nodes with one access time are ordered by their address
-    import_module(_lifecycle).__dict__["id"] = lambda node: node.block_id
-loops.asyncio = ModuleType("asyncio")
-loops.asyncio.__dict__.update(asyncio.__dict__, sleep=lambda _seconds: Pause("sleep"))
-
-
-class Pause:
-    """A place where the main loop stops; the adapter sends the value with which it continues."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-
-    def __await__(self) -> Generator[str, Any, Any]:
-        return (yield self.place)
-
-
-class Row(NamedTuple):
-    """One request of a launched batch."""
-
-    sequence: Any
-    first: int
-    length: int
-    blocks: tuple[v.BlockId, ...]
-
-
-class Batch(NamedTuple):
-    """A launched batch."""
-
-    rows: list[Row]
-    samples: bool
-    """Whether its rows sample: not in the middle of a prompt that is run in chunks."""
-    criteria: Any
-    """Its stopping criteria before the step."""
-
-
-class Sampling:
-    """Their sampling strategy, and the sampling inputs of a batch, without a sampler."""
-
-    def __init__(self, sequences: Sequence[Any] = ()) -> None:
-        self.sequences = sequences
-        self.delta = sampling.SamplingInputsDelta(
-            torch.zeros(len(sequences)), torch.zeros(len(sequences))
-        )
-
-    def make_sampling_inputs(self, sequences: Sequence[Any]) -> Sampling:
-        """Return inputs that remember the requests of the batch."""
-        return Sampling(sequences)
-
-    def on_session_end(self, session_id: int) -> None:
-        """Do nothing."""
-
-
-class Agent:
-    """Their executor and model agent without a model: it records the rows of each batch."""
-
-    device_type = "cpu"
-
-    def __init__(self) -> None:
-        self.steps = ar_steps.ARStepInputs()
-        self.launched: deque[Batch] = deque()
-
-    async def forward_async(self, forward: Mapping[str, Any]) -> None:
-        """Launch a batch."""
-        self._launch(forward)
-        await Pause("launched")
-
-    @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def _launch(self, forward: Mapping[str, Any]) -> None:
-        """Update the step inputs as `BaseModelAgent._async_step` does, with placeholders for the
-        tokens of the batch: `-1 - seq_id`."""
-        inputs, delta, steps = forward["inputs"], forward["delta"], self.steps
-        criteria, drawn = forward["stopping_criteria"], forward["sampling_inputs"]
-        is_decoding = inputs is None
-        if delta is not None:
-            delta.fill_tensors()
-            steps.reindex(delta)
-        if is_decoding:
-            inputs, criteria, drawn.delta = (
-                steps.model_inputs, steps.stopping_criteria, steps.sampling_delta,
-            )  # fmt: skip
-        samples = is_decoding or inputs.is_last_chunk or not inputs.is_chunk
-        self.launched.append(Batch(_read_rows(inputs, drawn.sequences), samples, criteria))
-        tokens = torch.tensor([-1 - sequence.seq_id for sequence in drawn.sequences])
-        if samples:
-            after = criteria.step(tokens, None)[2]
-            update = steps.step_decode if is_decoding else steps.merge_prefill
-            extra = steps.extra_inputs if is_decoding else forward["extra_inputs"]
-            update(inputs, extra, after, drawn.delta, tokens, inputs.model_metas, None)
-
-    async def get_output_async(self) -> Any:
-        """Wait for the tokens of the oldest batch."""
-        return await Pause("output")
-
-
-def _read_rows(inputs: Any, sequences: Sequence[Any]) -> list[Row]:
-    """Return the rows of a batch as its tensors have them; its tokens must be those of its rows."""
-    tokens, rows = iter(inputs.input_ids.flatten().tolist()), []
-    given = (inputs.history_lengths, inputs.seq_length, inputs.block_offsets)
-    for sequence, first, length, table in zip(
-        sequences, *(tensor.tolist() for tensor in given), strict=True
-    ):
-        rows.append(Row(sequence, first, length, tuple(table[: sequence.num_blocks])))
-        known = [-1 - sequence.seq_id]
-        if not inputs.is_decoding:
-            known = sequence.history_cache[first : first + length].tolist()
-        seen = [*itertools.islice(tokens, length)]
-        if seen != known:
-            raise EngineFault(f"row of session {sequence.session_id} runs {seen}, not {known}")
-    return rows
-
-
-class Loop(loops.EngineLoop):  # type: ignore[misc]
-    """Their main loop, which also stops before it plans a batch."""
-
-    async def _main_loop_try_send_next_inputs(self) -> Any:
-        await Pause("plan")
-        return await super()._main_loop_try_send_next_inputs()
-
-    async def _prefetch_next_inputs(self) -> Any:
-        await Pause("plan")
-        return await super()._prefetch_next_inputs()
-
-
-class Woken:
-    """The event for which their idle loop waits."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-
-    def set(self) -> None:
-        """Wake the loop."""
-        self.is_set = True
-
-    def clear(self) -> None:
-        """Let the loop wait."""
-        self.is_set = False
-
-    async def wait(self) -> None:
-        """Wait until it is set."""
-        while not self.is_set:
-            await Pause("idle")
-
+WORKAROUNDS = {
+    "keep_chunks_apart": "a prompt that is canceled in the middle of its chunks is taken for a "
+    "decoding request, which the model agent does not have",
+    "forget_preempted": "the last decoding request is preempted and stays in the list of decoding "
+    "requests; if it is resumed in chunks, it decodes before they are done",
+    "free_preempted": "a preempted request keeps its blocks, and a prefix hit is appended to "
+    "them, so that it writes into a cached block",
+}
+"""Defects that each flag of an engine works around."""
 
 # Fitting.
 
@@ -316,6 +120,7 @@ class Lmdeploy:
         equivalence=Safety(fit_config, fit_request, plans_ahead=True),
         drops_tokens_in_flight=True,
         max_depth=2,
+        workarounds=WORKAROUNDS,
         settings=(
             Setting(
                 "a short prefill interval",
@@ -328,6 +133,8 @@ class Lmdeploy:
             ),
         ),
     )
+
+    keep_chunks_apart = forget_preempted = free_preempted = True
 
     def __init__(self, config: v.Config) -> None:
         self.config = config
@@ -343,62 +150,11 @@ class Lmdeploy:
         """Sessions that a client ends after the next plan."""
         self.frames: deque[v.FrameId] = deque()
         self.num_plans = 0
-        self.agent = Agent()
-        self._build()
-        self.place = self.main.send(None)
-
-    def _build(self) -> None:
-        config, interval = self.config, min(PREFILL_INTERVAL, self.config.block_size)
-        scheduling = configs.SchedulerConfig(
-            max_batches=config.max_num_seqs,
-            max_session_len=config.max_model_len,
-            prefill_interval=interval,
-        )
-        cache = configs.CacheConfig(
-            max_batches=config.max_num_seqs,
-            block_size=config.block_size,
-            num_cpu_blocks=0,
-            num_gpu_blocks=config.num_blocks,
-            max_prefill_token_num=config.max_num_batched_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-            device_type="cpu",
-            num_reserved_gpu_blocks=1,  # its default, and our null block
-        )
-        strategy, sampler = ar_sequences.ARSequenceStrategy(), Sampling()
-        meta = messages.SequenceMeta(cache.block_size, strategy, sampler)
-        engine = self.engine = object.__new__(engines.Engine)
-        engine.scheduler_config, engine.cache_config = scheduling, cache
-        engine.scheduler = self.scheduler = engines.Scheduler(scheduling, cache, meta)
-        role = cache.role
-        engine.engine_config, engine.input_processor = SimpleNamespace(role=role), None
-        engine.req_manager = engine._bind_request_manager()
-        engine.max_session_len = engine._get_max_session_len()
-        self.maker = inputs_makers.InputsMakerAsync(
-            executor=self.agent,
-            scheduler=self.scheduler,
-            adapter_manager=SimpleNamespace(num_adapters=lambda: 1),
-            engine_strategy=ar_engines.AREngineStrategy(scheduling, cache),
-            sampling_strategy=sampler,
-            model_agent_strategy=ar_agents.ARModelAgentStrategy(),
-            config=inputs_makers.InputsMakerConfig(
-                max_batches=cache.max_batches,
-                max_prefill_token_num=cache.max_prefill_token_num,
-                role=role,
-                prefill_interval=interval,
-            ),
-        )
-        self.loop = Loop(
-            engine.req_manager, self.scheduler, self.agent, strategy, self.maker,
-            loops.EngineLoopConfig(role),
-        )  # fmt: skip
-        self.loop.has_runable_event.event = Woken()
-        self.main = self.loop.main_loop()
+        self.server = Server(config, flags=self)
 
     def capabilities(self) -> frozenset[str]:
         """Return what it implements: it shows its state, takes aborts, and plans ahead."""
-        return frozenset(
-            {Capability.SNAPSHOT, Capability.ASYNC, Capability.ABORT, Capability.WORK}
-        )
+        return frozenset({Capability.SNAPSHOT, Capability.ASYNC, Capability.ABORT, Capability.WORK})
 
     def apply(self, event: v.Event) -> v.Observation:
         """Take one event. What lmdeploy raises is a finding."""
@@ -416,36 +172,27 @@ class Lmdeploy:
 
     # Requests, as `EngineInstance` and `RequestSender` send them.
 
-    def _send(self, kind: Any, **data: Any) -> Any:
-        manager = self.engine.req_manager
-        reply = requests.Response(
-            engines.ResponseType.INTERNAL_ENGINE_ERROR, 0, asyncio.Event(), None, None
-        )
-        manager.process_request(kind, [requests.Request(kind, 0, data, reply)])
-        self.loop.has_runable_event.set()
-        return reply
-
     def _submit(self, request: v.Request) -> v.Ack:
         life = Life(request, session_id=len(self.life_of))
         self.lives[life.name] = self.life_of[life.session_id] = life
-        self._send(Type.ADD_SESSION, session_id=life.session_id, response=False)
-        life.reply = self._send(
-            Type.ADD_MESSAGE,
+        self.server.send(RequestType.ADD_SESSION, session_id=life.session_id, response=False)
+        life.reply = self.server.send(
+            RequestType.ADD_MESSAGE,
             token_ids=list(request.prompt_token_ids),
             session_id=life.session_id,
             adapter_name=request.adapter,
-            sampling_param=messages.SamplingParam(
+            sampling_param=SamplingParam(
                 max_new_tokens=request.max_tokens, stop_words=life.stop_words
             ),
         )
-        session = self.scheduler.sessions[life.session_id]
+        session = self.server.scheduler.sessions[life.session_id]
         (life.sequence,) = session.sequences.values()
         return v.Ack()
 
     def _abort(self, names: Iterable[v.RequestId]) -> v.Aborted:
         known = [self.lives[name] for name in dict.fromkeys(names) if name in self.lives]
         for life in known:
-            self._send(Type.STOP_SESSION, session_id=life.session_id, response=False)
+            self.server.send(RequestType.STOP_SESSION, session_id=life.session_id, response=False)
             self._end(life)
         return v.Aborted(tuple(life.name for life in known))
 
@@ -459,29 +206,25 @@ class Lmdeploy:
     def _end_sessions(self) -> None:
         ending, self.sessions_to_end = self.sessions_to_end, []
         for session_id in ending:
-            self._send(Type.END_SESSION, session_id=session_id, response=False)
+            self.server.send(RequestType.END_SESSION, session_id=session_id, response=False)
             self.life_of[session_id].sequence = None
 
     # The main loop.
 
-    def _advance(self, value: Any = None) -> str:
-        self.place = self.main.send(value)
-        return self.place
-
     def _schedule(self) -> v.Plan:
         """Run the main loop until it has launched a batch, or has none to launch."""
-        num_launched, ending = len(self.agent.launched), self.ended
-        self.ended, is_woken = [], False
-        if self.place == "launched":
-            self._advance()
-        if self.place in ("plan", "sleep"):
-            self._advance()
-            if self.place == "plan":  # after its wait for memory
-                self._advance()
-        if self.place == "idle" and self.loop.has_runable_event.event.is_set:
-            self._advance()
-        has_rows = len(self.agent.launched) > num_launched
-        rows = self.agent.launched[-1].rows if has_rows else []
+        num_launched, ending = len(self.server.agent.launched), self.ended
+        self.ended = []
+        if self.server.place == "launched":
+            self.server.advance()
+        if self.server.place in ("plan", "sleep"):
+            self.server.advance()
+            if self.server.place == "plan":  # after its wait for memory
+                self.server.advance()
+        if self.server.place == "idle" and self.server.loop.has_runable_event.event.is_set:
+            self.server.advance()
+        has_rows = len(self.server.agent.launched) > num_launched
+        rows = self.server.agent.launched[-1].rows if has_rows else []
         self._end_sessions()
         return self._make_plan(rows, tuple(sorted(ending)))
 
@@ -515,7 +258,7 @@ class Lmdeploy:
 
     def _is_preempted(self, life: Life) -> bool:
         """Whether a request that ran waits again."""
-        return life.told is not None and life.sequence.status is messages.MessageStatus.WAITING
+        return life.told is not None and life.sequence.status is WAITING
 
     def _make_row(self, life: Life, row: Row) -> v.NewRow | v.CachedRow:
         told, life.told = life.told, row.blocks
@@ -537,14 +280,12 @@ class Lmdeploy:
         )
 
     def _commit(self, sampled: Mapping[v.RequestId, v.TokenIds]) -> v.Outputs:
-        batch = self.agent.launched.popleft()
+        batch = self.server.agent.launched.popleft()
         self.frames.popleft()
-        if self.place == "launched":
-            self._advance()
-            if self.place == "plan" :
-                raise EngineFault("lmdeploy plans a batch before it reads this one")
-        if self.place != "output":
-            raise EngineFault(f"lmdeploy does not wait for an output: {self.place}")
+        if self.server.place == "launched":
+            self.server.advance()
+        if self.server.place != "output":
+            raise EngineFault(f"lmdeploy does not wait for an output: {self.server.place}")
         lives = [self.life_of[row.sequence.session_id] for row in batch.rows]
         tokens = [(*sampled.get(life.name, ()), 0)[0] for life in lives]
         stopped, stop_pos, _ = batch.criteria.step(torch.tensor(tokens), None)
@@ -552,15 +293,15 @@ class Lmdeploy:
             bool(is_last) or token in life.stop_words
             for is_last, token, life in zip(stopped, tokens, lives, strict=True)
         ]
-        self._advance(
+        self.server.advance(
             SimpleNamespace(
                 next_token_ids=torch.tensor(tokens), stopped=torch.tensor(ended), stop_pos=stop_pos,
                 model_metas=None, all_routed_experts=None, logits=None, ce_loss=None,
                 logprobs=None, new_token_timestamp=0,
             )
         )  # fmt: skip
-        replies = [*self.loop.resp_queue.get_nowait().values()]
-        self.loop._send_resps(replies)
+        replies = [*self.server.loop.resp_queue.get_nowait().values()]
+        self.server.loop._send_resps(replies)
         rows = [self._deliver(self.life_of[reply.session_id]) for reply in replies]
         return v.Outputs(tuple(rows))
 
@@ -569,7 +310,7 @@ class Lmdeploy:
         gained = tuple(life.reply.data["token_ids"][len(life.outputs) :].tolist())
         life.outputs += gained
         reason = stop = None
-        if life.reply.type is engines.ResponseType.FINISH:
+        if life.reply.type is ResponseType.FINISH:
             reason = v.FinishReason.LENGTH
             if gained[-1:] and gained[-1] in life.stop_words:
                 reason = v.FinishReason.STOP
@@ -583,7 +324,7 @@ class Lmdeploy:
         """Return its state in canonical form. Blocks that only the trie or an ended session holds
         are free: they are evicted when another request needs them."""
         shown = [self._show(life) for _, life in sorted(self.lives.items())]
-        allocator = self.scheduler.block_manager.allocator
+        allocator = self.server.scheduler.block_manager.allocator
         keys: list[v.BlockKey | None] = [None] * self.config.num_blocks
         spare: Counter[v.BlockId] = Counter()
         """Number of holders of each block besides unfinished requests."""
@@ -604,7 +345,7 @@ class Lmdeploy:
             counts[block] += count - spare[block]
         pool = allocator.get_phy_allocator("gpu")
         free = pool._free_blocks[pool._num_blocks - pool._free_count :].tolist()
-        waiting = [one for one in self.scheduler.waiting if self._is_live(one)]
+        waiting = [one for one in self.server.scheduler.waiting if self._is_live(one)]
         running = [life for life in self.lives.values() if life.runs]
         return show_state(
             shown,
@@ -614,7 +355,7 @@ class Lmdeploy:
             free_queue=(*free, *(block for block in sorted(spare) if not counts[block])),
             block_keys=tuple(keys),
             num_frames_in_flight=len(self.frames),
-            has_work=self.loop.has_runable_event.has_unfinished() or bool(self.frames),
+            has_work=self.server.loop.has_runable_event.has_unfinished() or bool(self.frames),
         )
 
     def _is_live(self, sequence: Any) -> bool:
@@ -622,7 +363,7 @@ class Lmdeploy:
         return self.lives.get(life.name) is life
 
     def _get_table(self, sequence: Any) -> tuple[v.BlockId, ...]:
-        return tuple(self.scheduler.block_manager.get_block_table(sequence).tolist())
+        return tuple(self.server.scheduler.block_manager.get_block_table(sequence).tolist())
 
     def _show(self, life: Life) -> v.RequestSnapshot:
         waits = v.Status.PREEMPTED if life.has_run else v.Status.WAITING
@@ -636,7 +377,8 @@ class Lmdeploy:
 
     def _walk_trie(self) -> Iterator[tuple[v.BlockId, v.BlockKey]]:
         """Yield the block and the key of every node of its trie."""
-        trie = self.scheduler.block_trie
+        trie = self.server.scheduler.block_trie
+        nodes: list[tuple[Any, v.BlockKey | None]]
         nodes = [(child, None) for root in trie._roots.values() for child in root.children.values()]
         while nodes:
             node, parent = nodes.pop()
