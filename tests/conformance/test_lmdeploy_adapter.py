@@ -90,7 +90,7 @@ A_DECODE_TOO_EARLY = make_program(
     submit("B", (1,) * 5, 1),
     *(*TURN, *TURN, *TURN, *TURN, *TURN, *TURN),
     Abort(("B",)),
-    *(*TURN, *TURN, *TURN),
+    *(*TURN, *TURN),
     enable_prefix_caching=False,
 )
 """A is preempted, and no request is left to decode; B, in chunks, is canceled; A is resumed."""

@@ -119,7 +119,7 @@ class Batch(NamedTuple):
     samples: bool
     """Whether its rows sample: not in the middle of a prompt that is run in chunks."""
     criteria: Any
-    """Its stopping criteria before the step."""
+    """The stopping criteria before the step."""
 
 
 class Sampling:
@@ -267,7 +267,7 @@ class Server:
         self.agent = Agent()
         self._build()
         self.place: str = self.main.send(None)
-        """Where the main loop has stopped."""
+        """The place where the main loop has stopped."""
 
     def _build(self) -> None:
         config, interval = self.config, min(PREFILL_INTERVAL, self.config.block_size)
