@@ -151,6 +151,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "the PyTorch engine of an lmdeploy (--path CHECKOUT), no model, by properties only",
         ),
         KnownEngine(
+            "sglang",
+            "blockstep.conformance.engines.adapters.sglang:Sglang",
+            "the scheduler of an installed SGLang, no model, by properties only",
+        ),
+        KnownEngine(
             "transformers",
             "blockstep.conformance.engines.adapters.transformers_cb:Synchronous",
             "the continuous batching of an installed transformers, by properties only",

@@ -1,13 +1,14 @@
 """SGLang's scheduler, without a model or a GPU, behind the Engine protocol.
 
-Its `Scheduler` with its policy, `PrefillAdder`, `ScheduleBatch`, radix cache, memory pools and batch
-results runs as it is, in its normal loop, and its results are translated without repair. The object
-is made without its `__init__`, which would start a model worker and sockets; parts that a scheduler
-of one rank without options only passes through are replaced (`_build`). So are packages of kernels
-and of images that are not installed (`StandIns`).
+Its `Scheduler` with its policy, `PrefillAdder`, `ScheduleBatch`, radix cache, memory pools and the
+processing of results runs as it is, and its results are translated without repair. The object is
+made without its `__init__`, which would start a model worker and sockets; parts that a scheduler of
+one rank without options only passes through are replaced (`_build`). So are packages of kernels and
+of images that are not installed (`StandIns`).
 
-One turn of its loop plans, runs and processes a batch: Schedule is the first part of a turn and
-Commit the last. A new request waits for the next turn.
+One turn of its loop plans and launches a batch and processes one: Schedule is the first part of a
+turn and Commit the last. In its normal loop they are of the same batch; in its overlapping loop,
+its default (`async_scheduling`), Commit is of the batch before.
 
 It decides differently on purpose (prefill first), so it is checked at the equivalence `safety`.
 """
@@ -15,11 +16,12 @@ It decides differently on purpose (prefill first), so it is checked at the equiv
 from __future__ import annotations
 
 import importlib.abc
+import itertools
 import logging
 import sys
 from array import array
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -29,10 +31,26 @@ from typing import Any
 
 import torch
 
-from blockstep.conformance.engine import Capability, EngineFault, EngineTraits, Safety
+from blockstep.conformance.engine import (
+    Capability,
+    EngineFault,
+    EngineTraits,
+    Safety,
+    Setting,
+    show_state,
+)
 from blockstep.spec import vocabulary as v
 
 # Stand-ins.
+
+
+def _do_nothing(*_args: Any, **_more: Any) -> None:
+    """Take anything, and return None."""
+
+
+def _return_first(_self: Any, *args: Any, **_more: Any) -> Any:
+    """Return the first argument: a decorator that does nothing."""
+    return args[0] if args else None
 
 
 class Blank(type):
@@ -41,7 +59,7 @@ class Blank(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Blank(name, (), {"__init__": lambda self, *args, **kwargs: None})
+        return Blank(name, (), {"__init__": _do_nothing, "__call__": _return_first})
 
     def __or__(cls, other: Any) -> Any:
         return cls
@@ -56,7 +74,7 @@ class BlankModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Blank(name, (), {"__init__": lambda self, *args, **kwargs: None})
+        return Blank(name, (), {"__init__": _do_nothing, "__call__": _return_first})
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -65,7 +83,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_more: Any) -> ModuleSpec | None:
         """Return the place of a module, if it is of one of the packages."""
         if any(name == one or name.startswith(f"{one}.") for one in self.names):
             return ModuleSpec(name, self, is_package=True)
@@ -80,7 +98,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _load() -> None:
-    """Import SGLang with stand-ins for what a scheduler does not run."""
+    """Import SGLang with replacements for what a scheduler does not run."""
     images = import_module("transformers.utils.import_utils")
     images.is_torchvision_available()  # transformers must not see the stand-in
     kernels = ("tvm_ffi", "sgl_kernel", "flashinfer", "deep_gemm", "compressed_tensors")
@@ -103,28 +121,36 @@ context: Any = import_module("sglang.srt.runtime_context")
 pools: Any = import_module("sglang.srt.mem_cache.memory_pool")
 allocators: Any = import_module("sglang.srt.mem_cache.allocator.token")
 radix: Any = import_module("sglang.srt.mem_cache.radix_cache")
-chunk: Any = import_module("sglang.srt.mem_cache.cache_init_params")
+cache_params: Any = import_module("sglang.srt.mem_cache.cache_init_params")
+# Its order of eviction must be reproducible.
+_clock = itertools.count(1).__next__
+radix.time = SimpleNamespace(monotonic=_clock, perf_counter=_clock, time=_clock)
 SamplingParams: Any = import_module("sglang.srt.sampling.sampling_params").SamplingParams
 ServerArgs: Any = import_module("sglang.srt.server_args").ServerArgs
 GenerationBatchResult: Any = import_module("sglang.srt.managers.utils").GenerationBatchResult
 
 _NONE = (
-    "chunked_req _pending_chunked_abort_req dllm_config hisparse_coordinator draft_worker "
-    "decode_offload_manager dynamic_chunk_sizer prefill_delayer lora_drainer last_batch "
-    "lora_overlap_loader min_free_slots_delayer truncation_align_size metrics_collector "
-    "priority_scheduling_preemption_threshold scheduler_stage_metrics mm_receiver"
-).split()
+    "chunked_req", "_pending_chunked_abort_req", "dllm_config", "hisparse_coordinator",
+    "draft_worker", "decode_offload_manager", "dynamic_chunk_sizer", "prefill_delayer",
+    "lora_drainer", "last_batch", "lora_overlap_loader", "min_free_slots_delayer",
+    "truncation_align_size", "metrics_collector", "priority_scheduling_preemption_threshold",
+    "scheduler_stage_metrics", "mm_receiver", "max_queued_requests",
+)  # fmt: skip
 _FALSE = (
-    "enable_hisparse enable_hierarchical_cache enable_unified_cache_external_linker enable_lora "
-    "enable_lmcache enable_hicache_storage enable_lora_overlap_loading enable_priority_preemption "
-    "enable_priority_scheduling is_hybrid_swa is_mixed_chunk require_mlp_sync enable_overlap "
-    "enable_skip_finishing_decode enable_overlap_mlx enable_unified_memory "
-    "schedule_low_priority_values_first abort_on_priority_when_disabled"
-).split()
+    "enable_hisparse", "enable_hierarchical_cache", "enable_unified_cache_external_linker",
+    "enable_lora", "enable_lmcache", "enable_hicache_storage", "enable_lora_overlap_loading",
+    "enable_priority_preemption", "enable_priority_scheduling", "is_hybrid_swa",
+    "is_mixed_chunk", "require_mlp_sync", "enable_overlap", "enable_skip_finishing_decode",
+    "enable_continuous_input_polling", "enable_overlap_mlx", "enable_unified_memory",
+    "schedule_low_priority_values_first", "abort_on_priority_when_disabled",
+)  # fmt: skip
 _ZERO = (
-    "max_prefill_bs forward_ct processed_tokens_counter prefill_decode_interval "
-    "_prefill_decode_interval_remaining prefill_decode_interval_min_bs"
-).split()
+    "max_prefill_bs", "forward_ct", "processed_tokens_counter", "prefill_decode_interval",
+    "_prefill_decode_interval_remaining", "prefill_decode_interval_min_bs",
+)  # fmt: skip
+
+
+CONSERVATIVENESS = 0.1
 
 
 class Quiet:
@@ -136,7 +162,7 @@ class Quiet:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: None
+        return _do_nothing
 
 
 class Plain(SimpleNamespace):
@@ -159,7 +185,8 @@ def _build(config: v.Config) -> Any:
             model_path="dummy",
             device="cpu",
             pp_max_micro_batch_size=config.max_num_seqs,
-            disable_overlap_schedule=True,
+            schedule_conservativeness=CONSERVATIVENESS,
+            disable_overlap_schedule=not config.async_scheduling,
             **sizes,
         ),
         role="scheduler",
@@ -168,6 +195,7 @@ def _build(config: v.Config) -> Any:
     values = dict.fromkeys(_NONE) | dict.fromkeys(_FALSE, False) | dict.fromkeys(_ZERO, 0) | sizes
     for name, value in values.items():
         setattr(made, name, value)
+    made.enable_overlap = made.enable_skip_finishing_decode = config.async_scheduling
     made.waiting_queue, made.result_queue, made.device = [], deque(), "cpu"
     made.running_batch = batches.ScheduleBatch(reqs=[], batch_is_full=False)
     made.req_to_token_pool = pools.ReqToTokenPool(
@@ -177,7 +205,7 @@ def _build(config: v.Config) -> Any:
         config.num_usable_blocks, torch.float16, "cpu", None, False
     )
     made.tree_cache = radix.RadixCache(
-        chunk.CacheInitParams(
+        cache_params.CacheInitParams(
             disable=not config.enable_prefix_caching,
             req_to_token_pool=made.req_to_token_pool,
             token_to_kv_pool_allocator=made.token_to_kv_pool_allocator,
@@ -187,19 +215,18 @@ def _build(config: v.Config) -> Any:
     made.spec_algorithm = schedulers.SpeculativeAlgorithm.from_string(None)
     made.disaggregation_mode = schedulers.DisaggregationMode.NULL
     made.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False)
+    made.send_abort_output = _do_nothing
     made.beam_coordinator = SimpleNamespace(
         pending_member_rows=lambda _batch: 0,
         retire_group=lambda _req: None,
         commit_decode=lambda _batch: set(),
     )
     made.dp_attn_adapter = SimpleNamespace(
-        maybe_prepare_mlp_sync_batch=lambda batch, need_sync=None: batch,
+        maybe_prepare_mlp_sync_batch=lambda batch, **_: batch,
         maybe_convert_decode_to_extend=lambda batch: batch,
     )
-    made.ngram_embedding_manager = SimpleNamespace(
-        prepare_for_forward=lambda batch, chunked_req=None: batch
-    )
-    made.load_inquirer = SimpleNamespace(_get_num_pending_tokens=lambda chunk_deduct=0: 0)
+    made.ngram_embedding_manager = SimpleNamespace(prepare_for_forward=lambda batch, **_: batch)
+    made.load_inquirer = SimpleNamespace(_get_num_pending_tokens=lambda **_: 0)
     runner = SimpleNamespace(attn_backend=None, prefill_aware_swa=False)
     made.tp_worker = made.model_worker = SimpleNamespace(model_runner=runner)
     made.metrics_reporter, made.output_streamer = Quiet(), Quiet()
@@ -227,6 +254,8 @@ def fit_config(config: v.Config) -> v.Config:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=min(config.max_model_len, num_blocks - 3),
         enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=config.async_scheduling,
+        max_frames_in_flight=2 if config.async_scheduling else 1,
     )
 
 
@@ -256,36 +285,50 @@ class Life:
 class Sglang:
     """SGLang's scheduler as a system under test."""
 
-    traits = EngineTraits(equivalence=Safety(fit_config, fit_request))
+    traits = EngineTraits(
+        equivalence=Safety(fit_config, fit_request, plans_ahead=True),
+        drops_tokens_in_flight=True,
+        max_depth=2,
+        settings=(
+            Setting(
+                "eager admission",
+                "schedule_conservativeness",
+                "1.0",
+                str(CONSERVATIVENESS),
+                "every config",
+                "by default a request is admitted if 70 % of what it may still need is free, so "
+                "that programs of a few short requests retract none",
+            ),
+        ),
+    )
 
     def __init__(self, config: v.Config) -> None:
         self.config = config
         self.scheduler = _build(config)
         self.lives: dict[v.RequestId, Life] = {}
         """Unfinished requests."""
+        self.life_of: dict[Any, Life] = {}
+        """Requests by their `Req`."""
         self.last: set[v.RequestId] = set()
         """Requests with a row in the last plan."""
         self.ended: list[v.RequestId] = []
         """Requests that finished since the last plan."""
-        self.batch: Any = None
-        """The batch in flight."""
+        self.in_flight: deque[Any] = self.scheduler.result_queue
+        """The batches in flight, each with nothing for its result."""
         self.num_plans = 0
 
     def capabilities(self) -> frozenset[str]:
-        """Return what it implements: three events only."""
-        return frozenset[Capability]()
-
-    def snapshot(self) -> None:
-        """Show no state."""
+        """Return what it implements: it shows its state, and plans ahead."""
+        return frozenset({Capability.SNAPSHOT, Capability.ASYNC})
 
     def apply(self, event: v.Event) -> v.Observation:
         """Take one event. What SGLang raises is a finding."""
         match event:
             case v.Submit(request=request):
                 return self._submit(request)
-            case v.Schedule() if self.batch is None:
+            case v.Schedule() if len(self.in_flight) < self.config.max_frames_in_flight:
                 return self._schedule()
-            case v.Commit(sampled=sampled) if self.batch is not None:
+            case v.Commit(sampled=sampled) if self.in_flight:
                 return self._commit({row.request_id: row.token_ids for row in sampled})
         raise EngineFault(f"not for SGLang now: {event!r}")
 
@@ -298,29 +341,32 @@ class Sglang:
             request.request_id, "", array("q", request.prompt_token_ids), params,
             vocab_size=self.scheduler.model_config.vocab_size,
         )  # fmt: skip
-        self.lives[request.request_id] = Life(request, req)
+        self.lives[request.request_id] = self.life_of[req] = Life(request, req)
         self.scheduler.waiting_queue.append(req)
         return v.Ack()
 
     def _schedule(self) -> v.Plan:
-        """Run the first part of `event_loop_normal`, up to the forward pass."""
+        """Run the first part of `event_loop_normal` or `event_loop_overlap`: up to the forward
+        pass."""
         scheduler = self.scheduler
         made = scheduler.get_next_batch_to_run(
             running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
         )
-        scheduler.running_batch, self.batch = made.running_batch, made.batch_to_run
-        if self.batch is None:
-            scheduler.last_batch = None
-        waiting = {req.rid for req in scheduler.waiting_queue}
+        scheduler.running_batch, batch = made.running_batch, made.batch_to_run
+        scheduler.last_batch = batch
+        if batch is not None:
+            self.in_flight.append((batch.copy() if scheduler.enable_overlap else batch, None))
+        waiting = {id(req) for req in scheduler.waiting_queue}
         preempted = [
             name
             for name, life in sorted(self.lives.items())
-            if life.told is not None and name in waiting
+            if life.told is not None and id(life.req) in waiting
         ]
         for name in preempted:
             self.lives[name].told = None
         self.remapped: list[v.RequestId] = []
-        rows = [] if self.batch is None else [self._make_row(req) for req in self.batch.reqs]
+        reqs = [] if batch is None else batch.reqs
+        rows = [self._make_row(batch, req, index) for index, req in enumerate(reqs)]
         ended, self.ended = tuple(sorted(self.ended)), []
         self.last = {row.request_id for row in rows}
         self.num_plans += 1
@@ -333,9 +379,9 @@ class Sglang:
             remapped_req_ids=tuple(sorted(self.remapped)),
         )
 
-    def _make_row(self, req: Any) -> v.NewRow | v.CachedRow:
-        life, is_decode = self.lives[req.rid], self.batch.forward_mode.is_decode()
-        end = len(req.origin_input_ids) + len(req.output_ids) if is_decode else req.extend_end
+    def _make_row(self, batch: Any, req: Any, index: int) -> v.NewRow | v.CachedRow:
+        life, is_decode = self.life_of[req], batch.forward_mode.is_decode()
+        end = int(batch.seq_lens_cpu[index])
         first = end - 1 if is_decode else req.prefix_len
         slots = self.scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :end]
         table, told = tuple(slots.tolist()), life.told
@@ -345,16 +391,26 @@ class Sglang:
             return v.NewRow(life.request, (table,), first, end - first)
         is_longer = told is not None and table[: len(told)] == told
         if told is not None and not is_longer:
-            self.remapped.append(req.rid)
-        tokens = None if req.rid in self.last else (*life.request.prompt_token_ids, *life.outputs)
+            self.remapped.append(life.request.request_id)
+        tokens = (
+            None
+            if life.request.request_id in self.last
+            else (*life.request.prompt_token_ids, *life.outputs)
+        )
         sent = table[len(told or ()) :] if is_longer else table
         return v.CachedRow(
-            req.rid, told is None, (sent,), tokens, first, len(life.outputs), end - first
+            life.request.request_id,
+            told is None,
+            (sent,),
+            tokens,
+            first,
+            max(end - len(life.request.prompt_token_ids), len(life.outputs)),
+            end - first,
         )
 
     def _commit(self, sampled: Mapping[v.RequestId, v.TokenIds]) -> v.Outputs:
-        """Run the last part of `event_loop_normal`."""
-        batch, self.batch = self.batch, None
+        """Run the last part of the loop."""
+        batch, _ = self.in_flight.popleft()
         # Its sampler returns a token for every row, even in the middle of a prefill.
         tokens = [(*sampled.get(req.rid, ()), 0)[0] for req in batch.reqs]
         result = GenerationBatchResult(next_token_ids=torch.tensor(tokens))
@@ -363,9 +419,9 @@ class Sglang:
             processor.process_batch_result_decode(batch, result)
         else:
             processor.process_batch_result_prefill(batch, result)
-        self.scheduler.last_batch = batch
-        rows = [self._deliver(self.lives[req.rid]) for req in batch.reqs if sampled.get(req.rid)]
-        return v.Outputs(tuple(rows))
+        lives = [self.life_of[req] for req in batch.reqs]
+        gained = [life for life in lives if len(life.req.output_ids) > len(life.outputs)]
+        return v.Outputs(tuple(map(self._deliver, gained)))
 
     def _deliver(self, life: Life) -> v.OutputRow:
         gained = tuple(life.req.output_ids[len(life.outputs) :])
@@ -378,3 +434,51 @@ class Sglang:
             del self.lives[life.request.request_id]
             self.ended.append(life.request.request_id)
         return v.OutputRow(life.request.request_id, gained, reason, stop)
+
+    # The state.
+
+    def snapshot(self) -> v.Snapshot:
+        """Return its state in canonical form. Slots that only the radix tree holds are free: they
+        are evicted when they are needed."""
+        shown = [self._show(life) for _, life in sorted(self.lives.items())]
+        held = Counter(block for request in shown for block in request.block_tables[0])
+        allocator = self.scheduler.token_to_kv_pool_allocator
+        free = [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()]
+        keys: list[v.BlockKey | None] = [None] * self.config.num_blocks
+        for node, block, key in self._walk_tree():
+            keys[block] = key
+            if node.lock_ref == 0:
+                free.append(block)
+        waiting = [req.rid for req in self.scheduler.waiting_queue]
+        return show_state(
+            shown,
+            waiting=waiting,
+            running=[request.request_id for request in shown if request.request_id not in waiting],
+            ref_counts=tuple(held[block] for block in range(self.config.num_blocks)),
+            free_queue=tuple(free),
+            block_keys=tuple(keys),
+            num_frames_in_flight=len(self.in_flight),
+        )
+
+    def _show(self, life: Life) -> v.RequestSnapshot:
+        req, length = life.req, len(life.told or ())
+        waits = v.Status.PREEMPTED if life.has_run else v.Status.WAITING
+        table = self.scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx or 0, :length]
+        return v.RequestSnapshot(
+            request_id=life.request.request_id,
+            status=waits if life.told is None else v.Status.RUNNING,
+            output_token_ids=tuple(life.outputs),
+            num_computed_tokens=length,
+            block_tables=(tuple(table.tolist()),),
+        )
+
+    def _walk_tree(self) -> Iterator[tuple[Any, v.BlockId, v.BlockKey]]:
+        """Yield every slot of its radix tree, with its node and its key."""
+        nodes: list[tuple[Any, v.BlockKey | None]]
+        nodes = [(child, None) for child in self.scheduler.tree_cache.root_node.children.values()]
+        while nodes:
+            node, key = nodes.pop()
+            for token, slot in zip(node.key.token_ids, node.value.tolist(), strict=True):
+                key = v.BlockKey(key, (token,))
+                yield node, slot, key
+            nodes += [(child, key) for child in node.children.values()]
