@@ -376,6 +376,9 @@ class EngineTraits:
     """Notes for the verdict, one line each."""
     settings: tuple[Setting, ...] = ()
     """Settings that differ from their defaults; every verdict names these."""
+    write_script: Callable[[Any], Any] | None = None
+    """Returns a finding (`protocol.story.Story`) as a `Script` of the engine alone, for an issue;
+    None: the adapter has no such scripts."""
 
 
 NO_TRAITS = EngineTraits()

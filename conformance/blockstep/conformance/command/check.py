@@ -142,6 +142,7 @@ def check_command(
     corpus: programs.CorpusOption = None,
     known: programs.KnownOption = None,
     save: programs.SaveOption = None,
+    standalone: programs.StandaloneOption = False,
     view: programs.ViewOption = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     hide_state: HideStateOption = False,
@@ -162,6 +163,7 @@ def check_command(
         corpus = corpus if options.is_given(context, "corpus") else None
         known = known if options.is_given(context, "known") else None
     _require_sense(event_seconds, record, episode, program, corpus)
+    programs.require_save(save, standalone)
     max_events, max_seconds = options.require_budget(budget)
     wanted = CheckOptions(
         engine=engine,
@@ -189,8 +191,9 @@ def check_command(
         ended = [result for result in played if result.first is not None or program is not None]
         if not ended:
             ended = [_check(wanted, place, record, screen, passed_over, brief, coverage)]
-        programs.save(save, ended[0], isolation)
-        programs.view(view, ended[0], _get_call(wanted, place), isolation)
+        call = _get_call(wanted, place)
+        programs.save(save, ended[0], isolation, call if standalone else None)
+        programs.view(view, ended[0], call, isolation)
     console.write_json(json_path, check_to_json(ended[0], played if corpus else ()))
     raise typer.Exit(ended[0].exit_code)
 

@@ -19,7 +19,7 @@ from blockstep.conformance.command.check import (
     PolicyOption,
     is_ours,
 )
-from blockstep.conformance.command.programs import KnownOption
+from blockstep.conformance.command.programs import KnownOption, StandaloneOption, save_script
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import write_program
@@ -27,7 +27,7 @@ from blockstep.conformance.report.brief import brief_hunt, tell_hunted
 from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.failure import show_options
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
-from blockstep.conformance.search.call import call_here
+from blockstep.conformance.search.call import Call, call_here
 from blockstep.conformance.search.forgiving import Cause, read_cause
 from blockstep.conformance.search.found import Defect, HuntResult, name_of
 from blockstep.conformance.search.hunt import SCOPES, hunt
@@ -101,6 +101,7 @@ def hunt_command(
     forgive: ForgiveOption = None,
     known: KnownOption = None,
     save: SaveOption = None,
+    standalone: StandaloneOption = False,
     markdown: MarkdownOption = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     hide_state: HideStateOption = False,
@@ -118,6 +119,8 @@ def hunt_command(
     options.require_preset(preset or SCOPES[-1])
     options.require_profile(profile)
     known = known if episode is None or options.is_given(context, "known") else None
+    if standalone and save is None:
+        console.usage("--standalone: needs --save FOLDER, for the scripts")
     if not event_seconds > 0:
         console.usage(f"--event-seconds {event_seconds:g}: must be above 0")
     wanted = CheckOptions(
@@ -144,10 +147,13 @@ def hunt_command(
             programs = {} if known is None else read_known(known)
             teller = _make_teller(screen, brief)
             result = _hunt(wanted, place, is_here, screen, scopes, forgiven, programs, teller)
+            if save is not None:
+                _save(save, result)
+            if save is not None and standalone:
+                call = call_here(load(wanted)) if is_here else place.call
+                _save_scripts(save, result, call)
     console.say(brief_hunt(result) if brief else render_hunt(result), json_path)
     console.write_json(json_path, hunt_to_json(result))
-    if save is not None:
-        _save(save, result)
     if markdown is not None:
         given = f"{show_options(wanted)} --seed {seed} --budget {budget}"
         command = f"blockstep hunt --engine {shlex.quote(engine)}{given}"
@@ -188,3 +194,12 @@ def _save(folder: Path, result: HuntResult) -> None:
             note = f"{name_of(defect.first)}: {defect.first.message}"
             file = folder / f"defect-{number}.json"
             console.write(file, write_program(defect.shrunk.program, note))
+
+
+def _save_scripts(folder: Path, result: HuntResult, call: Call) -> None:
+    """Write each of these defects as a script of the engine alone, if its adapter can."""
+    for number, defect in enumerate(result.defects, 1):
+        if defect.shrunk is not None:
+            file = folder / f"defect-{number}.py"
+            program = defect.shrunk.program
+            save_script(file, call, defect.options, program, defect.first, defect.forgiven)

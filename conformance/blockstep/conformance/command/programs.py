@@ -12,19 +12,24 @@ import typer
 from rich.console import Console
 
 from blockstep.conformance.command import console, options, sections
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program, write_program
 from blockstep.conformance.report.as_test import write_test
 from blockstep.conformance.report.brief import brief_check
 from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.failure import tell_failure
+from blockstep.conformance.report.headlines import make_headline
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.report.view import make_page
 from blockstep.conformance.search.call import Call
 from blockstep.conformance.search.check import CheckResult, play_program
 from blockstep.conformance.search.corpus import find_programs
 from blockstep.conformance.search.film import Picture, make_film
+from blockstep.conformance.search.forgiving import Cause
 from blockstep.conformance.search.isolation import Isolation, LostError, RefusedError
 from blockstep.conformance.search.options import CheckOptions, load
+from blockstep.conformance.search.standalone import tell_story, verify
 from blockstep.spec.vocabulary import ConfigError
 
 ProgramOption = Annotated[
@@ -55,6 +60,15 @@ SaveOption = Annotated[
         "Write the failing program to this file ('-': stdout): as JSON, or as a pytest test if it "
         "ends in .py.",
         panel=sections.PROGRAMS,
+    ),
+]
+
+StandaloneOption = Annotated[
+    bool,
+    typer.Option(
+        "--standalone",
+        help="With --save: write a script of the engine alone, without Blockstep, for an issue.",
+        rich_help_panel=sections.PROGRAMS,
     ),
 ]
 
@@ -171,8 +185,17 @@ def view(path: Path | None, result: CheckResult, call: Call, isolation: Isolatio
     console.write(path, make_page(tell_failure(result), film))
 
 
-def save(path: Path | None, result: CheckResult, isolation: Isolation) -> None:
-    """Write the program that failed, if requested and if there is one."""
+def require_save(path: Path | None, standalone: bool) -> None:
+    """Check that a standalone script has a file to go to."""
+    if standalone and (path is None or path.suffix != ".py"):
+        console.usage("--standalone: needs --save FILE.py, the file of the script")
+
+
+def save(
+    path: Path | None, result: CheckResult, isolation: Isolation, script_by: Call | None = None
+) -> None:
+    """Write the program that failed, if requested and if there is one: as a script of the engine
+    alone if `script_by` is given, which calls the engine."""
     if path is None:
         return
     first, program = result.first, isolation.recover(result)
@@ -182,9 +205,32 @@ def save(path: Path | None, result: CheckResult, isolation: Isolation) -> None:
         return
     if result.failure is not None and result.failure.findings:
         first = result.failure.findings[0]  # the finding of the shrunk program, which is written
+    if script_by is not None:
+        save_script(path, script_by, result.options, program, first)
+        return
     note = " ".join(filter(None, (first.property_id, f"{first.sentence}:", first.message)))
     write = write_test if path.suffix == ".py" else write_program
     try:
         console.write(path, write(program, note))
     except ValueError as error:
         console.usage(f"--save {path}: {error}")
+
+
+def save_script(
+    path: Path,
+    call: Call,
+    options: CheckOptions,
+    program: Program,
+    first: Finding,
+    forgiven: frozenset[Cause] | None = None,
+) -> None:
+    """Write a program as a script of the engine alone, once it has shown the finding without us."""
+    try:
+        script = call(tell_story, options, program, make_headline(first), forgiven)
+    except LostError as lost:
+        script = lost.loss.message
+    why = script if isinstance(script, str) else verify(script)
+    if isinstance(script, str) or why:
+        typer.echo(f"blockstep: {path}: no script: {why}", err=True)
+        return
+    console.write(path, script.source)

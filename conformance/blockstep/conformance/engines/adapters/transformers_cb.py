@@ -33,6 +33,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits, Safety, show_state
+from blockstep.conformance.engines.adapters.transformers_script import write_script
 from blockstep.spec import vocabulary as v
 
 PAGE_SIZE_MIN = 4
@@ -131,6 +132,7 @@ class Synchronous:
     traits = EngineTraits(
         equivalence=Safety(fit_config, fit_request, has_slots=False),
         version=version("transformers"),
+        write_script=write_script,
     )
 
     def __init__(self, config: v.Config) -> None:
@@ -389,6 +391,7 @@ class Asynchronous(Synchronous):
         version=version("transformers"),
         drops_tokens_in_flight=True,
         max_depth=2,
+        write_script=write_script,
     )
 
     def capabilities(self) -> frozenset[str]:

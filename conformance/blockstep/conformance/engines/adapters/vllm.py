@@ -62,6 +62,7 @@ from blockstep.conformance.engines.adapters.vllm_names import Known
 from blockstep.conformance.engines.adapters.vllm_plans import read_mask, read_outputs, read_plan
 from blockstep.conformance.engines.adapters.vllm_releases import get_release_note
 from blockstep.conformance.engines.adapters.vllm_runner import check_runner, note_entering
+from blockstep.conformance.engines.adapters.vllm_script import write_script
 from blockstep.conformance.engines.adapters.vllm_spared import (
     WORKAROUNDS,
     find_reason,
@@ -129,6 +130,7 @@ class VllmEngine:
         profile=RELEASE.profile,
         settings=list_settings(RELEASE.version, os.environ),
         notes=tuple(note for note in (get_release_note(RELEASE.version), NOTE) if note),
+        write_script=write_script,
     )
 
     def __init__(self, config: v.Config) -> None:
