@@ -18,6 +18,8 @@ from blockstep.spec import vocabulary as v
 
 WIDTH = 96
 """Columns of a script."""
+MARGIN = 20
+"""Columns that are left for what stands before a call."""
 STALL_STEPS = 100
 """Steps of the loop in which a script waits for requests that never finish."""
 
@@ -100,7 +102,7 @@ def show_call(called: str, *values: str, **keywords: Any) -> str:
     given = [f"{key}={value}" for key, value in keywords.items() if value is not None]
     told = ", ".join([*values, *given])
     line = f"{called}({told})"
-    if len(line) <= WIDTH:
+    if len(line) <= WIDTH - MARGIN:
         return line
     inner = textwrap.wrap(told, WIDTH - 4, break_long_words=False, break_on_hyphens=False)
     return "\n".join([f"{called}(", *(f"    {part}" for part in inner), ")"])

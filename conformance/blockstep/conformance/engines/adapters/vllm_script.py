@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Iterable
 from math import lcm
 from typing import Any
 
 from vllm.config import SchedulerConfig
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from blockstep.conformance.engines.adapters.vllm_build import RELEASE, fit_keywords
@@ -80,18 +82,23 @@ def answer(output, sampled):
     return scheduler.update_from_output(output, result)
 
 '''
-LOOP = """\
-# Nothing else arrives: the loop of an engine core, in which each request gets a token when it can.
-for _ in range({steps}):
-    output = scheduler.schedule()
-    sampled = {{}}
-    for name in output.num_scheduled_tokens:
-        request = scheduler.requests[name]
-        is_prefill = request.num_computed_tokens < request.num_tokens
-        sampled[name] = [] if is_prefill else [{token}]
-    answer(output, sampled)
-"""
+SAMPLE = """\
+def sample(output):
+    \"\"\"Return a token for each request of a step that has computed all its tokens.\"\"\"
+    requests = {{n: scheduler.requests[n] for n in output.num_scheduled_tokens}}
+    return {{
+        name: [{token}] if request.num_computed_tokens >= request.num_tokens else []
+        for name, request in requests.items()
+    }}
 
+
+"""
+LOOP = """\
+for _ in range({steps}):  # nothing else arrives: the loop of an engine core
+    output = scheduler.schedule()
+    answer(output, sample(output))
+"""
+UNFINISHED = "sorted(name for name, r in scheduler.requests.items() if not r.is_finished())"
 
 CACHED = "output.scheduled_cached_reqs"
 ROWS = f"""{{{{r.req_id: r.{{0}} for r in output.scheduled_new_reqs}}}} | {{{{
@@ -100,10 +107,11 @@ ROWS = f"""{{{{r.req_id: r.{{0}} for r in output.scheduled_new_reqs}}}} | {{{{
     ){{2}}
 }}}}"""
 """Value of each row of a plan."""
-OUTPUT_ROWS = """{
-    it.request_id: (it.new_token_ids, it.finish_reason and str(it.finish_reason))
+OUTPUT_ROWS = """{{
+    it.request_id: {0}
     for core in answered.values() for it in core.outputs
-}"""
+}}"""
+FINISH = "None if it.finish_reason is None else str(it.finish_reason)"
 POOL = "scheduler.kv_cache_manager.block_pool"
 ENCODER = "scheduler.encoder_cache_manager"
 
@@ -166,15 +174,20 @@ PLAN: tuple[tuple[str, str, Any], ...] = (
 OUTPUTS: tuple[tuple[str, str, Any], ...] = (
     (
         "outputs",
-        OUTPUT_ROWS,
+        OUTPUT_ROWS.format(f"(it.new_token_ids, {FINISH})"),
         lambda told: {
             row.request_id: ([*row.new_token_ids], row.finish_reason and str(row.finish_reason))
             for row in told.rows
         },
     ),
+    (
+        "stop_reason of the outputs",
+        OUTPUT_ROWS.format("it.stop_reason"),
+        lambda told: {row.request_id: row.stop_token_id for row in told.rows},
+    ),
 )
 RESET: tuple[tuple[str, str, Any], ...] = (
-    ("whether the reset succeeded", "is_reset", lambda told: told.done),
+    ("whether the reset succeeded", "is_reset", lambda told: told.success),
 )
 
 
@@ -258,15 +271,18 @@ STATE: tuple[tuple[str, str, Any], ...] = (
         "sorted(scheduler.finished_req_ids)",
         lambda state: [*state.finished_req_ids],
     ),
-    ("has_requests()", "scheduler.has_requests()", lambda state: state.has_work),
 )
 
 
 class _Writer:
     """Source of one story, and the names that it has to import."""
 
-    def __init__(self, story: Story) -> None:
+    def __init__(self, story: Story, *, stalls: bool) -> None:
         self.story, self.config = story, story.config
+        self.stalls = stalls
+        """Whether the script shows that requests never finish."""
+        self.in_flight: list[str] = []
+        """The steps that were not answered."""
         self.imports = {
             "vllm.config": {"CacheConfig", "DeviceConfig", "ModelConfig", "VllmConfig"},
             "vllm.sampling_params": {"SamplingParams"},
@@ -313,7 +329,7 @@ class _Writer:
         parts = [self._write_config()]
         parts.append(self._write_groups())
         sizes = fit_keywords(
-            AsyncScheduler if config.async_scheduling else Scheduler,
+            Scheduler,
             block_size=lcm(*config.block_sizes) if RELEASE.has_mixed_groups else config.block_size,
             hash_block_size=config.block_size,
         )
@@ -472,16 +488,20 @@ class _Writer:
         used = [name for name, (is_used, _) in fields.items() if is_used]
         keywords = "".join(f"{name}={fields[name][1]}, " for name in used)
         has_eos = any(it.eos_token_id is not None for it in requests)
+        token = SAMPLE.format(token=find_token(requests)) if self.stalls else ""
         eos = "    params.update_from_generation_config({}, eos)\n" * has_eos
         samples = "list(sampled.values())"
         if RELEASE.takes_arrays:
             samples = "[np.array(ids, dtype=np.int64) for ids in sampled.values()]"
-        return REQUEST.format(
-            keywords="eos=None, " * has_eos + keywords,
-            eos=eos,
-            passed="".join(f"{name}={name}, " for name in used),
-            hasher=hasher,
-            samples=samples,
+        return (
+            REQUEST.format(
+                keywords="eos=None, " * has_eos + keywords,
+                eos=eos,
+                passed="".join(f"{name}={name}, " for name in used),
+                hasher=hasher,
+                samples=samples,
+            )
+            + token
         )
 
     # Steps.
@@ -490,7 +510,7 @@ class _Writer:
         *before, last = self.story.events
         lines = [self._write_event(event, is_last=False) for event in before]
         lines = [line for line in lines if line]
-        told = self._write_event(last, is_last=True)
+        told = self._write_event(last, is_last=not self.stalls)
         if not self.story.raises:
             return [*lines, told]
         self.modules.add("traceback")
@@ -502,13 +522,14 @@ class _Writer:
                 return f"scheduler.add_request({self._write_request(request)})"
             case v.Schedule():
                 number, self.num_plans = self.num_plans, self.num_plans + 1
-                name = f"step{number} = " if number in self.answered else ""
-                if is_last:
-                    name = "output = "
-                return f"{name}scheduler.schedule()"
+                is_named = self.stalls or number in self.answered
+                name = f"step{number}" if is_named else "output" if is_last else ""
+                self.in_flight.append(name)
+                return f"{name} = scheduler.schedule()" if name else "scheduler.schedule()"
             case v.Commit(frame_id=frame_id, sampled=sampled):
                 tokens = {row.request_id: [*row.token_ids] for row in sampled}
                 prefix = "answered = " if is_last else ""
+                self.in_flight.remove(f"step{frame_id}")
                 return f"{prefix}answer(step{frame_id}, {tokens!r})"
             case v.Abort(request_ids=names):
                 status = self._import("vllm.v1.request", "RequestStatus")
@@ -586,19 +607,11 @@ class _Writer:
         story = self.story
         if story.raises:
             return "", story.raises
-        if story.is_stall:
-            used = {
-                token
-                for it in story.events
-                if isinstance(it, v.Submit | v.StreamingUpdate)
-                for token in (*it.request.stop_token_ids, it.request.eos_token_id)
-            }
-            token = next(token for token in range(1, 1024) if token not in used)
-            source = "sorted(name for name, r in scheduler.requests.items() if not r.is_finished())"
-            seen = [*story.unfinished]
-            check = Check("requests that never finish", source, [], seen)
-            loop = LOOP.format(steps=STALL_STEPS, token=token)
-            return loop + show_ending(check), f"{check.what}: {seen!r}, expected []"
+        if self.stalls:
+            check = Check("requests that never finish", UNFINISHED, [], [*story.unfinished])
+            loop = LOOP.format(steps=count_steps(story))
+            left = [f"answer({name}, sample({name}))\n" for name in self.in_flight]
+            return "".join([*left, loop, show_ending(check)]), f"{check.what}: {check.seen!r}"
         found = find_check(ANSWERS.get(type(story.seen), ()), story.expected, story.seen)
         found = found or find_check(STATE, story.expected_state, story.state)
         if found is not None:
@@ -626,10 +639,48 @@ def require_writable(story: Story) -> None:
                 raise UnwritableError("no script of items without an encoder")
 
 
+def find_token(requests: Iterable[v.Request]) -> v.TokenId:
+    """Return a token that stops none of these requests."""
+    stops = {it.eos_token_id for it in requests}
+    stops = stops.union(*(it.stop_token_ids for it in requests))
+    return next(token for token in range(1, 1024) if token not in stops)
+
+
+def count_steps(story: Story) -> int:
+    """Return a number of steps in which all requests of a story finish if they ever do."""
+    requests = [it.request for it in story.events if isinstance(it, v.Submit)]
+    return max(STALL_STEPS, 4 * sum(len(it.prompt_token_ids) + it.max_tokens for it in requests))
+
+
+def find_stall(story: Story) -> Script | None:
+    """Return a script in which requests never finish after the finding of a story, if they do not.
+
+    A wrong decision is easier to judge by what follows from it. The script is tried out.
+    """
+    pause = [it.pause_state for it in story.events if isinstance(it, v.SetPause)]
+    submits = [it for it in story.events if isinstance(it, v.Submit)]
+    if any(it.request.resumable for it in submits) or pause[-1:] not in (
+        [],
+        [v.PauseState.UNPAUSED],
+    ):
+        return None  # an idle session and a paused request wait for their clients
+    script, told = _Writer(story, stalls=True).write(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+            exec(compile(script.source, "script", "exec"), {"__name__": "__main__"})  # noqa: S102
+    except SystemExit as end:
+        last = told.getvalue().strip().splitlines()[-1:]
+        return Script(script.source, last[0]) if end.code and last else None
+    except Exception:
+        return None
+    return None
+
+
 def write_script(story: Story) -> Script:
     """Return a script that shows a finding with vLLM alone.
 
     Raises:
         UnwritableError: it has events that no script can tell yet, or nothing to show for itself.
     """
-    return _Writer(story).write()
+    stalled = None if story.raises or story.is_stall else find_stall(story)
+    return stalled or _Writer(story, stalls=story.is_stall).write()
