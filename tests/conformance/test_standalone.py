@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -76,6 +77,15 @@ def test_at_least_ten_are_kept_of_each_engine_together() -> None:
     assert len(VLLM) >= OF_VLLM_ALONE
     assert {path.stem for path in VLLM} & set(Quirk)
     assert len(TRANSFORMERS) == 4
+
+
+def test_the_page_lists_what_is_unknown_upstream() -> None:
+    page = (FOLDER.parents[2] / "docs/how-to/report-a-defect.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert listed <= {path.stem for path in VLLM}
+    unknown = {path.stem for path in VLLM if "not found upstream" in path.read_text()}
+    assert unknown <= listed
+    assert all(f"`{path.stem}`" in page for path in TRANSFORMERS)
 
 
 @pytest.mark.parametrize("path", VLLM, ids=lambda path: path.stem)

@@ -281,7 +281,7 @@ STORIES = (
         "once a stop token has ended an input, it is reported with each output of the following "
         "inputs",
         ("P13",),
-        "not found upstream",
+        "#57584 (open)",
         "0.19.1",
         "a session ends an input by a stop token and continues: its next output, which ends "
         "nothing, is reported with the earlier stop token",
