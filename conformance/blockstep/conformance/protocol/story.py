@@ -19,7 +19,7 @@ from blockstep.spec import vocabulary as v
 WIDTH = 96
 """Columns of a script."""
 MARGIN = 20
-"""Columns that are left for what stands before a call."""
+"""Columns left for the text before a call."""
 STALL_STEPS = 100
 """Steps of the loop in which a script waits for requests that never finish."""
 
@@ -41,15 +41,15 @@ class Story:
     events: tuple[v.Event, ...]
     """The events that the engine was given."""
     seen: v.Observation | None
-    """Its answer to the last one; None if it raised."""
+    """The engine's answer to the last event; None if it raised."""
     state: v.Snapshot | None
-    """Its state after the last event; None if it shows none, or raised."""
+    """The engine's state after the last event; None if it shows none, or raised."""
     unfinished: tuple[v.RequestId, ...]
     """The requests that a client waits for, sorted."""
     expected: v.Observation | None
     """The specification's answer to the last event; None if it was not compared with it."""
     expected_state: v.Snapshot | None
-    """The specification's state after the last event; None likewise."""
+    """The specification's state after the last event; None if states were not compared."""
 
     @property
     def raises(self) -> str:

@@ -27,10 +27,9 @@ def tell_story(
     title: str,
     forgiven: frozenset[Cause] | None = None,
 ) -> Script | str:
-    """Play a program up to its first finding; return the adapter's script of it, or why there is
-    none.
+    """Play a program up to its first finding; return the adapter's script, or why there is none.
 
-    `forgiven` are the causes that a hunt had suppressed; None: the program is one of a check.
+    `forgiven`: suppressed causes of a hunt; None: the program is one of a check.
     """
     write = get_traits(make_engine).write_script
     if write is None:

@@ -108,7 +108,7 @@ def update(sampled):
 
 
 def get_finished():
-    """Return the requests whose clients were told their end since the last call."""
+    """Return the requests that finished for their clients since the last call."""
     outputs = [router.output_queue.get() for _ in range(router.output_queue.qsize())]
     return sorted(output.request_id for output in outputs if output.is_finished())
 

@@ -166,7 +166,7 @@ PLAN: tuple[tuple[str, str, Any], ...] = (
         lambda plan: [*plan.new_block_ids_to_zero],
     ),
     (
-        "finished requests that the worker is told",
+        "finished requests reported to the worker",
         "sorted(output.finished_req_ids)",
         lambda plan: [*plan.finished_req_ids],
     ),
