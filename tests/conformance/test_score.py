@@ -26,16 +26,23 @@ from typer.testing import CliRunner
 from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.lockstep.score import Aspect, ScoreRun, score_program
+from blockstep.conformance.protocol.findings import Difference
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.protocol.program_file import read_program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.conformance.report.score import render_score, reproduce
+from blockstep.conformance.report.score import (
+    make_score_page,
+    rank_profiles,
+    render_score,
+    reproduce,
+    score_to_json,
+)
 from blockstep.conformance.search.options import CheckOptions, ExitCode
-from blockstep.conformance.search.score import ScoreResult, play_scored, score
+from blockstep.conformance.search.score import ScoreResult, find_kind, play_scored, score
 from blockstep.impl.host import HostEngine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
 from blockstep.spec.profiles import SPARING
-from blockstep.spec.vocabulary import Event, GrammarReady, Observation, Plan
+from blockstep.spec.vocabulary import Commit, Event, GrammarReady, Observation, Outputs, Plan
 
 SHORT, BROKEN, HANGING = (
     f"equivalent_engines:{name}" for name in ("ShortSimulator", "Broken", "Hanging")
@@ -102,6 +109,48 @@ def test_the_shrunk_program_differs_again(result: ScoreResult) -> None:
         assert first.shrunk is not None
         run, _ = score_program(first.shrunk.program, ShortSimulator)
         assert run.differing(aspect) == list(first.shrunk.findings)
+
+
+class Deaf(HostEngine):
+    """Its answers to every third plan deliver nothing."""
+
+    def apply(self, event: Event) -> Any:
+        answer = super().apply(event)
+        is_lost = isinstance(event, Commit) and event.frame_id % 3 == 2
+        return Outputs() if is_lost else answer
+
+
+def test_a_token_that_is_sampled_and_not_delivered_is_counted() -> None:
+    config = Config(num_blocks=9)
+    program = Program(config, (Submit(Request("A", (1, 2), max_tokens=5)), Drain()))
+    run, _ = score_program(program, Deaf)
+    tally = run.tallies()[Aspect.TOKENS]
+    assert (tally.agreed, tally.total) == (4, 5)
+    assert tally.first == Difference("token of A in plan 3", "delivered", "not delivered")
+
+
+def test_a_difference_that_needs_another_config_is_a_kind_of_its_own(result: ScoreResult) -> None:
+    first, shrunk = result.firsts[Aspect.STEPS], result.firsts[Aspect.STEPS].shrunk
+    assert shrunk is not None
+    assert first.kind == find_kind(Aspect.STEPS, "", shrunk.program.config)
+    pipelined = replace(shrunk.program.config, max_frames_in_flight=2)
+    other = replace(first, kind=find_kind(Aspect.STEPS, "", pipelined))
+    both = replace(result, others=[other])
+    assert both.list_firsts()[:2] == [first, other]
+    assert "  steps: another in episode" in render_score(both)
+    assert len(score_to_json(both)["scores"]["steps"]["others"]) == 1
+
+
+def test_profiles_with_equal_shares_are_named_together(result: ScoreResult) -> None:
+    compared = replace(result, nearest={"a": (4, 1), "b": (8, 6), "c": (4, 3), "d": (0, 0)})
+    assert rank_profiles(compared) == [("b, c", 0.75), ("a", 0.25)]
+    told = render_score(compared)
+    assert "  nearest     b, c: 75.00 % of steps\n" in told
+    page = make_score_page(replace(compared, engine_version="<1>"))
+    assert "&lt;1&gt;" in page
+    assert "<th>b, c</th>" in page
+    assert "<script" not in page
+    assert all(f"  {aspect}: first in episode" in page for aspect in result.firsts)
 
 
 class Listening(SpecEngine):
@@ -251,12 +300,12 @@ def test_the_page_shows_what_the_command_says(tmp_path: Path) -> None:
     (program,) = re.findall(r"```text\n(  hits: .*?)```", PAGE, re.S)
     assert program in result.output
     told = json.loads(path.read_text())
-    assert (told["format"], told["version"], told["contract"]) == ("blockstep-score", 1, "plan/1")
+    assert (told["format"], told["version"], told["contract"]) == ("blockstep-score", 1, "plan/2")
     assert told["against"].endswith(", profile strict")
     hits = told["scores"]["hits"]
     assert hits["share"] == hits["agreed"] / hits["total"] < 1
     assert hits["first"]["program"]
-    assert {file.stem for file in kept.iterdir()} == set(Aspect)
+    assert {file.stem for file in kept.iterdir()} == set(Aspect) - {Aspect.TOKENS}
     again, _ = score_program(read_program(kept / "hits.json"), load_engine("museum:forward-frees"))
     assert again.tallies()[Aspect.HITS].first is not None
     assert hits["first"]["reproduce"] == program.splitlines()[-1].removeprefix("  reproduce  ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +19,14 @@ from blockstep.conformance.command.check import (
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.protocol.registry import MUSEUM
-from blockstep.conformance.report.score import render_score, score_to_json
+from blockstep.conformance.report.score import make_score_page, render_score, score_to_json
 from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.score import ScoreResult, score
-from blockstep.spec.profiles import STRICT
+from blockstep.spec.profiles import RELEASES, STRICT
+
+COMPARED = (STRICT.name, *(profile.name for profile in RELEASES))
+"""Profiles among which the nearest one is named."""
 
 
 def score_command(
@@ -53,6 +57,16 @@ def score_command(
         typer.Option(
             help="A folder for the first difference of each kind, as programs (check --program)."
         ),
+    ] = None,
+    nearest: Annotated[
+        bool,
+        typer.Option(
+            "--nearest", help="Name the release whose steps the engine's agree with most."
+        ),
+    ] = False,
+    html: Annotated[
+        Path | None,
+        options.output("Write the report as a page of HTML; names the nearest release."),
     ] = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     json_path: options.Json = None,
@@ -89,9 +103,12 @@ def score_command(
     with console.input_errors(), Isolation(event_seconds) as isolation:
         call = None if is_trusted else isolation.call
         with console.progress(screen, f"scoring {engine}") as advance:
-            result = score(wanted, call, lambda now: advance(*_progress(wanted, now)))
+            profiles = COMPARED if nearest or html is not None else ()
+            result = score(wanted, call, lambda now: advance(*_progress(wanted, now)), profiles)
     console.say(render_score(result, least / 100), json_path)
     _save(save, result)
+    if html is not None:
+        console.write(html, make_score_page(result))
     console.write_json(json_path, score_to_json(result, least / 100))
     raise typer.Exit(result.exit_code(least / 100))
 
@@ -109,12 +126,16 @@ def _require_folder(path: Path | None) -> None:
 
 
 def _save(folder: Path | None, result: ScoreResult) -> None:
-    for aspect, first in result.firsts.items():
+    counts: Counter[str] = Counter()
+    for first in result.list_firsts():
         if folder is not None and first.shrunk is not None:
             folder.mkdir(exist_ok=True)
             found = first.shrunk.findings[0].differences[0]
-            note = f"{aspect}: {found.field}: spec {found.expected}, engine {found.seen}"
-            console.write(folder / f"{aspect}.json", write_program(first.shrunk.program, note))
+            note = f"{first.kind.aspect}: {found.field}: spec {found.expected}, engine {found.seen}"
+            counts[first.kind.aspect] += 1
+            number = f"-{counts[first.kind.aspect]}" * (counts[first.kind.aspect] > 1)
+            file = folder / f"{first.kind.aspect}{number}.json"
+            console.write(file, write_program(first.shrunk.program, note))
 
 
 def _progress(wanted: CheckOptions, now: ScoreResult) -> tuple[float, str]:

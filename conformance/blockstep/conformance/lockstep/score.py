@@ -8,6 +8,7 @@ the condition under which they agree:
     hits         of an admission on both sides    as many tokens
     preemptions  a request's n-th preemption      in the same step
     endings      a request's end                  after as many steps, same reason, same tokens
+    tokens       a row of the engine's own plans  delivered in the answer to the plan, if it sampled
 
 A step that comes late shifts what follows it, so steps after a first difference rarely agree; hits
 and endings show whether the shift matters.
@@ -52,6 +53,7 @@ class Aspect(StrEnum):
     HITS = "hits"
     PREEMPTIONS = "preemptions"
     ENDINGS = "endings"
+    TOKENS = "tokens"
 
 
 @dataclass(slots=True)
@@ -60,14 +62,20 @@ class Tally:
 
     total: int = 0
     agreed: int = 0
-    first: Difference | None = None
+    firsts: dict[str, Difference] = field(default_factory=dict)
+    """The first difference of each shape, in the order in which they were found."""
 
-    def count(self, is_alike: bool, tell: Callable[[], Difference]) -> None:
-        """Count one more."""
+    @property
+    def first(self) -> Difference | None:
+        """The first difference, or None."""
+        return next(iter(self.firsts.values()), None)
+
+    def count(self, is_alike: bool, tell: Callable[[], Difference], shape: str = "") -> None:
+        """Count one more; `shape` separates differences of one aspect."""
         self.total += 1
         self.agreed += is_alike
-        if not is_alike and self.first is None:
-            self.first = tell()
+        if not is_alike and shape not in self.firsts:
+            self.firsts[shape] = tell()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -227,15 +235,20 @@ class ScoreRun:
         for name, end, stop in _both(mine.endings, theirs.endings):
             told = _teller(f"end of {name}", _ending(end), _ending(stop))
             found[Aspect.ENDINGS].count(end == stop, told)
+        for name, number, has_sampled, is_told in theirs.tokens:
+            told = _teller(f"token of {name} in plan {number}", *map(_due, (has_sampled, is_told)))
+            found[Aspect.TOKENS].count(has_sampled == is_told, told, _due(is_told))
         return found
 
-    def differing(self, aspect: Aspect) -> list[Finding]:
-        """Return the first difference of a kind, as a finding; [] if there is none."""
+    def differing(self, aspect: Aspect, shape: str | None = None) -> list[Finding]:
+        """Return the first difference of an aspect, of this shape or any, as a finding; [] if there
+        is none."""
         tally = self.tallies()[aspect]
-        if tally.first is None:
+        first = tally.first if shape is None else tally.firsts.get(shape)
+        if first is None:
             return []
         what = f"{tally.agreed} of {tally.total} {aspect} agree; the first that does not:"
-        return [Finding(FindingKind.DIVERGENCE, "", f"{aspect}_agree", what, (tally.first,))]
+        return [Finding(FindingKind.DIVERGENCE, "", f"{aspect}_agree", what, (first,))]
 
 
 def _both(left: Mapping[K, T], right: Mapping[K, T]) -> Iterator[tuple[K, T | None, T | None]]:
@@ -260,6 +273,10 @@ def _tell_row(row: Row) -> str:
     first, last = row.num_computed, row.num_computed + row.num_scheduled - 1
     where = f"position {first}" if first == last else f"positions {first}-{last}"
     return f"{row.kind}, {where}{drafts}"
+
+
+def _due(is_there: bool) -> str:
+    return "delivered" if is_there else "not delivered"
 
 
 def _nth(what: str, name: v.RequestId, number: int) -> str:

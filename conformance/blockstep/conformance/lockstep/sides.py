@@ -68,6 +68,9 @@ class Side(Client):
     preemptions: dict[tuple[v.RequestId, int], int] = field(default_factory=dict)
     """Step of each request's n-th preemption."""
     endings: dict[v.RequestId, Ending] = field(default_factory=dict)
+    tokens: list[tuple[v.RequestId, int, bool, bool]] = field(default_factory=list)
+    """For each row that samples or delivers: request, number of the plan from 1, and whether the
+    row sampled a token, and whether the answer delivered one."""
     num_events: int = 0
     last: tuple[v.Event, v.Observation] | None = None
     """Last event and its answer."""
@@ -76,6 +79,8 @@ class Side(Client):
     preempted: set[v.RequestId] = field(default_factory=set)
     """Preempted requests without a row since: an engine may drop drafts for them."""
     _counts: Counter[tuple[str, v.RequestId]] = field(default_factory=Counter)
+    _numbers: dict[v.FrameId, int] = field(default_factory=dict)
+    """The number of each plan in flight whose tokens are due."""
 
     def play(self, action: Action) -> v.Observation | None:
         """Do one action; return its answer, or None if it has no event here. Errors of the
@@ -160,18 +165,31 @@ class Side(Client):
         match event, seen:
             case v.Schedule(), v.Plan() as plan:
                 self._record_plan(plan)
+                self._numbers[plan.frame_id] = len(self.steps)
             case v.Commit(), v.Outputs(rows=rows):
+                self._record_tokens(event, seen)
                 for row in rows:
                     if row.finish_reason is not None:
                         outputs = self.said.get(row.request_id, ()) + row.new_token_ids
                         self._note_end(row.request_id, str(row.finish_reason), outputs)
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.preempted.update(self.live)
+                self._numbers.clear()  # a release may drop the tokens in flight
             case v.Abort() | v.StreamingUpdate(), v.Aborted(request_ids=names):
                 for name in names:
                     self._note_end(name, "aborted", self.said.get(name, ()))
             case v.GrammarFailed(request_id=name), v.Outputs():
                 self._note_end(name, str(v.FinishReason.ERROR), self.said.get(name, ()))
+
+    def _record_tokens(self, event: v.Commit, seen: v.Outputs) -> None:
+        """Record which rows sampled and which were delivered; sessions and failed loads aside."""
+        number = self._numbers.pop(event.frame_id, None)
+        if number is None or event.transfers.invalid_block_ids:
+            return
+        sampled = {row.request_id for row in event.sampled if row.token_ids}
+        told = {row.request_id for row in seen.rows if row.new_token_ids}
+        for name in sorted((sampled | told) & self.live.keys() - self.sessions.keys()):
+            self.tokens.append((name, number, name in sampled, name in told))
 
     def _note_end(self, name: v.RequestId, reason: str, outputs: v.TokenIds) -> None:
         self.endings[name] = Ending(len(self.steps), reason, outputs)

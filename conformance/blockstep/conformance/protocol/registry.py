@@ -156,6 +156,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "the scheduler of an installed SGLang, no model, by properties only",
         ),
         KnownEngine(
+            "llmservingsim",
+            "blockstep.conformance.engines.adapters.llmservingsim:LLMServingSim",
+            "the scheduler of a checkout of LLMServingSim (--path CHECKOUT), a port of vLLM's",
+        ),
+        KnownEngine(
             "transformers",
             "blockstep.conformance.engines.adapters.transformers_cb:Synchronous",
             "the continuous batching of an installed transformers, by properties only",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from html import escape
 from typing import Any
 
 from blockstep.conformance.lockstep.score import Aspect
 from blockstep.conformance.protocol.program import describe, describe_config
 from blockstep.conformance.report.failure import NOT_AGAIN, show_options, show_path
 from blockstep.conformance.report.jsonform import difference_to_json, finding_to_json
+from blockstep.conformance.report.view import fill_page
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.score import CONTRACT, FirstDifference, ScoreResult
 
@@ -29,8 +31,10 @@ def render_score(result: ScoreResult, least: float = 0.0) -> str:
     ]
     for name, count in sorted(result.skipped.items()):
         lines.append(f"  left out    {name}: {count} times")
-    for aspect, first in result.firsts.items():
-        lines += ["", *_told(aspect, first, options)]
+    if result.nearest:
+        lines += ["", *_tell_nearest(result)]
+    for first in result.list_firsts():
+        lines += ["", *_told(first, options, first in result.others)]
     if result.stuck is not None and result.stuck_episode is not None:
         lines += ["", f"  in {result.num_stuck} episodes the engine could not continue; the first:"]
         lines += [f"    {result.stuck.message}"]
@@ -58,15 +62,32 @@ def _floor(share: float) -> float:
     return int(share * 10_000) / 100
 
 
-def _told(aspect: Aspect, first: FirstDifference, options: CheckOptions) -> list[str]:
+def rank_profiles(result: ScoreResult) -> list[tuple[str, float]]:
+    """Return the share of steps that agree, and the compared profiles that have it, the nearest
+    first."""
+    names: dict[float, list[str]] = {}
+    for name, (total, agreed) in result.nearest.items():
+        if total:
+            names.setdefault(agreed / total, []).append(name)
+    ranked = sorted(names.items(), reverse=True)
+    return [(", ".join(alike), share) for share, alike in ranked]
+
+
+def _tell_nearest(result: ScoreResult) -> list[str]:
+    lines = [f"{names}: {_floor(share):.2f} % of steps" for names, share in rank_profiles(result)]
+    return [f"  {'' if number else 'nearest':<12}{line}" for number, line in enumerate(lines)]
+
+
+def _told(first: FirstDifference, options: CheckOptions, is_other: bool = False) -> list[str]:
+    aspect, which = first.kind.aspect, "another" if is_other else "first"
     shrunk, again = first.shrunk, f"  reproduce  {reproduce(options, first.episode)}"
     if shrunk is None:
-        return [f"  {aspect}: first in episode {first.episode}; {NOT_AGAIN}", again]
+        return [f"  {aspect}: {which} in episode {first.episode}; {NOT_AGAIN}", again]
     actions = shrunk.program.actions
     width = len(str(len(actions)))
     note = f"shrunk from {first.num_actions} actions to {len(actions)}"
     return [
-        f"  {aspect}: first in episode {first.episode} ({note})",
+        f"  {aspect}: {which} in episode {first.episode} ({note})",
         f"  config    {describe_config(shrunk.program.config)}",
         "  program",
         *(f"    {number:>{width}}  {describe(it)}" for number, it in enumerate(actions, 1)),
@@ -114,6 +135,7 @@ def score_to_json(result: ScoreResult, least: float = 0.0) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "scores": {str(aspect): _score_to_json(result, aspect) for aspect in Aspect},
         "left_out": dict(sorted(result.skipped.items())),
+        "nearest": dict(rank_profiles(result)),
         "num_stuck": result.num_stuck,
         "stuck": None if result.stuck is None else finding_to_json(result.stuck),
         "lost": None if result.loss is None else result.loss.message,
@@ -121,24 +143,76 @@ def score_to_json(result: ScoreResult, least: float = 0.0) -> dict[str, Any]:
 
 
 def _score_to_json(result: ScoreResult, aspect: Aspect) -> dict[str, Any]:
-    first = result.firsts.get(aspect)
-    told: dict[str, Any] = {
+    found = [
+        _first_to_json(it, result.options)
+        for it in result.list_firsts()
+        if it.kind.aspect is aspect
+    ]
+    return {
         "total": result.total[aspect],
         "agreed": result.agreed[aspect],
         "share": result.share(aspect),
-        "first": None,
+        "first": found[0] if found else None,
+        "others": found[1:],
     }
-    if first is not None:
-        shrunk = first.shrunk
-        findings = () if shrunk is None else shrunk.findings
-        told["first"] = {
-            "episode": first.episode,
-            "config": shrunk and describe_config(shrunk.program.config),
-            "program": shrunk and [describe(action) for action in shrunk.program.actions],
-            "differences": [
-                difference_to_json(each) for found in findings for each in found.differences
-            ],
-            "num_shrink_runs": 0 if shrunk is None else shrunk.num_runs,
-            "reproduce": reproduce(result.options, first.episode),
-        }
-    return told
+
+
+def _first_to_json(first: FirstDifference, options: CheckOptions) -> dict[str, Any]:
+    shrunk = first.shrunk
+    findings = () if shrunk is None else shrunk.findings
+    return {
+        "episode": first.episode,
+        "config": shrunk and describe_config(shrunk.program.config),
+        "program": shrunk and [describe(action) for action in shrunk.program.actions],
+        "differences": [
+            difference_to_json(each) for found in findings for each in found.differences
+        ],
+        "num_shrink_runs": 0 if shrunk is None else shrunk.num_runs,
+        "reproduce": reproduce(options, first.episode),
+    }
+
+
+BARS = """
+.bar { width: 12rem; padding: 0; text-align: left }
+.bar i { display: block; height: 1.1rem; background: hsl(210 60% 55%) }
+td.n { text-align: right }
+"""
+
+
+def make_score_page(result: ScoreResult) -> str:
+    """Return the score as one page of HTML: shares with bars, the nearest release, and the first
+    differences as programs."""
+    options = result.options
+    engine = f"{options.engine} {result.engine_version}".strip()
+    rows = []
+    for aspect in Aspect:
+        share = result.share(aspect)
+        told = "none" if share is None else f"{_floor(share):.2f} %"
+        bar = f'<i style="width:{100 * (share or 0):.1f}%"></i>'
+        counts = (
+            f'<td class="n">{result.agreed[aspect]:,}</td><td class="n">{result.total[aspect]:,}'
+        )
+        rows.append(
+            f'<tr><th>{aspect}</th>{counts}</td><td class="n">{told}</td>'
+            f'<td class="bar">{bar}</td></tr>'
+        )
+    nearest = "".join(
+        f'<tr><th>{escape(name)}</th><td class="n">{_floor(share):.2f} %</td></tr>'
+        for name, share in rank_profiles(result)
+    )
+    parts = [
+        "<table><thead><tr><th></th><th>agree</th><th>of</th><th>share</th><th></th></tr></thead>",
+        f"<tbody>{''.join(rows)}</tbody></table>",
+        f"<h2>Steps that agree, by release</h2><table>{nearest}</table>" if nearest else "",
+        "<h2>First differences</h2>" if result.firsts else "",
+        *(
+            f"<pre>{escape(chr(10).join(_told(it, options, it in result.others)))}</pre>"
+            for it in result.list_firsts()
+        ),
+    ]
+    summary = f"{result.num_events:,} events in {result.num_episodes:,} programs"
+    return fill_page(
+        f"{engine}, against {result.against}",
+        f"<p>{summary}, preset {options.preset}, seed {options.seed}</p>{''.join(parts)}",
+        BARS,
+    )

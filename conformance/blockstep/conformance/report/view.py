@@ -40,19 +40,26 @@ pre { overflow-x: auto; font-size: 13px }
 
 def make_page(report: str, film: Sequence[Picture]) -> str:
     """Return the page of a finding: its report as text, and its film if there is one."""
-    title = escape(report.partition("\n")[0])
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    title = report.partition("\n")[0]
     owners = list(
         dict.fromkeys(name for it in film for held in it.holders.values() for name in held)
     )
+    parts = _list_table(film, owners) if film else ()
+    body = "\n".join([*parts, f"<pre>{escape(report)}</pre>"])
+    return fill_page(title, body, "".join(_list_colours(owners)))
+
+
+def fill_page(title: str, body: str, more_style: str = "") -> str:
+    """Return a page with a title, which is escaped here, and a body, which must be."""
+    title = escape(title)
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title><style>{STYLE}{''.join(_list_colours(owners))}</style></head>",
+        f"<title>{title}</title><style>{STYLE}{more_style}</style></head>",
         f"<body><h1>Blockstep</h1><p>{title}</p>",
-        *(_list_table(film, owners) if film else ()),
-        f"<pre>{escape(report)}</pre></body></html>",
+        f"{body}</body></html>",
     ]
     return "\n".join(lines) + "\n"
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
+from typing import NamedTuple, TypeAlias
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.engine import EngineFactory, get_traits
@@ -35,7 +36,8 @@ from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Profile
 
 EPISODES_PER_BATCH = 8
-CONTRACT = "plan/1"
+ORDER = {aspect: number for number, aspect in enumerate(Aspect)}
+CONTRACT = "plan/2"
 """Version of the counting rules; it rises when the same engine could get another score."""
 
 
@@ -47,6 +49,8 @@ class ScoredEpisode:
     num_events: int
     counts: dict[Aspect, tuple[int, int]]
     """By aspect: how many were compared, and how many agreed."""
+    shapes: dict[Aspect, tuple[str, ...]]
+    """By aspect: shapes of its differences."""
     skipped: dict[str, int]
     program: Program | None
     """The program, if something differed."""
@@ -54,10 +58,26 @@ class ScoredEpisode:
     """The finding that ended the episode; None if it ended by itself."""
 
 
+class Kind(NamedTuple):
+    """Kind of a difference. One that needs another kind of config is another decision."""
+
+    aspect: Aspect
+    shape: str = ""
+    has_pipeline: bool = False
+    has_cache: bool = False
+
+
+def find_kind(aspect: Aspect, shape: str, config: v.Config) -> Kind:
+    """Return the kind of a difference of this aspect and shape that has this config."""
+    return Kind(aspect, shape, config.max_frames_in_flight > 1, config.enable_prefix_caching)
+
+
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """The first difference of one aspect."""
+    """The first difference of one kind."""
 
+    kind: Kind
+    """What the shrunk program still has."""
     episode: int
     num_actions: int
     """Number of actions of the program before it was shrunk."""
@@ -79,6 +99,10 @@ class ScoreResult:
     agreed: Counter[Aspect] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     firsts: dict[Aspect, FirstDifference] = field(default_factory=dict)
+    others: list[FirstDifference] = field(default_factory=list)
+    """The first differences of other kinds of these aspects."""
+    nearest: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By profile: steps compared, and steps that agree, in as many events for each."""
     num_stuck: int = 0
     """Episodes that a finding ended."""
     stuck: Finding | None = None
@@ -103,6 +127,11 @@ class ScoreResult:
         total = self.total[aspect]
         return self.agreed[aspect] / total if total else None
 
+    def list_firsts(self) -> list[FirstDifference]:
+        """Return the first differences of all kinds, by aspect."""
+        found = [*self.firsts.values(), *self.others]
+        return sorted(found, key=lambda it: ORDER[it.kind.aspect])
+
     def exit_code(self, least: float = 0.0) -> ExitCode:
         """Return the exit code of the process; every share must be at least `least`."""
         if self.stuck is not None or self.loss is not None:
@@ -114,14 +143,20 @@ class ScoreResult:
         return ExitCode.FAILED if is_less else ExitCode.CONFORMS
 
 
+Failing: TypeAlias = dict[Kind, ScoredEpisode]
+"""First episode with a difference of each kind."""
+
+
 def score(
     options: CheckOptions,
     call: Call | None = None,
     on_progress: Callable[[ScoreResult], None] = lambda _result: None,
+    profiles: Sequence[str] = (),
 ) -> ScoreResult:
     """Score an engine until the budget is spent, then shrink the first difference of each kind.
 
-    `call` is where the engine runs; None: in this process.
+    `call` is where the engine runs; None: in this process. `profiles` are compared to name the
+    nearest one.
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
@@ -131,7 +166,7 @@ def score(
     get_wish(options)
     call = call or call_here(load(options))
     result = ScoreResult(options)
-    failing: dict[Aspect, ScoredEpisode] = {}
+    failing: Failing = {}
 
     def add(episode: ScoredEpisode) -> None:
         _add(result, episode, failing)
@@ -145,20 +180,44 @@ def score(
         result.engine_version = call(get_version, options)
         for indices in _batches(options, result):
             call(play_scores, options, indices, on_part=add)
-        for aspect in (aspect for aspect in Aspect if aspect in failing):
-            result.shrinking = aspect
+        for name in profiles:
+            result.nearest[name] = _count_steps(call, replace(options, profile=name))
+        in_order = sorted(failing, key=lambda kind: (ORDER[kind.aspect], failing[kind].index))
+        for kind in in_order:
+            result.shrinking = kind.aspect
             on_progress(result)
-            program, index = failing[aspect].program, failing[aspect].index
-            assert program is not None
-            firsts = result.firsts.values()
-            # A program that was shrunk for another aspect of the episode may show this one too.
-            short = [it.shrunk.program for it in firsts if it.shrunk and it.episode == index]
-            shrunk = call(shrink_difference, options, [*short, program], aspect)
-            result.firsts[aspect] = FirstDifference(index, len(program.actions), shrunk)
+            _shrink(result, call, failing, kind)
     except LostError as lost:
         result.loss = lost.loss
     result.seconds = time.perf_counter() - started
     return result
+
+
+def _shrink(result: ScoreResult, call: Call, failing: Failing, kind: Kind) -> None:
+    """Shrink the first difference of a kind, unless a program of its kind is there already."""
+    aspect, episode = kind.aspect, failing[kind]
+    program, index = episode.program, episode.index
+    assert program is not None
+    found = [*result.firsts.values(), *result.others]
+    # A program that was shrunk for another aspect of the episode may show this one too.
+    short = [it.shrunk.program for it in found if it.shrunk and it.episode == index]
+    shrunk = call(shrink_difference, result.options, [*short, program], aspect, kind.shape)
+    config = program.config if shrunk is None else shrunk.program.config
+    first = FirstDifference(
+        find_kind(aspect, kind.shape, config), index, len(program.actions), shrunk
+    )
+    if aspect not in result.firsts:
+        result.firsts[aspect] = first
+    elif shrunk is not None and first.kind not in [it.kind for it in found]:
+        result.others.append(first)
+
+
+def _count_steps(call: Call, options: CheckOptions) -> tuple[int, int]:
+    """Return the steps compared and those that agree in a tenth of the budget."""
+    result = ScoreResult(replace(options, max_events=max((options.max_events or 0) // 10, 2000)))
+    for indices in _batches(result.options, result):
+        call(play_scores, options, indices, on_part=lambda it: _add(result, it, {}))
+    return result.total[Aspect.STEPS], result.agreed[Aspect.STEPS]
 
 
 def _batches(options: CheckOptions, result: ScoreResult) -> Iterator[range]:
@@ -177,7 +236,7 @@ def _is_spent(options: CheckOptions, result: ScoreResult) -> bool:
     return options.max_seconds is not None and result.seconds >= options.max_seconds
 
 
-def _add(result: ScoreResult, episode: ScoredEpisode, failing: dict[Aspect, ScoredEpisode]) -> None:
+def _add(result: ScoreResult, episode: ScoredEpisode, failing: Failing) -> None:
     result.num_episodes += 1
     result.num_events += episode.num_events
     result.skipped.update(episode.skipped)
@@ -189,7 +248,9 @@ def _add(result: ScoreResult, episode: ScoredEpisode, failing: dict[Aspect, Scor
         result.total[aspect] += total
         result.agreed[aspect] += agreed
         if agreed < total:
-            failing.setdefault(aspect, episode)
+            assert episode.program is not None
+            for shape in episode.shapes[aspect]:
+                failing.setdefault(find_kind(aspect, shape, episode.program.config), episode)
 
 
 # Functions that a `Call` gives the engine.
@@ -212,6 +273,7 @@ def play_scores(
             index=index,
             num_events=run.num_events,
             counts=counts,
+            shapes={aspect: tuple(it.firsts) for aspect, it in run.tallies().items()},
             skipped={str(name): count for name, count in run.skipped.items()},
             program=program if has_differed else None,
             first=findings[0] if findings else None,
@@ -258,11 +320,15 @@ def _under_a_new_name(action: Action, names: set[v.RequestId]) -> Action:
 
 
 def shrink_difference(
-    options: CheckOptions, make_engine: EngineFactory, programs: Sequence[Program], aspect: Aspect
+    options: CheckOptions,
+    make_engine: EngineFactory,
+    programs: Sequence[Program],
+    aspect: Aspect,
+    shape: str,
 ) -> Shrunk | None:
-    """Return the first of these programs in which the aspect differs, shrunk; None if it differs in
-    none."""
-    play = partial(play_for, aspect)
+    """Return the first of these programs in which the aspect differs in this shape, shrunk; None if
+    it differs in none."""
+    play = partial(play_for, aspect, shape)
     profile = find_profile(options.profile)
     for program in programs:
         _, findings = play(program, make_engine, profile)
@@ -272,8 +338,8 @@ def shrink_difference(
 
 
 def play_for(
-    aspect: Aspect, program: Program, make_engine: EngineFactory, profile: Profile
+    aspect: Aspect, shape: str, program: Program, make_engine: EngineFactory, profile: Profile
 ) -> tuple[ScoreRun, list[Finding]]:
     """Play a program on both sides; return the run, and a finding if the aspect differs."""
     run, _ = score_program(program, make_engine, profile)
-    return run, run.differing(aspect)
+    return run, run.differing(aspect, shape)
