@@ -161,6 +161,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "the scheduler of a checkout of LLMServingSim (--path CHECKOUT), a port of vLLM's",
         ),
         KnownEngine(
+            "vidur",
+            "blockstep.conformance.engines.adapters.vidur:Vidur",
+            "the vllm scheduler of a checkout of Vidur (--path CHECKOUT), of before V1",
+        ),
+        KnownEngine(
             "transformers",
             "blockstep.conformance.engines.adapters.transformers_cb:Synchronous",
             "the continuous batching of an installed transformers, by properties only",
