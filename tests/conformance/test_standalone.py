@@ -14,12 +14,15 @@ from vllm_support.installed import quiet
 
 from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import EngineFactory, get_traits
+from blockstep.conformance.engines.adapters import nano_vllm_script
+from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program
-from blockstep.conformance.protocol.story import Script, show_call
+from blockstep.conformance.protocol.story import Script, Story, UnwritableError, show_call
 from blockstep.conformance.search.forgiving import Cause, Means
 from blockstep.conformance.search.options import CheckOptions, find_profile, load
 from blockstep.conformance.search.standalone import tell_story, verify
+from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Quirk
 
 FOLDER = Path(__file__).parent / "issues"
@@ -100,6 +103,36 @@ def test_a_finding_shows_with_transformers_alone(path: Path) -> None:
     require("transformers", "5.24.0")
     is_async = read_program(path).config.async_scheduling
     assert shows(write(path, "transformers_async" if is_async else "transformers"))
+
+
+def make_story(property_id: str, event: v.Event) -> Story:
+    """Return the story of a finding after one event, of an engine that is not compared."""
+    finding = Finding(FindingKind.PROPERTY, property_id, "a_check", "a message")
+    config = v.Config(num_blocks=4, block_size=2)
+    events = (v.Submit(v.Request("A", (1, 2, 3))), v.Schedule(), event)
+    return Story("TITLE", "1", finding, config, events, None, None, ("A",), None, None)
+
+
+def test_a_script_of_nano_vllm_shows_wrong_kv() -> None:
+    commit = v.Commit(0, (v.RowTokens("A", (7,)),))
+    script = nano_vllm_script.write_script(make_story("P3", commit))
+    compile(script.source, "script", "exec")
+    assert script.source.startswith('"""TITLE')
+    assert "submit('A', [1, 2, 3], 16)\nschedule()\nanswer({'A': 7})\n" in script.source
+    assert "blockstep" not in script.source
+
+
+@pytest.mark.parametrize(
+    ("story", "why"),
+    [
+        (make_story("P13", v.Schedule()), "neither wrong KV nor an exception"),
+        (make_story("P3", v.Abort(("A",))), "no call for Abort"),
+    ],
+    ids=["finding", "event"],
+)
+def test_what_a_script_cannot_tell_is_said(story: Story, why: str) -> None:
+    with pytest.raises(UnwritableError, match=why):
+        nano_vllm_script.write_script(story)
 
 
 def test_check_writes_a_script_that_has_shown_the_finding(tmp_path: Path) -> None:

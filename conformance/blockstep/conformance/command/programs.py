@@ -229,7 +229,7 @@ def save_script(
         script = call(tell_story, options, program, make_headline(first), forgiven)
     except LostError as lost:
         script = lost.loss.message
-    why = script if isinstance(script, str) else verify(script)
+    why = script if isinstance(script, str) else verify(script, options.path)
     if isinstance(script, str) or why:
         typer.echo(f"blockstep: {path}: no script: {why}", err=True)
         return

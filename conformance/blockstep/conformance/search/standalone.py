@@ -62,18 +62,20 @@ def tell_story(
     return script
 
 
-def verify(script: Script, python: str = sys.executable) -> str:
-    """Run a script without Blockstep; return "" if it shows its defect, and else what it does."""
+def verify(script: Script, folder_of_engine: str | None = None) -> str:
+    """Run a script without Blockstep, in the folder of its engine if it has one; return "" if it
+    shows its defect, and else what it does."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(script.source, encoding="utf-8")
         try:
             done = subprocess.run(  # noqa: S603 - it was written by an adapter
-                [python, "-c", WITHOUT_US, str(path)],
+                [sys.executable, "-c", WITHOUT_US, str(path)],
                 capture_output=True,
                 text=True,
                 timeout=SECONDS_MAX,
                 check=False,
+                cwd=folder_of_engine,
             )
         except subprocess.TimeoutExpired:
             return f"the script did not end in {SECONDS_MAX} s"

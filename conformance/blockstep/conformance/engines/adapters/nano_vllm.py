@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits, Safety, show_state
+from blockstep.conformance.engines.adapters.nano_vllm_script import write_script
 from blockstep.spec import vocabulary as v
 
 EOS = 1  # one for the whole engine: a request can only ignore it
@@ -60,7 +61,9 @@ class NanoVllm:
     """nano-vllm's scheduler as a system under test."""
 
     # Its `max_num_seqs` limits a step: it prefills while other running requests get no row.
-    traits = EngineTraits(equivalence=Safety(fit_config, fit_request, has_slots=False))
+    traits = EngineTraits(
+        equivalence=Safety(fit_config, fit_request, has_slots=False), write_script=write_script
+    )
 
     def __init__(self, config: v.Config) -> None:
         sizes = {"kvcache_block_size": config.block_size}
