@@ -42,7 +42,16 @@ from blockstep.conformance.search.score import ScoreResult, find_kind, play_scor
 from blockstep.impl.host import HostEngine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
 from blockstep.spec.profiles import SPARING
-from blockstep.spec.vocabulary import Commit, Event, GrammarReady, Observation, Outputs, Plan
+from blockstep.spec.vocabulary import (
+    Commit,
+    Event,
+    GrammarReady,
+    Observation,
+    Outputs,
+    Plan,
+    Rejected,
+    StreamingUpdate,
+)
 
 SHORT, BROKEN, HANGING = (
     f"equivalent_engines:{name}" for name in ("ShortSimulator", "Broken", "Hanging")
@@ -233,6 +242,23 @@ def test_only_what_both_can_be_given_is_given() -> None:
         assert run.perform(action) == []
     assert run.skipped == {"requests that the specification rejects": 1}
     assert run.engine.live.keys() == run.reference.live.keys() == {"B"}
+
+
+def test_an_event_that_the_specification_rejects_is_not_given_to_the_engine() -> None:
+    """An engine without typed rejections took it, and did something else from then on."""
+
+    class Engine(SpecEngine):
+        def apply(self, event: Event) -> Observation:
+            answer = super().apply(event)
+            assert not isinstance(answer, Rejected)
+            return answer
+
+    config = Config(num_blocks=9, block_size=2)
+    run = ScoreRun.start(config, Engine)
+    session = Request("A", (1,), max_tokens=1, resumable=True)
+    assert run.perform(Submit(session)) == []
+    assert run.perform(StreamingUpdate(replace(session, priority=1))) == []
+    assert run.skipped == {"events that the specification rejects": 1}
 
 
 def test_what_an_engine_declines_neither_side_is_given() -> None:
