@@ -69,8 +69,8 @@ class Side(Client):
     """Step of each request's n-th preemption."""
     endings: dict[v.RequestId, Ending] = field(default_factory=dict)
     tokens: list[tuple[v.RequestId, int, bool, bool]] = field(default_factory=list)
-    """For each row that samples or delivers: request, number of the plan from 1, and whether the
-    row sampled a token, and whether the answer delivered one."""
+    """Rows that sample or deliver: the request, the number of the plan from 1, whether the row
+    sampled a token, and whether the answer delivered one."""
     num_events: int = 0
     last: tuple[v.Event, v.Observation] | None = None
     """Last event and its answer."""

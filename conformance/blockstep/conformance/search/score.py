@@ -77,7 +77,7 @@ class FirstDifference:
     """The first difference of one kind."""
 
     kind: Kind
-    """What the shrunk program still has."""
+    """The kind of the shrunk program."""
     episode: int
     num_actions: int
     """Number of actions of the program before it was shrunk."""

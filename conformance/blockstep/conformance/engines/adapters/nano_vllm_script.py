@@ -1,4 +1,4 @@
-"""Writes a finding as a script for nano-vllm alone, to be run in a checkout of it."""
+"""Writes a finding as a script for nano-vllm alone, to be run in a checkout."""
 
 from __future__ import annotations
 
