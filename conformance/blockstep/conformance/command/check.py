@@ -144,6 +144,7 @@ def check_command(
     save: programs.SaveOption = None,
     standalone: programs.StandaloneOption = False,
     view: programs.ViewOption = None,
+    itf: programs.ItfOption = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     hide_state: HideStateOption = False,
     sentence: SentenceOption = None,
@@ -157,13 +158,12 @@ def check_command(
     Example: blockstep check --engine mypkg.adapter:make --preset small --budget 200000
     """
     screen = console.make_screen(json_path)
-    options.require_preset(preset)
-    options.require_profile(profile)
     if program is not None or episode is not None:  # not meant by the settings of pyproject.toml
         corpus = corpus if options.is_given(context, "corpus") else None
         known = known if options.is_given(context, "known") else None
+    _require_names(preset, profile)
     _require_sense(event_seconds, record, episode, program, corpus)
-    programs.require_save(save, standalone)
+    programs.require_outputs(save, standalone, itf, program)
     max_events, max_seconds = options.require_budget(budget)
     wanted = CheckOptions(
         engine=engine,
@@ -184,18 +184,21 @@ def check_command(
     )
     with console.input_errors(), Isolation(event_seconds) as isolation:
         place = None if in_process or is_ours(engine) else isolation
-        if in_process:
-            console.require_engine(load(wanted))
-        passed_over = {} if known is None else read_known(known)
+        _ = console.require_engine(load(wanted)) if in_process else None
+        passed_over = read_known(known) if known else {}
         played = programs.play(wanted, program, corpus, place, screen, brief, passed_over)
-        ended = [result for result in played if result.first is not None or program is not None]
-        if not ended:
-            ended = [_check(wanted, place, record, screen, passed_over, brief, coverage)]
-        call = _get_call(wanted, place)
-        programs.save(save, ended[0], isolation, call if standalone else None)
-        programs.view(view, ended[0], call, isolation)
-    console.write_json(json_path, check_to_json(ended[0], played if corpus else ()))
-    raise typer.Exit(ended[0].exit_code)
+        result = next((it for it in played if it.first is not None or program is not None), None)
+        result = result or _check(wanted, place, record, screen, passed_over, brief, coverage)
+        files, call = programs.Outputs(save, standalone, view, itf), _get_call(wanted, place)
+        programs.write_outputs(files, result, isolation, call, program)
+    console.write_json(json_path, check_to_json(result, played if corpus else ()))
+    raise typer.Exit(result.exit_code)
+
+
+def _require_names(preset: str, profile: str) -> None:
+    """Check that there are a preset and a profile of these names."""
+    options.require_preset(preset)
+    options.require_profile(profile)
 
 
 def _get_call(wanted: CheckOptions, isolation: Isolation | None) -> Call:

@@ -148,16 +148,11 @@ def hunt_command(
             teller = _make_teller(screen, brief)
             result = _hunt(wanted, place, is_here, screen, scopes, forgiven, programs, teller)
             if save is not None:
-                _save(save, result)
-            if save is not None and standalone:
                 call = call_here(load(wanted)) if is_here else place.call
-                _save_scripts(save, result, call)
+                _save(save, result, call if standalone else None)
     console.say(brief_hunt(result) if brief else render_hunt(result), json_path)
     console.write_json(json_path, hunt_to_json(result))
-    if markdown is not None:
-        given = f"{show_options(wanted)} --seed {seed} --budget {budget}"
-        command = f"blockstep hunt --engine {shlex.quote(engine)}{given}"
-        console.write(markdown, render_hunt_page(result, command))
+    _write_page(markdown, result, f"{show_options(wanted)} --seed {seed} --budget {budget}")
     raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)
 
 
@@ -187,19 +182,24 @@ def _hunt(
         return hunt(wanted, call, advance, scopes, forgiven, pool_used, programs, on_found)
 
 
-def _save(folder: Path, result: HuntResult) -> None:
-    """Write the program of each defect that has one."""
+def _write_page(path: Path | None, result: HuntResult, given: str) -> None:
+    """Write the result as a page of Markdown, if requested; `given` are the options of its
+    command."""
+    if path is not None:
+        command = f"blockstep hunt --engine {shlex.quote(result.options.engine)}{given}"
+        console.write(path, render_hunt_page(result, command))
+
+
+def _save(folder: Path, result: HuntResult, script_by: Call | None) -> None:
+    """Write the program of each defect that has one, and a script of the engine alone if
+    `script_by` is given, which calls the engine."""
     for number, defect in enumerate(result.defects, 1):
         if defect.shrunk is not None:
             note = f"{name_of(defect.first)}: {defect.first.message}"
             file = folder / f"defect-{number}.json"
-            console.write(file, write_program(defect.shrunk.program, note))
-
-
-def _save_scripts(folder: Path, result: HuntResult, call: Call) -> None:
-    """Write each of these defects as a script of the engine alone, if its adapter can."""
-    for number, defect in enumerate(result.defects, 1):
-        if defect.shrunk is not None:
-            file = folder / f"defect-{number}.py"
             program = defect.shrunk.program
-            save_script(file, call, defect.options, program, defect.first, defect.forgiven)
+            console.write(file, write_program(program, note))
+            if script_by is not None:
+                options, first = defect.options, defect.first
+                script = file.with_suffix(".py")
+                save_script(script, script_by, options, program, first, defect.forgiven)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -20,6 +20,7 @@ from blockstep.conformance.report.brief import brief_check
 from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.headlines import make_headline
+from blockstep.conformance.report.itf import make_itf
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.report.view import make_page
 from blockstep.conformance.search.call import Call
@@ -28,7 +29,7 @@ from blockstep.conformance.search.corpus import find_programs
 from blockstep.conformance.search.film import Picture, make_film
 from blockstep.conformance.search.forgiving import Cause
 from blockstep.conformance.search.isolation import Isolation, LostError, RefusedError
-from blockstep.conformance.search.options import CheckOptions, load
+from blockstep.conformance.search.options import CheckOptions, find_profile, load
 from blockstep.conformance.search.standalone import tell_story, verify
 from blockstep.spec.vocabulary import ConfigError
 
@@ -170,6 +171,36 @@ ViewOption = Annotated[
 ]
 
 
+ItfOption = Annotated[
+    Path | None,
+    options.output(
+        "With --program: write the specification's states in its run as an ITF trace, for tools of "
+        "TLA+ and Quint.",
+        panel=sections.OUTPUT,
+    ),
+]
+
+
+class Outputs(NamedTuple):
+    """Files to be written about a result."""
+
+    save: Path | None
+    standalone: bool
+    view: Path | None
+    itf: Path | None
+
+
+def write_outputs(
+    outputs: Outputs, result: CheckResult, isolation: Isolation, call: Call, program: Path | None
+) -> None:
+    """Write the requested files about a result; `program` is the file of its program, if any."""
+    save(outputs.save, result, isolation, call if outputs.standalone else None)
+    view(outputs.view, result, call, isolation)
+    if outputs.itf is not None and program is not None:
+        profile = find_profile(result.options.profile)
+        console.write(outputs.itf, make_itf(read_program(program), profile))
+
+
 def view(path: Path | None, result: CheckResult, call: Call, isolation: Isolation) -> None:
     """Write the finding as a page, if requested and if there is one."""
     if path is None:
@@ -185,10 +216,14 @@ def view(path: Path | None, result: CheckResult, call: Call, isolation: Isolatio
     console.write(path, make_page(tell_failure(result), film))
 
 
-def require_save(path: Path | None, standalone: bool) -> None:
-    """Check that a standalone script has a file to go to."""
+def require_outputs(
+    path: Path | None, standalone: bool, itf: Path | None, program: Path | None
+) -> None:
+    """Check that a standalone script has a file to go to, and that a trace is of a program."""
     if standalone and (path is None or path.suffix != ".py"):
         console.usage("--standalone: needs --save FILE.py, the file of the script")
+    if itf is not None and program is None:
+        console.usage("--itf: needs --program, the run to write")
 
 
 def save(

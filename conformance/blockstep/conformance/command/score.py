@@ -28,46 +28,51 @@ from blockstep.spec.profiles import RELEASES, STRICT
 COMPARED = (STRICT.name, *(profile.name for profile in RELEASES))
 """Profiles among which the nearest one is named."""
 
+PresetOption = Annotated[str, typer.Option(help=f"Scope of the runs: {', '.join(PRESETS)}.")]
+ProfileOption = Annotated[
+    str, typer.Option(help="Release that the engine is measured against (blockstep quirks).")
+]
+BudgetOption = Annotated[
+    str, typer.Option(help="How long: a number of events (repeatable), or 60s, 5m.")
+]
+EpisodeOption = Annotated[
+    int | None, typer.Option(min=0, help="Score this one episode only (to reproduce).")
+]
+LeastOption = Annotated[
+    float, typer.Option(min=0, max=100, help="Exit 1 if less than N per cent agree.")
+]
+SaveOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder for the first difference of each kind, as programs (check --program)."
+    ),
+]
+NearestOption = Annotated[
+    bool,
+    typer.Option("--nearest", help="Name the release whose steps the engine's agree with most."),
+]
+HtmlOption = Annotated[
+    Path | None,
+    options.output("Write the report as a page of HTML; names the nearest release."),
+]
+
 
 def score_command(
     engine: options.Engine,
-    preset: Annotated[
-        str, typer.Option(help=f"Scope of the runs: {', '.join(PRESETS)}.")
-    ] = "small",
+    preset: PresetOption = "small",
     policy: PolicyOption = None,
-    profile: Annotated[
-        str, typer.Option(help="Release that the engine is measured against (blockstep quirks).")
-    ] = STRICT.name,
+    profile: ProfileOption = STRICT.name,
     depth: options.Depth = MAX_DEPTH,
     with_features: options.With = None,
     without_features: options.Without = None,
     path: FolderOption = None,
     seed: options.Seed = 0,
-    budget: Annotated[
-        str, typer.Option(help="How long: a number of events (repeatable), or 60s, 5m.")
-    ] = "20000",
-    episode: Annotated[
-        int | None, typer.Option(min=0, help="Score this one episode only (to reproduce).")
-    ] = None,
-    least: Annotated[
-        float, typer.Option(min=0, max=100, help="Exit 1 if less than N per cent agree.")
-    ] = 0.0,
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder for the first difference of each kind, as programs (check --program)."
-        ),
-    ] = None,
-    nearest: Annotated[
-        bool,
-        typer.Option(
-            "--nearest", help="Name the release whose steps the engine's agree with most."
-        ),
-    ] = False,
-    html: Annotated[
-        Path | None,
-        options.output("Write the report as a page of HTML; names the nearest release."),
-    ] = None,
+    budget: BudgetOption = "20000",
+    episode: EpisodeOption = None,
+    least: LeastOption = 0.0,
+    save: SaveOption = None,
+    nearest: NearestOption = False,
+    html: HtmlOption = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     json_path: options.Json = None,
 ) -> None:
