@@ -39,10 +39,12 @@ def main(names: list[str]) -> int:
         return 2
     sys.path.insert(0, str(SUPPORT))
     in_vllm = import_module("planted_support.in_vllm")  # it imports vLLM
+    held_out = import_module("planted_support.held_out_in_vllm")
 
-    chosen = [entry for entry in in_vllm.PLANTED if not names or entry.name in names]
+    planted = [*in_vllm.PLANTED, *held_out.PLANTED]
+    chosen = [entry for entry in planted if not names or entry.name in names]
     if len(chosen) < len(set(names)) or not chosen:
-        print(f"benchmarks.headlines: known are {[entry.name for entry in in_vllm.PLANTED]}")
+        print(f"benchmarks.headlines: known are {[entry.name for entry in planted]}")
         return 2
     num_named = 0
     for entry in chosen:
