@@ -218,3 +218,97 @@ def windows_are_a_token_short(scheduler: Any) -> None:
     for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
         if isinstance(manager, SlidingWindowManager):
             subclass(manager, get_num_skipped_tokens=lambda right, _self, count: right(count + 1))
+
+
+# The second set: ten.
+
+
+@planted("P8 row_has_given_back_what_it_attends_to_no_more", "window")
+def windows_are_never_left(scheduler: Any) -> None:
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        if isinstance(manager, SlidingWindowManager):
+            subclass(manager, remove_skipped_blocks=lambda *_: None)
+
+
+@planted("P21 counters_grow_by_what_happened")
+def queries_are_counted_twice(scheduler: Any) -> None:
+    def get(right: Any, self: Any, request: Any) -> Any:
+        found = right(request)
+        self.prefix_cache_stats.queries *= 2
+        return found
+
+    subclass(scheduler.kv_cache_manager, get_computed_blocks=get)
+
+
+@planted("P26 |block table that plans told")
+def new_blocks_are_not_told(scheduler: Any) -> None:
+    def make(right: Any, _self: Any, running: Any, *rest: Any) -> Any:
+        data = right(running, *rest)
+        data.new_block_ids[: len(running)] = [None] * len(running)
+        return data
+
+    subclass(scheduler, _make_cached_request_data=make)
+
+
+@planted("P25 ", "reset")
+def reset_ignores_blocks_that_are_held(scheduler: Any) -> None:
+    def reset(right: Any, self: Any) -> bool:
+        if right():
+            return True
+        self.cached_block_hash_to_block = type(self.cached_block_hash_to_block)()
+        for block in self.blocks:
+            block.reset_hash()
+        return True
+
+    subclass(scheduler.kv_cache_manager.block_pool, reset_prefix_cache=reset)
+
+
+@planted("P13 session_goes_on|prompt_token_ids", "sessions")
+def last_input_of_a_session_comes_first(scheduler: Any) -> None:
+    def stop(right: Any, _self: Any, request: Any) -> bool:
+        if request.resumable and request.streaming_queue:
+            request.streaming_queue.rotate(1)
+        return bool(right(request))
+
+    subclass(scheduler, _handle_stopped_request=stop)
+
+
+@planted("P10 loop_goes_on_while_there_is_work")
+def loop_sleeps_while_requests_wait(scheduler: Any) -> None:
+    subclass(scheduler, get_num_unfinished_requests=lambda _right, self: len(self.running))
+
+
+@planted("P3 (computed|verified)_full_blocks_are_published")
+def blocks_are_published_a_token_late(scheduler: Any) -> None:
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        subclass(
+            manager, cache_blocks=lambda right, _self, request, count: right(request, count - 1)
+        )
+
+
+@planted("P13 finish_reason_is_the_one_that_holds", "stops")
+def stop_tokens_are_ignored(scheduler: Any) -> None:
+    def update(right: Any, _self: Any, request: Any, tokens: Any) -> Any:
+        stops, request.sampling_params.stop_token_ids = request.sampling_params.stop_token_ids, []
+        try:
+            return right(request, tokens)
+        finally:
+            request.sampling_params.stop_token_ids = stops
+
+    subclass(scheduler, _update_request_with_output=update)
+
+
+@planted("P9 plan_stays_within_encoder_compute_budget", "encoder")
+def encoder_budget_is_of_each_request(scheduler: Any) -> None:
+    def ask(
+        right: Any, _self: Any, request: Any, done: Any, new: Any, left: Any, **named: Any
+    ) -> Any:
+        items, new, _, loaded = right(request, done, new, left, **named)
+        return items, new, left, loaded
+
+    subclass(scheduler, _try_schedule_encoder_inputs=ask)
+
+
+@planted("P19 ", "transfers")
+def failed_loads_are_always_computed(scheduler: Any) -> None:
+    scheduler.recompute_kv_load_failures = True
