@@ -17,6 +17,7 @@ from blockstep.spec.features.encoder.cache import (
     create_encoder,
 )
 from blockstep.spec.features.encoder.claims import (
+    is_item_read,
     let_go_of_items,
     limit_to_items,
     process_encoder_beginning,
@@ -109,7 +110,7 @@ def is_encoder_cache_exact(state: State) -> bool:
 
 
 def is_every_held_item_needed(state: State) -> bool:
-    """An entry is held only by occurrences of its item that a running request has not computed yet.
+    """An entry is held only by occurrences of its item that a running request has not read yet.
 
     Source: P7, P22.
     """
@@ -119,8 +120,7 @@ def is_every_held_item_needed(state: State) -> bool:
                 return False
             request = state.requests[name]
             item = request.request.items[index]
-            is_behind = item.offset + item.length <= request.num_computed_tokens
-            if item.identifier != identifier or is_behind:
+            if item.identifier != identifier or state.rules[is_item_read](state, name, item):
                 return False
     return True
 
