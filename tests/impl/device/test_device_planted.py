@@ -169,14 +169,10 @@ def test_a_wrong_decision_in_groups_is_found(name: str) -> None:
     module, old, new, sentence = GROUPED[name]
     plant(Memory(), module, old, new)
     features = ("groups", "async", "drafts") if "drafts" in name else ("groups",)
-    found = set()
-    for seed in range(2, 8):  # what a run meets first depends on the draws
-        options = play(seed=seed, max_events=6_000, with_features=features)
-        first = check(options, shrinks=False).first
-        found |= set() if first is None else {first.sentence}
-        if sentence in found:
-            break
-    assert sentence in found
+    options = play(seed=2, max_events=6_000, with_features=features)
+    first = check(options, shrinks=False).first
+    assert first is not None
+    assert first.sentence == sentence
 
 
 def play_some(run: launch.Numpied) -> None:

@@ -147,11 +147,24 @@ def submit(view: View, draw: Draw) -> Action:
         return v.Submit(draw_twin(swarm, draw, name, index, client.preempted_texts))
     if swarm.has(PINS) and client.turns and draw.chance(50):
         return v.Submit(draw_turn(swarm, draw, name, index, client.turns))
-    # Requests with equal keys share blocks. Few tokens have a state behind them that can be shared.
-    if client.live and draw.chance(70 if swarm.config.has_states else 12):
-        others = [(it, it.prompt_token_ids) for it in client.live.values()]
+    if client.live and draw.chance(_chance_of_twins(view)):
+        is_side_by_side = swarm.config.has_windows and _is_newest_unplanned(view)
+        end = -1 if is_side_by_side and draw.chance(80) else None
+        others = [(it, it.prompt_token_ids[:end]) for it in client.live.values()]
         return v.Submit(draw_twin(swarm, draw, name, index, others))
     return v.Submit(draw_request(swarm, draw, name, index, client.texts))
+
+
+def _chance_of_twins(view: View) -> int:
+    """Return how often, in percent, a request has the keys of another one, so that they share
+    blocks.
+
+    Few tokens have a state behind them that can be shared. Two requests leave a block of a window
+    in one step only if they are admitted together, with prompts of one length.
+    """
+    if view.swarm.config.has_states:
+        return 70
+    return 60 if view.swarm.config.has_windows and _is_newest_unplanned(view) else 12
 
 
 def schedule(_view: View, _draw: Draw) -> Action:
@@ -510,8 +523,9 @@ def _weight(name: str, view: View) -> int:
         return 4  # no event there: it sets how many drafts will be accepted
     if name == "submit" and view.swarm.is_crowded:
         return weight * 3
-    if name == "submit" and view.swarm.config.has_states and _is_newest_unplanned(view):
-        return weight * 5  # two requests with equal states in one step
+    if name == "submit" and view.swarm.config.has_windows and _is_newest_unplanned(view):
+        # two requests with equal states, or with equal windows, in one step
+        return weight * (5 if view.swarm.config.has_states else 3)
     if name == "submit" and view.client.preempted_texts and _has_preempted(view):
         return weight * 2
     return weight
