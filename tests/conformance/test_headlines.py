@@ -15,7 +15,13 @@ import pytest
 from planted_support import Planted, in_spec
 from syrupy.assertion import SnapshotAssertion
 
-from blockstep.conformance.engine import Capability, EngineFactory, EngineTraits, Safety
+from blockstep.conformance.engine import (
+    Capability,
+    EngineFactory,
+    EngineFault,
+    EngineTraits,
+    Safety,
+)
 from blockstep.conformance.engines.adapters.vllm_releases import (
     REFERENCE,
     get_installed_version,
@@ -23,6 +29,7 @@ from blockstep.conformance.engines.adapters.vllm_releases import (
 from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.driver import put_causes_first, tell_divergence
+from blockstep.conformance.lockstep.exchange import fault_of
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.compare import find_subjects
 from blockstep.conformance.protocol.findings import (
@@ -41,7 +48,13 @@ from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.headlines import CHARS_MAX, CHECK_HEADLINES, make_headline
 from blockstep.conformance.report.jsonform import finding_to_json
 from blockstep.conformance.report.sentences import SENTENCES
-from blockstep.conformance.search.check import CheckResult, check, play_program, shrink_first
+from blockstep.conformance.search.check import (
+    CheckResult,
+    check,
+    play_program,
+    says_little,
+    shrink_first,
+)
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.shrink import shrink
@@ -200,6 +213,17 @@ def test_free_queue_comes_behind_what_a_store_lost() -> None:
     assert put_causes_first([output, budget]) == [output, budget]
 
 
+def test_what_only_says_that_something_changed_comes_after_what_says_what() -> None:
+    view = violated("P26", "plans_alone_rebuild_the_request", "")
+    other = violated("P18", "event_leaves_other_requests_alone", "")
+    sampled = violated("P14", "sampling_leaves_one_token_to_compute", "")
+    order = violated("P16", "queues_keep_their_order", "")
+    drafts = violated("P24", "attached_drafts_are_the_last_proposed_ones", "")
+    assert put_causes_first([view, sampled]) == [sampled, view]
+    assert put_causes_first([order, other, drafts]) == [drafts, order, other]
+    assert put_causes_first([order, other]) == [order, other]
+
+
 def test_divergence_is_told_by_its_first_field() -> None:
     one = Difference("rows A num_scheduled_tokens", "2", "1")
     told = "after schedule, rows A num_scheduled_tokens is 1, the spec has 2"
@@ -218,6 +242,56 @@ class Ahead(SpecEngine):
             one = replace(requests["A"], num_computed_tokens=requests["A"].num_known_tokens)
             self.state = replace(self.state, requests=FrozenMap({**requests, "A": one}))
         return answer
+
+
+class Contradicting(Ahead):
+    """It notices that its counters contradict one another when its state is read."""
+
+    def snapshot(self) -> v.Snapshot:
+        shown = super().snapshot()
+        if any(one.output_token_ids for one in shown.requests):
+            fault = EngineFault("3 tokens are counted, 2 are known")
+            fault.state = shown
+            raise fault
+        return shown
+
+
+def test_state_that_contradicts_itself_is_judged_all_the_same() -> None:
+    program = Program(
+        v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
+    )
+    first, *others = play(program, Contradicting, STRICT)
+    assert first.sentence == "counters_stay_within_what_is_known"
+    kinds = [it.kind for it in others if it.kind is not FindingKind.PROPERTY]
+    assert kinds == [FindingKind.FAULT, FindingKind.DIVERGENCE]
+
+
+def test_assertion_without_a_text_is_told_by_its_condition() -> None:
+    try:
+        assert EPISODES < 0
+    except AssertionError as error:
+        error.args = ()
+        told = fault_of(error)
+    assert make_headline(told) == "the engine raised AssertionError: assert EPISODES < 0"
+    assert says_little(told)
+    assert not says_little(fault_of(ValueError("cannot get 1 free block")))
+
+
+def test_admission_of_a_request_that_is_not_ready_is_told_as_such() -> None:
+    queued = v.Request("A", (0, 0), max_tokens=2, structured_output=True)
+    program = Program(v.Config(8, 1), (v.Submit(queued), v.Schedule()))
+    found = play(program, Hasty, STRICT)
+    order = next(it for it in found if it.sentence == "admissions_follow_the_policy")
+    assert make_headline(order) == "ADMISSION: request A is admitted, and must wait"
+
+
+class Hasty(SpecEngine):
+    """It waits for no grammar."""
+
+    def apply(self, event: v.Event) -> v.Observation:
+        if isinstance(event, v.Schedule):
+            super().apply(v.GrammarReady("A"))
+        return super().apply(event)
 
 
 def test_property_found_beside_a_divergence_is_told_first() -> None:

@@ -105,6 +105,10 @@ class BadEngineError(TypeError):
 class EngineFault(Exception):
     """The engine failed. The driver reports this as a finding, with the program that led to it."""
 
+    state: Snapshot | None = None
+    """What `snapshot` would have returned, if the fault is that it contradicts itself. Properties
+    that it breaks are then found as well, and say more of the cause."""
+
 
 @runtime_checkable
 class Engine(Protocol):

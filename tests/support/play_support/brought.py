@@ -89,6 +89,11 @@ def held_and_drafted() -> Play:
     return held(DRAFTING).commit().do(Drafts((RowTokens("A", (3,)),)))
 
 
+def drafted_beyond_its_grammar() -> Play:
+    """Of two drafts the grammar accepts the first."""
+    return held(DRAFTING).commit().do(Drafts((RowTokens("A", (3, 3)),)))
+
+
 def held_and_reset() -> Play:
     return held_and_committed().do(Reset(reset_running_requests=True))
 
@@ -310,6 +315,12 @@ ALONE: list[Case] = [
         held_and_committed,
         nothing,
         lambda s: changed(s, "A", grammar_state=0),
+    ),
+    (
+        "attached_drafts_are_accepted_by_the_grammar",
+        drafted_beyond_its_grammar,
+        nothing,
+        lambda s: changed(s, "A", spec_token_ids=(3, 3)),
     ),
     (
         "plan_tells_that_it_has_a_mask",

@@ -28,6 +28,7 @@ from blockstep.conformance.engine import (
     Capability,
     Engine,
     EngineFactory,
+    EngineFault,
     PartOfState,
     build,
     get_declines,
@@ -36,7 +37,6 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.judge.pairs import PairCounter
 from blockstep.conformance.judge.properties import (
-    QUOTING_THE_FREE_QUEUE,
     Asked,
     Ledger,
     Step,
@@ -84,7 +84,20 @@ NOT_SHOWN = "fields of states that `show_state` does not take"
 """Name under which they are counted."""
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 """Kinds of findings that a quirk may cause."""
-OF_TRANSFERS = frozenset({"P17", "P18", "P19"})
+GENERAL = frozenset(
+    {
+        "event_leaves_alone_what_it_is_not_about",
+        "event_leaves_other_requests_alone",
+        "plans_alone_rebuild_the_request",
+        "request_without_a_row_stays_the_same",
+    }
+)
+"""Checks that say that something changed or differs, and not what is wrong with it."""
+CAUSES = {
+    "P13": frozenset({"P19"}),
+    "P16": frozenset({"P17", "P18", "P19", "P22", "P23", "P24", "P25"}),
+}
+"""Properties that another one breaks with them: a finding of the first comes after theirs."""
 VALUE_CHARS_MAX = 60
 """Most characters of a value in the message of a divergence."""
 
@@ -100,23 +113,23 @@ def list_uncounted(capabilities: Collection[str]) -> frozenset[str]:
 
 
 def put_causes_first(findings: list[Finding]) -> list[Finding]:
-    """Return the findings sorted by cause: a finding about the order of the free queue comes after
-    other properties if some are about transfers, and one about outputs after those of a failed
-    load.
+    """Return the findings of a step, causes first: a divergence is last, a check that only says
+    that something changed or differs comes after those that say what, and orders of queues come
+    after what decides who waits and which blocks are free.
 
     A completed transfer that is missed or taken too early leaves blocks held or frees them, so the
     order of the free queue differs, too. A failed load that is not noticed leaves a request
     running, so its outputs are wrong, too.
     """
-    if not any(found.property_id in OF_TRANSFERS for found in findings):
-        return findings
+    found = {one.property_id for one in findings if one.sentence not in GENERAL}
 
-    has_failed_load = any(found.property_id == "P19" for found in findings)
-
-    def rank(found: Finding) -> tuple[bool, bool, bool]:
-        is_divergence = found.kind is FindingKind.DIVERGENCE
-        is_output = has_failed_load and found.property_id == "P13"
-        return is_divergence, found.sentence in QUOTING_THE_FREE_QUEUE, is_output
+    def rank(one: Finding) -> int:
+        if one.kind is FindingKind.DIVERGENCE:
+            return 3
+        if one.sentence in GENERAL:
+            return 2
+        causes = CAUSES.get(one.property_id, frozenset())
+        return int(not causes.isdisjoint(found))
 
     return sorted(findings, key=rank)
 
@@ -291,18 +304,31 @@ class LockStep(Runner):
         told = self._tell(event)
         try:
             seen = self.engine.apply(told)
-            after = self.engine.snapshot() if self._sees_state() else None
+            after, faults = self._look() if self._sees_state() else (None, [])
         except Exception as error:
             self._keep(Exchange(told, expected, None))
             return self.excuses.take([fault_of(error)], told, expected, None)
         self._keep(Exchange(told, expected, seen))
+        faults = self.excuses.take(faults, told, expected, None)
         try:
-            return self._compare(event, told, expected, seen, after)
+            found = [*faults, *self._compare(event, told, expected, seen, after)]
+            return sorted(found, key=lambda it: it.kind is not FindingKind.PROPERTY)
         except Exception:
-            found = fault_of_types(told, seen, after)
-            if found is None:
+            ill_typed = fault_of_types(told, seen, after)
+            if ill_typed is not None:
+                return self.excuses.take([ill_typed], told, expected, None)
+            if faults:
+                return faults
+            raise
+
+    def _look(self) -> tuple[v.Snapshot | None, list[Finding]]:
+        """Return the engine's state, and the fault if that contradicts itself."""
+        try:
+            return self.engine.snapshot(), []
+        except EngineFault as fault:
+            if fault.state is None:
                 raise
-            return self.excuses.take([found], told, expected, None)
+            return fault.state, [fault_of(fault)]
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Update the client and the worker, and count the goals of `pairs`."""

@@ -164,6 +164,8 @@ def tell_error(error: BaseException) -> str:
         text = f"no text, since __str__ raised {type(another).__name__}"
     if len(text) > ERROR_CHARS_MAX:
         text = f"{text[:ERROR_CHARS_MAX]}... ({len(text):,} characters)"
+    if not text and isinstance(error, AssertionError):  # its condition says what was wrong
+        text = "".join(shown(one.line or "") for one in extract_tb(error.__traceback__)[-1:])
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -424,6 +424,9 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "failed_grammar_ends_its_request": (
         "GRAMMAR: a failed grammar did not end exactly its request"
     ),
+    "attached_drafts_are_accepted_by_the_grammar": (
+        "GRAMMAR: {request} keeps drafts that its grammar does not accept"
+    ),
     "scheduled_drafts_are_accepted_by_the_grammar": (
         "GRAMMAR: {request} verifies drafts that its grammar does not accept"
     ),
@@ -547,7 +550,8 @@ CHECK_HEADLINES: Mapping[str, str] = {
 }
 """The headline of a finding, by the name of its check."""
 
-
+MUST_WAIT = "is admitted, and must wait"
+"""The message of a check of the order of admissions, if a request was not ready."""
 DECISIONS = (
     (r"preempted_req_ids", "PREEMPTION: the plan preempts {seen}, the spec {expected}"),
     (r"cached (?P<request>.+) is absent", "ORDER: request {request} gets no token of the plan"),
@@ -557,7 +561,7 @@ DECISIONS = (
         "ORDER: request {request} runs {seen} tokens, the spec {expected}",
     ),
     (r"new (?P<request>.+) is absent", "ADMISSION: request {request} is not admitted"),
-    (r"new (?P<request>.+) is there", "ADMISSION: request {request} is admitted, and must wait"),
+    (r"new (?P<request>.+) is there", f"ADMISSION: request {{request}} {MUST_WAIT}"),
     (
         r"new (?P<request>.+) num_computed_tokens",
         "HIT: request {request} begins at {seen} computed tokens, the spec at {expected}",
@@ -584,6 +588,8 @@ def make_headline(finding: Finding) -> str:
     text = CHECK_HEADLINES.get(finding.sentence, "")
     if finding.kind in BY_MESSAGE or not text:
         return shown(" ".join(finding.message.split()), CHARS_MAX)
+    if finding.message.endswith(MUST_WAIT):
+        text = f"ADMISSION: {{request}} {MUST_WAIT}"
     text = fill(text, finding.subjects)
     if finding.sentence == WORKER_VIEW and finding.differences:
         field = finding.differences[0]

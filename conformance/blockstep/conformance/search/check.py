@@ -68,6 +68,7 @@ SHRUNK_MAX = 3
 TINY_EPISODES = 300
 NAMED_EPISODES = 100
 """Tiny episodes in which a failure that a property names is looked for."""
+QUEUE_ORDER = "queues_keep_their_order"
 SECONDS_BETWEEN_WORDS = 0.2
 """Time between two progress messages while a failure is shrunk."""
 
@@ -436,7 +437,7 @@ def _find_shortest(
 def _find_named(
     result: CheckResult, small: list[EpisodeResult], make_engine: EngineFactory, said: SaidAtTimes
 ) -> None:
-    """Replace a failure that was found as a divergence by a short one that a property names.
+    """Replace a failure that says little (`says_little`) by a short one that a property names.
 
     A divergence says which field differs, a property says what is wrong, and one wrong decision
     often shows as both. The property is the one that fails first in most tiny episodes: a cause
@@ -445,12 +446,12 @@ def _find_named(
     `small` are failures of tiny episodes; [] if none were played.
     """
     assert result.first is not None
-    if result.first.kind is not FindingKind.DIVERGENCE or result.failure is None:
+    if not says_little(result.first) or result.failure is None:
         return
     tiny = replace(result.options, preset=TINY.name)
     failed = small or _failures(tiny, range(NAMED_EPISODES), make_engine, said)
-    counts = Counter(map(_symptom_of, failed))
-    for symptom, _ in counts.most_common():
+    told = [one for one in failed if one.first is not None and not says_little(one.first)]
+    for symptom, _ in Counter(map(_symptom_of, told)).most_common():
         if symptom[0] is not FindingKind.PROPERTY:
             continue
         named = replace(result, failure=None)
@@ -461,6 +462,18 @@ def _find_named(
             result.options, result.failed_episode = named.options, named.failed_episode
             result.failing_program = named.failing_program
         return
+
+
+def says_little(finding: Finding) -> bool:
+    """Whether a finding is a consequence that does not name its cause: a difference, an assertion
+    of the engine about its own state, or the order of a waiting queue, which follows from who was
+    passed over."""
+    is_assertion = any(it.seen == AssertionError.__name__ for it in finding.differences)
+    return (
+        finding.kind is FindingKind.DIVERGENCE
+        or (finding.kind is FindingKind.FAULT and is_assertion)
+        or finding.sentence == QUEUE_ORDER
+    )
 
 
 def _failures(

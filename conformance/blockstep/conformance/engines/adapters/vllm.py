@@ -79,7 +79,7 @@ from blockstep.spec import vocabulary as v
 if RELEASE.has_events:
     from blockstep.conformance.engines.adapters.vllm_events import read_events
 if RELEASE.has_store:
-    from blockstep.conformance.engines.adapters.vllm_store import build_report
+    from blockstep.conformance.engines.adapters.vllm_store import build_report, check_store
 if RELEASE.has_pause:
     from vllm.v1.core.sched.interface import PauseState as VllmPauseState
 
@@ -236,10 +236,21 @@ class VllmEngine:
         return find_reason(run, event)
 
     def snapshot(self) -> v.Snapshot:
-        """Return its state in canonical form, read from its own fields."""
-        check_state(self.run)
-        shown = read_snapshot(self.run)
-        self.audit.check_state(shown)
+        """Return its state in canonical form, read from its own fields.
+
+        Raises:
+            EngineFault: the fields contradict one another; it has the state all the same.
+        """
+        run, scheduler = self.run, self.scheduler
+        shown = read_snapshot(run)
+        try:
+            check_state(run)
+            if run.store is not None:
+                check_store(run.store, scheduler.requests, scheduler.finished_recving_kv_req_ids)
+            self.audit.check_state(shown)
+        except EngineFault as fault:
+            fault.state = shown
+            raise
         return shown
 
     def _build(self, request: v.Request, hasher: Hasher | None) -> VllmRequest:

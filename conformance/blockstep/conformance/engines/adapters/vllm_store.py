@@ -225,26 +225,16 @@ def read_deferred_frees(scheduler: Any, in_flight: Iterable[v.FrameId]) -> Itera
         yield v.DeferredFree(frames[number], tuple([block.block_id for block in blocks]))
 
 
-def read_transfers(
-    store: Store,
-    requests: dict[v.RequestId, Any],
-    received: set[v.RequestId],
-    managers: Any,
-    deferred_frees: Iterable[v.DeferredFree] = (),
-) -> v.TransfersSnapshot:
-    """Return the transfers in progress between pool and store.
-
-    A release that publishes blocks as soon as they are loaded has no unconfirmed loads.
+def check_store(store: Store, requests: dict[v.RequestId, Any], received: set[v.RequestId]) -> None:
+    """Check that the scheduler and its connector agree on which requests load or are read.
 
     Args:
         store: The scheduler's connector.
         requests: The scheduler's, ended ones that hold blocks included.
         received: Its requests that wait for a load which is confirmed.
-        managers: Of the block tables of each group.
-        deferred_frees: Blocks that wait for plans in flight.
 
     Raises:
-        EngineFault: the scheduler and its connector disagree on which requests load or are read.
+        EngineFault: naming the requests.
     """
     parked = {
         name
@@ -267,6 +257,27 @@ def read_transfers(
         raise EngineFault(
             f"{sorted(waiting)} wait for loads, and the connector loads for {sorted(store.loading)}"
         )
+
+
+def read_transfers(
+    store: Store,
+    requests: dict[v.RequestId, Any],
+    received: set[v.RequestId],
+    managers: Any,
+    deferred_frees: Iterable[v.DeferredFree] = (),
+) -> v.TransfersSnapshot:
+    """Return the transfers in progress between pool and store.
+
+    A release that publishes blocks as soon as they are loaded has no unconfirmed loads.
+
+    Args:
+        store: The scheduler's connector.
+        requests: The scheduler's, ended ones that hold blocks included.
+        received: Its requests that wait for a load which is confirmed.
+        managers: Of the block tables of each group.
+        deferred_frees: Blocks that wait for plans in flight.
+    """
+    held = sorted(name for name, request in requests.items() if request.is_finished())
     return v.TransfersSnapshot(
         offers=tuple(
             offer for name, offer in sorted(store.offers.items()) if offer != v.KVOffer(name)

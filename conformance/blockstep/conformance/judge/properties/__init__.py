@@ -48,7 +48,6 @@ __all__ = [
     "CHECKS_OF",
     "JUDGED",
     "PROPERTIES",
-    "QUOTING_THE_FREE_QUEUE",
     "RENAMED_CHECKS",
     "Asked",
     "Ledger",
@@ -164,8 +163,6 @@ _QUOTE_THE_FREE_QUEUE = (
     order.preempted_tail_is_evicted_first,
     order.freed_tail_is_evicted_first,
 )
-QUOTING_THE_FREE_QUEUE = frozenset(found.sentence for found in _QUOTE_THE_FREE_QUEUE)
-"""Names of the checks that are about the order of the free queue."""
 RENAMED_CHECKS: dict[type, tuple[Sentence, ...]] = {
     kind: tuple(found for found in checks if found not in _QUOTE_THE_FREE_QUEUE)
     for kind, checks in CHECKS_OF.items()

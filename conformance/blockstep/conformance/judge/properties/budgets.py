@@ -122,6 +122,48 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints
             )
 
 
+@sentence(
+    "P12",
+    *ENDINGS,
+    v.Schedule,
+    v.Reset,
+    v.Fork,
+    of="changes",
+    fixes="what a request keeps that does not run",
+)
+def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaints:
+    """A waiting request has no block, no computed token and no draft; an idle session no draft."""
+    no_tables, nothing_settled = nothing_held(step)
+    for request in step.after.requests:
+        if request.status is v.Status.RUNNING:
+            continue
+        if keeps_blocks(request) and not request.spec_token_ids:
+            life = ledger.lives.get(request.request_id)
+            if life is None or life.is_branch or request.prompt_token_ids or is_parked(request):
+                continue  # it may hold kept, shared or loaded blocks
+        if (
+            request.block_tables != no_tables
+            or request.num_computed_tokens
+            or request.num_cached_blocks != nothing_settled
+            or request.spec_token_ids
+        ):
+            released = replace(
+                request,
+                block_tables=no_tables,
+                num_computed_tokens=0,
+                num_cached_blocks=nothing_settled,
+                spec_token_ids=(),
+            )
+            what = f"{request.request_id!r} is {request.status} and was not released"
+            yield unequal(
+                what,
+                f"request {request.request_id}",
+                released,
+                request,
+                subjects=of_request(request.request_id),
+            )
+
+
 @sentence("P12", *ENDINGS, v.Schedule, v.Reset, said_by="plans_alone_rebuild_the_request")
 def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints:
     """The computed tokens are less than known tokens and placeholders, and exactly one less if the
@@ -188,49 +230,8 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
                 (owing.expected == owing.seen, owing),
                 (is_held, holding),
             )
-            yield Complaint(what, tuple(one for is_right, one in told if not is_right))
-
-
-@sentence(
-    "P12",
-    *ENDINGS,
-    v.Schedule,
-    v.Reset,
-    v.Fork,
-    of="changes",
-    fixes="what a request keeps that does not run",
-)
-def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaints:
-    """A waiting request has no block, no computed token and no draft; an idle session no draft."""
-    no_tables, nothing_settled = nothing_held(step)
-    for request in step.after.requests:
-        if request.status is v.Status.RUNNING:
-            continue
-        if keeps_blocks(request) and not request.spec_token_ids:
-            life = ledger.lives.get(request.request_id)
-            if life is None or life.is_branch or request.prompt_token_ids or is_parked(request):
-                continue  # it may hold kept, shared or loaded blocks
-        if (
-            request.block_tables != no_tables
-            or request.num_computed_tokens
-            or request.num_cached_blocks != nothing_settled
-            or request.spec_token_ids
-        ):
-            released = replace(
-                request,
-                block_tables=no_tables,
-                num_computed_tokens=0,
-                num_cached_blocks=nothing_settled,
-                spec_token_ids=(),
-            )
-            what = f"{request.request_id!r} is {request.status} and was not released"
-            yield unequal(
-                what,
-                f"request {request.request_id}",
-                released,
-                request,
-                subjects=of_request(request.request_id),
-            )
+            wrong = tuple(one for is_right, one in told if not is_right)
+            yield Complaint(what, wrong, of_request(name))
 
 
 def nothing_held(step: Step) -> tuple[v.BlockTables, tuple[int, ...]]:

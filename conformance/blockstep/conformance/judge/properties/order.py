@@ -19,6 +19,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
     hides_a_rollback,
     in_policy_order,
     in_waiting_order,
+    is_passed_over,
     left_behind,
     may_pass_over,
     must_wait,
@@ -31,6 +32,7 @@ from blockstep.conformance.judge.properties.sentence import (
     ENDINGS,
     Complaint,
     Complaints,
+    difference,
     differing_blocks,
     differing_requests,
     sentence,
@@ -99,6 +101,10 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
             continue
         ready.append(name)
         seats.take(name)
+    for name in admitted:
+        if name not in ready and is_passed_over(ledger, step.old[name]):
+            order = difference("order of admission", ready, admitted)
+            return [Complaint(f"{name!r} is admitted, and must wait", (order,), of_request(name))]
     return differing_requests("order of admission", ready, admitted)
 
 

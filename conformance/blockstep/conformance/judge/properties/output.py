@@ -308,12 +308,33 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
             )
 
 
+@sentence("P23", v.Drafts, fixes="when drafts are held to a grammar")
+def attached_drafts_are_accepted_by_the_grammar(step: Step, ledger: Ledger) -> Complaints:
+    """Of the drafts proposed for a request with a grammar, it keeps none that the grammar does not
+    accept."""
+    for name, expected in _list_proposed(step, ledger).items():
+        if name in step.new and keeps_more(step, name, expected):
+            what = f"{name!r} keeps drafts that its grammar does not accept"
+            seen = step.new[name].spec_token_ids
+            yield unequal(what, "spec_token_ids", expected, seen, subjects=of_request(name))
+
+
+def keeps_more(step: Step, name: v.RequestId, accepted: v.TokenIds) -> bool:
+    """Whether a request keeps more of the drafts proposed in this step than were accepted."""
+    if not isinstance(step.event, v.Drafts):
+        return False
+    seen = step.new[name].spec_token_ids
+    proposed = {row.request_id: row.token_ids for row in step.event.drafts}.get(name, ())
+    return len(seen) > len(accepted) and seen == proposed[: len(seen)]
+
+
 @sentence("P24", v.Schedule, v.Commit, v.Drafts, fixes="which drafts are kept, and for how long")
 def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
     """A running request has the drafts that were accepted last, until it is scheduled.
 
-    With a grammar these are the leading drafts that it accepts.
-    `only_running_requests_hold_anything` checks that other requests have none. Under asynchronous
+    With a grammar these are the leading drafts that it accepts; that it has no more of them, and
+    that other requests have none, others check (`attached_drafts_are_accepted_by_the_grammar`,
+    `only_running_requests_hold_anything`). Under asynchronous
     scheduling they are placeholders, as many as there may be drafts, from a plan in which the
     request sampled to the next plan.
     """
@@ -322,7 +343,7 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
         life = ledger.lives.get(name)
         if life is not None and new.status is v.Status.RUNNING:
             expected = proposed.get(name, life.drafts)
-            if new.spec_token_ids != expected:
+            if new.spec_token_ids != expected and not keeps_more(step, name, expected):
                 what = f"the drafts of {name!r} are not those proposed last"
                 yield unequal(
                     what, "spec_token_ids", expected, new.spec_token_ids, subjects=of_request(name)
