@@ -7,8 +7,8 @@ one defect
    aborts or a second request with a used id, and one program needs every means of the other:
    features of config and requests, and hits, chunks and preemptions. Means that the program can do
    without are removed first (`relax`). Exceptions after the same client action count as the same,
-   for an engine raises wherever it notices. Of a row that is too long one means in common is
-   enough;
+   for an engine raises wherever it notices, and so do those that it raises at one place. Of a row
+   that is too long one means in common is enough;
 2. or if one is a symptom of the other: both appear at the same event in both programs
    (`comes_with`); or one program, if it is run on, leads to the other failure without needing more
    means, or is the other failure with another bound, with smaller blocks or without a client action
@@ -61,6 +61,8 @@ from blockstep.spec.profiles import Profile
 
 ACTS = tuple(it for it in FEATURES if it.actions and it not in (DRAFTS, GRAMMAR))
 """Features that are actions of a client, such as aborts."""
+OUTCOMES = frozenset({"hits", "chunks", "preempts"})
+"""Means that plans show."""
 PLENTY = 64
 """Number of blocks, and of tokens per step, that no short program uses up."""
 STEPS_TO_END = 4
@@ -158,7 +160,7 @@ class Mark:
         is_alike = self.saying == other.saying or (
             bool(self.acts) and self.is_exception and other.is_exception
         )
-        can_compare = self.means <= other.means or other.means <= self.means
+        can_compare = self.means <= other.means or other.means <= self.means or self.is_exception
         if self.saying in TOO_LONG:  # other means only delay the row
             can_compare = can_compare or bool(self.means & other.means)
         return self.acts == other.acts and is_alike and can_compare
@@ -333,15 +335,15 @@ class Symptoms:
         It is if a variant of this program fails as the cause does, if the cause's program fails
         like this when it is run on, or if no longer a program fails in both ways. A longer program
         often contains the defect of a shorter one as well. So if this program is run on to the
-        cause, its means must be the same, and a symptom needs the means of its cause.
+        cause, its means must be the same, and a symptom needs the means of its cause. Where an
+        engine raised, nothing tells what its plan would have been: hits, chunks and preemptions of
+        the cause are not asked for.
         """
+        needed = cause.own.means - (OUTCOMES if self.own.is_exception else frozenset())
         return (
             any(map(cause.own.is_like, self.near))
             or (self.length <= cause.length and any(map(cause.own.is_like, self.beside)))
-            or any(
-                self.own.is_like(mark) and cause.own.means <= self.own.means
-                for mark in cause.onward
-            )
+            or any(self.own.is_like(mark) and needed <= self.own.means for mark in cause.onward)
             or any(map(cause.own.is_same, self.onward - self.beside))
             or self.own in cause.near
         )
@@ -495,16 +497,25 @@ def _give_tokens(program: Program) -> Program:
 
 
 def _go_on(program: Program, make_engine: EngineFactory, profile: Profile) -> Iterator[Mark]:
-    """Yield the marks of all findings if the run continues after them, to a drain at its end."""
+    """Yield the marks of all findings if the run continues after them, to a drain at its end.
+
+    Then all requests come again, under new ids: an engine whose books are wrong raises when it next
+    uses them. Of that only the exception counts, since a wrong state may break any property.
+    """
     run = start_program(program, make_engine, profile)
     steps = (v.Schedule(), Answer()) * STEPS_TO_END
-    for action in (*program.actions, *steps, Drain()):
+    submits = tuple(it for it in program.actions if isinstance(it, v.Submit))
+    twice = _give_ids(replace(program, actions=submits * 2)).actions[len(submits) :]
+    onward = (*program.actions, *steps, Drain())
+    for number, action in enumerate((*onward, *twice, *steps)):
         try:
             findings = run.perform(action)
         except Exception:  # the judges may fail after a finding
             return
-        yield from (mark_of(program, run, finding) for finding in findings)
-        if any(finding.kind is FindingKind.FAULT for finding in findings):
+        faults = [it for it in findings if it.kind is FindingKind.FAULT]
+        told = findings if number < len(onward) else faults
+        yield from (mark_of(program, run, finding) for finding in told)
+        if faults:
             return
 
 
