@@ -241,7 +241,7 @@ def requests_end_a_token_late(scheduler: Any) -> None:
     subclass(scheduler, _update_request_with_output=update)
 
 
-@planted("P13 finish_reason_is_the_one_that_holds|OUTPUT: request \\w+ has finish reason")
+@planted("P13 finish_reason_is_the_one_that_holds")
 def minimum_of_tokens_is_forgotten(scheduler: Any) -> None:
     def update(right: Any, _self: Any, request: Any, tokens: Any) -> Any:
         least, request.sampling_params.min_tokens = request.sampling_params.min_tokens, 0
@@ -253,7 +253,7 @@ def minimum_of_tokens_is_forgotten(scheduler: Any) -> None:
     subclass(scheduler, _update_request_with_output=update)
 
 
-@planted("P14 sampling_leaves_one_token|P12 counters_stay|: num_computed_tokens is", "drafts")
+@planted("P14 sampling_leaves_one_token|P12 counters_stay", "drafts")
 def rejected_draft_counts_as_computed(scheduler: Any) -> None:
     def update(right: Any, self: Any, output: Any, answer: Any) -> Any:
         done = right(output, answer)
@@ -298,7 +298,7 @@ def end_of_a_save_is_lost(scheduler: Any) -> None:
     subclass(scheduler, _update_from_kv_xfer_finished=take)
 
 
-@planted("P17 |still reads the blocks of .*has freed them", "transfers")
+@planted("P17 ", "transfers")
 def blocks_are_freed_while_a_store_reads(scheduler: Any) -> None:
     def finish(right: Any, _self: Any, request: Any) -> Any:
         _, parameters = right(request)
@@ -315,9 +315,7 @@ def invalid_blocks_are_passed_over(scheduler: Any) -> None:
 # Items, grammars, sessions.
 
 
-@planted(
-    "P22 (encoder_cache_adds_up|only_running_requests_hold)|encoder entries holders is", "encoder"
-)
+@planted("P22 encoder_cache_adds_up", "encoder")
 def items_are_never_let_go(scheduler: Any) -> None:
     subclass(scheduler, _free_encoder_inputs=lambda *_a, **_n: None)
 
