@@ -105,11 +105,12 @@ def test_at_least_twenty_wrong_decisions_are_planted() -> None:
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_headlines_name_nineteen_of_twenty_wrong_decisions_in_a_release() -> None:
-    from planted_support import in_vllm
+    from planted_support import held_out_in_vllm, in_vllm
 
-    told = {entry: in_vllm.tell_first_line(entry) for entry in in_vllm.PLANTED}
+    planted = [*in_vllm.PLANTED, *held_out_in_vllm.PLANTED]
+    told = {entry: in_vllm.tell_first_line(entry) for entry in planted}
     lost = {entry.name: line for entry, line in told.items() if not entry.is_named_by(line)}
-    assert len(lost) <= len(in_vllm.PLANTED) // 20, lost
+    assert len(lost) <= len(planted) // 20, lost
 
 
 # What a quirk accounts for, though the engine diverges.
