@@ -90,11 +90,11 @@ DECISIONS = {
     ),
     "rejected drafts stay computed": (
         "results", "computed - drafts + counts - 1, mask", "computed, mask",
-        "plans_alone_rebuild_the_request",
+        "counters_stay_within_what_is_known",
     ),
     "a promise is kept twice": (
         "results", "promised - 1 - drafts, mask=live", "promised - 2 - drafts, mask=live",
-        "plans_alone_rebuild_the_request",
+        "counters_stay_within_what_is_known",
     ),
     "the last sampled token is published before it has run": (
         "results", "full = (tl.load(s.known + slot, mask=live, other=0) - 1) // d.size",
