@@ -33,6 +33,7 @@ from blockstep.conformance.lockstep.exchange import fault_of
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.compare import find_subjects
 from blockstep.conformance.protocol.findings import (
+    MUST_WAIT,
     Difference,
     Finding,
     FindingKind,
@@ -223,6 +224,8 @@ def test_what_only_says_that_something_changed_comes_after_what_says_what() -> N
     assert put_causes_first([view, sampled]) == [sampled, view]
     assert put_causes_first([order, other, drafts]) == [drafts, order, other]
     assert put_causes_first([order, other]) == [order, other]
+    early = violated("P16", "admissions_follow_the_policy", f"'A' {MUST_WAIT}")
+    assert put_causes_first([sampled, early]) == [early, sampled]
 
 
 def test_divergence_is_told_by_its_first_field() -> None:

@@ -62,6 +62,7 @@ from blockstep.conformance.protocol.compare import (
 )
 from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
 from blockstep.conformance.protocol.findings import (
+    MUST_WAIT,
     Difference,
     Finding,
     FindingKind,
@@ -94,6 +95,7 @@ GENERAL = frozenset(
 )
 """Checks that say that something changed or differs, and not what is wrong with it."""
 CAUSES = {
+    "P3": frozenset({"P13"}),
     "P13": frozenset({"P19"}),
     "P16": frozenset({"P17", "P18", "P19", "P22", "P23", "P24", "P25"}),
 }
@@ -113,9 +115,11 @@ def list_uncounted(capabilities: Collection[str]) -> frozenset[str]:
 
 
 def put_causes_first(findings: list[Finding]) -> list[Finding]:
-    """Return the findings of a step, causes first: a divergence is last, a check that only says
-    that something changed or differs comes after those that say what, and orders of queues come
-    after what decides who waits and which blocks are free.
+    """Return the findings of a step, causes first.
+
+    An admission of a request that must wait is first, a divergence last. A check that only says
+    that something changed or differs comes after those that say what, and the order of a queue
+    comes after what decides which requests wait and which blocks are free.
 
     A completed transfer that is missed or taken too early leaves blocks held or frees them, so the
     order of the free queue differs, too. A failed load that is not noticed leaves a request
@@ -124,6 +128,8 @@ def put_causes_first(findings: list[Finding]) -> list[Finding]:
     found = {one.property_id for one in findings if one.sentence not in GENERAL}
 
     def rank(one: Finding) -> int:
+        if one.message.endswith(MUST_WAIT):
+            return -1
         if one.kind is FindingKind.DIVERGENCE:
             return 3
         if one.sentence in GENERAL:

@@ -169,6 +169,10 @@ def tell_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+MUST_WAIT = "is admitted, and must wait"
+"""The end of the message about a request that was admitted before it was ready."""
+
+
 def violated(
     property_id: str,
     sentence: str,

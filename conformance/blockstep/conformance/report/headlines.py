@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from blockstep.conformance.protocol.compare import ABSENT
 from blockstep.conformance.protocol.findings import (
+    MUST_WAIT,
     Difference,
     Finding,
     FindingKind,
@@ -550,8 +551,6 @@ CHECK_HEADLINES: Mapping[str, str] = {
 }
 """The headline of a finding, by the name of its check."""
 
-MUST_WAIT = "is admitted, and must wait"
-"""The message of a check of the order of admissions, if a request was not ready."""
 DECISIONS = (
     (r"preempted_req_ids", "PREEMPTION: the plan preempts {seen}, the spec {expected}"),
     (r"cached (?P<request>.+) is absent", "ORDER: request {request} gets no token of the plan"),

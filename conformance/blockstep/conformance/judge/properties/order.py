@@ -39,7 +39,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step, is_parked, keeps_blocks
-from blockstep.conformance.protocol.findings import Subjects, of_request, requests_apart
+from blockstep.conformance.protocol.findings import MUST_WAIT, Subjects, of_request, requests_apart
 from blockstep.spec import vocabulary as v
 
 
@@ -104,7 +104,7 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     for name in admitted:
         if name not in ready and is_passed_over(ledger, step.old[name]):
             order = difference("order of admission", ready, admitted)
-            return [Complaint(f"{name!r} is admitted, and must wait", (order,), of_request(name))]
+            return [Complaint(f"{name!r} {MUST_WAIT}", (order,), of_request(name))]
     return differing_requests("order of admission", ready, admitted)
 
 
