@@ -539,3 +539,11 @@ def test_subjects_are_told_to_machines_and_by_explain() -> None:
     assert told["headline"] == make_headline(finding)
     shown = explain_name("written_block_is_in_one_place")
     assert "headline: CORRUPTION: block BLOCK is written at two places in one step" in shown
+
+
+def test_cause_is_told_first_of_a_shrunk_program_whatever_was_found_first() -> None:
+    program = Program(
+        v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
+    )
+    view = next(it for it in play(program, Ahead, STRICT) if it.property_id == "P26")
+    assert shrink(program, Ahead, view).findings[0].property_id == "P12"

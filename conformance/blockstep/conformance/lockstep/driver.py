@@ -130,7 +130,7 @@ def put_causes_first(findings: list[Finding]) -> list[Finding]:
     def rank(one: Finding) -> int:
         if one.message.endswith(MUST_WAIT):
             return -1
-        if one.kind is FindingKind.DIVERGENCE:
+        if one.kind in (FindingKind.FAULT, FindingKind.DIVERGENCE):
             return 3
         if one.sentence in GENERAL:
             return 2

@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 
 from blockstep.conformance.draw.requests import request_name
 from blockstep.conformance.engine import EngineFactory, get_traits
+from blockstep.conformance.lockstep.driver import put_causes_first
 from blockstep.conformance.lockstep.exchange import Exchange
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
@@ -178,7 +179,8 @@ class Shrinker:
             pass
         findings = self.findings
         if self._wanted[0] is not FindingKind.DIVERGENCE:  # a property says more than a divergence
-            findings = sorted(findings, key=lambda it: get_symptom(it) != self._wanted)
+            wanted_first = sorted(findings, key=lambda it: get_symptom(it) != self._wanted)
+            findings = put_causes_first(wanted_first)
         return conclude(self.best, self.run, findings, self._num_runs)
 
     def _try(self, program: Program) -> bool:
