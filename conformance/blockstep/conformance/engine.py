@@ -106,8 +106,8 @@ class EngineFault(Exception):
     """The engine failed. The driver reports this as a finding, with the program that led to it."""
 
     state: Snapshot | None = None
-    """What `snapshot` would have returned, if the fault is that it contradicts itself. Properties
-    that it breaks are then found as well, and say more of the cause."""
+    """The result of `snapshot`, if the fault is that the state contradicts itself. The properties
+    are then checked on it, and name the cause."""
 
 
 @runtime_checkable

@@ -159,7 +159,7 @@ def _chance_of_twins(view: View) -> int:
     """Return how often, in percent, a request has the keys of another one, so that they share
     blocks.
 
-    Few tokens have a state behind them that can be shared. Two requests leave a block of a window
+    A state can be shared after few of the tokens. Two requests leave a block of a window
     in one step only if they are admitted together, with prompts of one length.
     """
     if view.swarm.config.has_states:

@@ -466,8 +466,8 @@ def _find_named(
 
 def says_little(finding: Finding) -> bool:
     """Whether a finding is a consequence that does not name its cause: a difference, an assertion
-    of the engine about its own state, or the order of a waiting queue, which follows from who was
-    passed over."""
+    of the engine about its own state, or the order of a waiting queue, which follows from the
+    requests that were skipped."""
     is_assertion = any(it.seen == AssertionError.__name__ for it in finding.differences)
     return (
         finding.kind is FindingKind.DIVERGENCE

@@ -310,8 +310,7 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
 
 @sentence("P23", v.Drafts, fixes="when drafts are held to a grammar")
 def attached_drafts_are_accepted_by_the_grammar(step: Step, ledger: Ledger) -> Complaints:
-    """Of the drafts proposed for a request with a grammar, it keeps none that the grammar does not
-    accept."""
+    """A request with a grammar keeps only those proposed drafts that the grammar accepts."""
     for name, expected in _list_proposed(step, ledger).items():
         if name in step.new and keeps_more(step, name, expected):
             what = f"{name!r} keeps drafts that its grammar does not accept"
@@ -332,9 +331,9 @@ def keeps_more(step: Step, name: v.RequestId, accepted: v.TokenIds) -> bool:
 def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
     """A running request has the drafts that were accepted last, until it is scheduled.
 
-    With a grammar these are the leading drafts that it accepts; that it has no more of them, and
-    that other requests have none, others check (`attached_drafts_are_accepted_by_the_grammar`,
-    `only_running_requests_hold_anything`). Under asynchronous
+    With a grammar these are the leading drafts that it accepts. Other checks are about drafts that
+    a grammar does not accept (`attached_drafts_are_accepted_by_the_grammar`) and about drafts of
+    other requests (`only_running_requests_hold_anything`). Under asynchronous
     scheduling they are placeholders, as many as there may be drafts, from a plan in which the
     request sampled to the next plan.
     """
