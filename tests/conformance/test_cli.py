@@ -18,8 +18,8 @@ from blockstep.conformance.search.budget import read_budget
 from blockstep.spec.vocabulary import Ack, Plan
 
 COMMANDS = (
-    *("check", "hunt", "campaign", "prove", "explore", "vectors", "generate", "arms", "replay", "validate"),
-    *("properties", "engines", "explain", "quirks", "museum"),
+    *("check", "hunt", "campaign", "prove", "explore", "vectors", "generate", "arms", "replay"),
+    *("validate", "properties", "engines", "explain", "quirks", "museum"),
 )
 
 

@@ -231,7 +231,7 @@ class Maker(inputs_makers.InputsMakerAsync):  # type: ignore[misc]
             if sequence.status is WAITING and self.cache_config.enable_prefix_caching:
                 sequence.state.free()
         if self.flags.forget_preempted and made[0] is None:
-            self.running_seqs = [_GONE] * len(self.running_seqs)
+            self.running_seqs: list[Any] = [_GONE] * len(self.running_seqs)
         return made
 
 
