@@ -1,12 +1,10 @@
 """Lint of the English: phrases that the glossary replaces, and habits that hide the meaning.
 
-    python .ci/words.py [--list [PACKAGE]] [--update]
+    python .ci/words.py [PATH]
 
 Docstrings, messages and pages are read; code in backticks and code blocks are not, nor are tests.
-A text that is right as it is contains `words: allow`. Each package may have as many hits as
-`.ci/words.toml` says: the numbers only fall (`--update` writes today's where they are lower). Exit
-code 1 if a package has more. A clean lint does not make a text clear: it finds about two thirds of
-the unclear ones.
+A text that is right as it is contains `words: allow`. Exit code 1 if there is a hit. A clean lint
+does not make a text clear: it finds about two thirds of the unclear ones.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ import argparse
 import ast
 import re
 import sys
-import tomllib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +20,6 @@ from typing import NamedTuple
 from blockstep.conformance.report.glossary import get_terms
 
 ROOT = Path(__file__).resolve().parents[1]
-ALLOWED = Path(__file__).with_name("words.toml")
 LEFT_OUT = {"tests", "__pycache__", "_build", "build"}
 GLOSSARY = "glossary.md"
 """Lists the phrases themselves."""
@@ -171,45 +166,16 @@ def find_hits(texts: Iterable[Text]) -> Iterator[Hit]:
             yield Hit(one.path, one.line, "inverted", " ".join(one.text.split())[:120])
 
 
-def get_package(path: str) -> str:
-    """Return the package of a file: `spec/step` of `spec/blockstep/spec/step/plans.py`."""
-    parts = list(dict.fromkeys(part for part in path.split("/")[:-1] if part != "blockstep"))
-    return "/".join(parts[:2]) or path
-
-
-def read_allowed() -> dict[str, int]:
-    """Return the hits that each package may have."""
-    return {str(name): int(most) for name, most in tomllib.loads(ALLOWED.read_text()).items()}
-
-
 def main() -> int:
-    """Count, compare, and say where a package has more hits than allowed."""
+    """Print the hits. Return 1 if there are some."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--list", nargs="?", const="", metavar="PACKAGE", help="print all hits")
-    parser.add_argument(
-        "--update", action="store_true", help="lower the allowances to today's hits"
-    )
-    options = parser.parse_args()
-    hits = list(find_hits(read_texts(ROOT)))
-    counts = Counter(get_package(hit.path) for hit in hits)
-    if options.list is not None:
-        print(*(hit for hit in hits if get_package(hit.path).startswith(options.list)), sep="\n")
-        return 0
-    allowed = read_allowed()
-    if options.update:
-        lower = {name: min(most, counts[name]) for name, most in allowed.items() if counts[name]}
-        lines = [f'"{name}" = {most}\n' for name, most in sorted(lower.items())]
-        ALLOWED.write_text("".join(lines))
-        print(f"words: {sum(lower.values())} hits allowed, {sum(allowed.values())} before")
-        return 0
-    more = {name: count for name, count in counts.items() if count > allowed.get(name, 0)}
-    for name, count in sorted(more.items()):
-        print(
-            f"{name}: {count} hits, {allowed.get(name, 0)} allowed; see: .ci/words.py --list {name}"
-        )
-    return int(bool(more))
+    parser.add_argument("path", nargs="?", default="", help="print the hits below this one only")
+    path = parser.parse_args().path
+    hits = [hit for hit in find_hits(read_texts(ROOT)) if hit.path.startswith(path)]
+    print(*hits, sep="\n", end="\n" if hits else "")
+    return int(bool(hits))
 
 
 if __name__ == "__main__":

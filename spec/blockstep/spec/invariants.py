@@ -1,7 +1,7 @@
 """Invariants: predicates that hold in every state that the specification can reach.
 
-Each is named as a sentence. They are about the spec's own state; the properties that every engine
-must have are in `blockstep.conformance.judge.properties`.
+The name of each says what holds. They are about the spec's own state; the properties of every
+engine are in `blockstep.conformance.judge.properties`.
 """
 
 from __future__ import annotations

@@ -315,11 +315,12 @@ class State(NamedTuple):
     holdings: Int64s
     """[slots, groups, HOLDING_COLUMNS]"""
     block_tables: Int32s
-    """[groups, seats, blocks of the longest request]"""
+    """[groups, running slots, blocks of the longest request]"""
     node_tables: Int32s
-    """[seats, blocks of the longest request]: nodes of known full blocks of the smallest size."""
+    """[running slots, blocks of the longest request]: nodes of known full blocks of the smallest
+    size."""
     drafts: Int32s
-    """[seats, drafts]: draft tokens for the next step."""
+    """[running slots, drafts]: draft tokens for the next step."""
     blocks: Int32s
     """[blocks, BLOCK_COLUMNS]"""
     nodes: Int32s
@@ -333,13 +334,13 @@ class State(NamedTuple):
     adapters: Int64s
     """[adapters]: number of running requests with each, if running adapters are limited."""
     lines: Int64s
-    """[seats, ROW_BLOCKS + ROW_NUMBERS * groups]"""
+    """[running slots, ROW_BLOCKS + ROW_NUMBERS * groups]"""
     copies: Int32s
     """[copies, 3]: request (NONE if it was preempted since), source and copy of a shared block."""
     log: Int32s
     """[entries, LOG_COLUMNS]: KV events that were not told yet."""
     scratch: Int32s
-    """[twice the seats, or a block table]"""
+    """[twice the running slots, or a block table]"""
 
 
 _SLOTS: Final = 8

@@ -27,7 +27,7 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
 
     A request that could never be served is rejected here, with a reason: in the queue it would
     block all requests behind it for ever, as it does upstream. The id of an aborted request is free
-    again only when no frame in flight has a row of it, or its tokens would go to another request.
+    again only when no frame in flight has one of its rows: its tokens would go to another request.
     Source: upstream #52520, seed 001 "FINISHED_IGNORED"; P11, P13.
     """
     problem = state.rules[get_id_problem](state, request.request_id)

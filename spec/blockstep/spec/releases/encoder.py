@@ -217,8 +217,8 @@ def _with_stops(rules: Rules, stops_before_item: StopsBefore) -> Rules:
 
 
 def whole_items_are_split(rules: Rules, config: Config) -> Rules:
-    """With disable_chunked_mm_input a chunk may end inside an item that it begins with, or that is
-    in the cache."""
+    """A chunk may end inside an item that it begins with or that is in the cache, also with
+    disable_chunked_mm_input."""
     num_ahead = config.num_encoder_lookahead_tokens
 
     def stops_before_item(
@@ -239,7 +239,7 @@ def compute_end_between_items(items: Sequence[MultiModalItem], num_computed: int
 
 
 def rests_of_items_are_split(rules: Rules, _config: Config) -> Rules:
-    """With disable_chunked_mm_input a chunk that begins inside an item may end inside it.
+    """A chunk that begins inside an item may end inside it, also with disable_chunked_mm_input.
 
     A chunk begins inside an item where a hit ended there.
     """
@@ -254,7 +254,7 @@ def rests_of_items_are_split(rules: Rules, _config: Config) -> Rules:
 
 
 def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
-    """With a draft head a chunk ends one token before a whole item, even if that leaves no token.
+    """A chunk ends one token before a whole item if there is a draft head, even with no token left.
 
     This is with `disable_chunked_mm_input`, and for an item whose end the chunk does not reach. The
     head reads one token ahead, so that the chunk must not end right before the item.

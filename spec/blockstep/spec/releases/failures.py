@@ -29,9 +29,9 @@ NUM_SCHEDULED: Final = Part("num_scheduled", 0)
 
 
 def only_the_first_goes_back(rules: Rules, _config: Config) -> Rules:
-    """Of requests that share an invalid block only the first computes it again.
+    """The first of the requests that share an invalid block computes it again, and no other.
 
-    All running and all parked requests are checked, with a load or without. Placeholders of rows in
+    All requests that run or wait for a load are checked. Placeholders of rows in
     flight stay, and their tokens are delivered.
     """
 

@@ -29,8 +29,8 @@ def frames_hold_the_preempted(rules: Rules, _config: Config) -> Rules:
 
 
 def resumed_before_its_token(rules: Rules, _config: Config) -> Rules:
-    """In a pipeline without placeholders a preempted request is resumed while its token is in
-    flight."""
+    """A preempted request is resumed while its token is in flight, in a pipeline without
+    placeholders."""
 
     def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
         is_held = rules[admission.is_held_by_frames](frames, request)
@@ -40,8 +40,7 @@ def resumed_before_its_token(rules: Rules, _config: Config) -> Rules:
 
 
 def frames_hold_no_blocks(rules: Rules, _config: Config) -> Rules:
-    """With a store, blocks are free while a frame in flight writes them, and KV is loaded into
-    them."""
+    """Blocks are free while a frame in flight writes them, and a store loads KV into them."""
     return rules.replacing(deferred.get_fence, get_fence)
 
 

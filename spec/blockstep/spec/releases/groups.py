@@ -247,7 +247,7 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
 
 
 def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
-    """Of the skipped blocks before an attention chunk the last published one is kept."""
+    """The last published one of the skipped blocks before an attention chunk is kept."""
 
     def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
         num_skipped = rules[slots.count_skipped_blocks](group, holding, num_certain)

@@ -81,7 +81,7 @@ def allocate_first_slots(
 
 
 def unnamed_blocks_first(rules: Rules, config: Config) -> Rules:
-    """With caching, freed blocks without a key are taken before all others."""
+    """Freed blocks without a key are taken before all others, if there is caching."""
     return _with_unnamed_first(rules) if config.enable_prefix_caching else rules
 
 
@@ -91,7 +91,7 @@ def uncached_blocks_first(rules: Rules, config: Config) -> Rules:
 
 
 def drafts_publish_at_commit(rules: Rules, _config: Config) -> Rules:
-    """With drafts a synchronous commit publishes the blocks that it fills."""
+    """A synchronous commit publishes the blocks that it fills, if there are drafts."""
 
     def publishes_at_commit(config: Config) -> bool:
         return config.num_speculative_tokens > 0 or rules[commit.publishes_at_commit](config)

@@ -12,7 +12,7 @@ from blockstep.spec.vocabulary import Config, PauseState, Policy, RequestId, Sta
 
 
 def equals_preempt_the_first(rules: Rules, _config: Config) -> Rules:
-    """Of requests with equal priority and arrival the first in running order is preempted."""
+    """The first in running order of requests with equal priority and arrival is preempted."""
 
     def select_victim(policy: Policy, running: list[RequestId], requests: Requests) -> int:
         if policy is not Policy.PRIORITY:

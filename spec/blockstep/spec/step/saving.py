@@ -48,10 +48,10 @@ def compute_break_even(num_setup: int, num_moved: int, num_computed: int) -> int
 
 
 def get_save(config: Config, victim: RequestState) -> KVSave | None:
-    """Return what is saved of a request that is about to lose its blocks, or None.
+    """Return the swap-out of a request that is about to lose its blocks, or None.
 
-    Nothing is saved of a request whose own load is unconfirmed. Skipped blocks are null in what is
-    saved, as in its tables. Source: seed 002 "Eviction (GPU to CPU)", which assumes that its copies
+    A request whose own load is unconfirmed has none. Skipped blocks are null in it, as in the
+    request's tables. Source: seed 002 "Eviction (GPU to CPU)", which assumes that its copies
     are done when it releases the blocks; P4, P19.
     """
     num_tokens = compute_num_saved(

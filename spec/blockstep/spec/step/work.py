@@ -75,9 +75,9 @@ class Step:
     skipped: list[RequestId]
     stats: Stats
     parts: dict[str, Any] = field(default_factory=dict)
-    """What features keep, as in `State.parts`."""
+    """The values that features keep, as in `State.parts`."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """What features remember while they plan a row; it never gets into a state."""
+    """The values that features remember while they plan a row; they never get into a state."""
     rows: list[Scheduled] = field(default_factory=list)
     granted: list[Scheduled] = field(default_factory=list)
     """All rows, including withdrawn ones, and requests that are given blocks for a load and compute

@@ -37,7 +37,7 @@ class RejectCode(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     """Prompt and one output token exceed `max_model_len`."""
     NEVER_FITS = "never_fits"
-    """At its longest it needs more blocks than the empty pool has (P11)."""
+    """The request at its longest needs more blocks than the empty pool has (P11)."""
     PIPELINE_FULL = "pipeline_full"
     """`max_frames_in_flight` plans await their commit."""
     UNKNOWN_FRAME = "unknown_frame"

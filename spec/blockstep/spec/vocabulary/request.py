@@ -38,7 +38,7 @@ class FinishReason(StrEnum):
     """Why a request finished; each finishes for exactly one reason (P13)."""
 
     STOP = "stop"
-    """Its end-of-sequence token or one of its stop tokens was sampled."""
+    """The end-of-sequence token or one of the stop tokens was sampled."""
     LENGTH = "length"
     """It reached `max_tokens`, or `max_model_len`."""
     REPETITION = "repetition"
@@ -71,7 +71,7 @@ class Grammar:
     """
 
     edges: tuple[tuple[tuple[TokenId, int], ...], ...]
-    """For each state, (token, next state) for each token that is allowed, sorted by token."""
+    """The (token, next state) of each token that is allowed, by state, sorted by token."""
 
 
 @dataclass(frozen=True, slots=True)
