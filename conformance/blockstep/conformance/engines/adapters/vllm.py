@@ -249,7 +249,7 @@ class VllmEngine:
                 check_store(run.store, scheduler.requests, scheduler.finished_recving_kv_req_ids)
             self.audit.check_state(shown)
         except EngineFault as fault:
-            fault.state = shown
+            fault.state = fault.state or shown
             raise
         return shown
 

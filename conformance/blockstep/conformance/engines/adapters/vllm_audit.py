@@ -14,6 +14,7 @@ another digest. The worker compares the real content of a block with the key.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,7 +89,7 @@ class Audit:
         for index, key in enumerate(shown.block_keys):
             tagged, (known, carried) = blocks[index].block_hash, right[index]
             if key is not known or tagged is not carried:
-                self._check_block(index, key, tagged, shown.cached)
+                self._check_block(index, key, tagged, shown)
                 right[index] = (key, tagged)
         for request in shown.requests:
             name = request.request_id
@@ -119,7 +120,7 @@ class Audit:
         index: int,
         key: v.BlockKey | None,
         tagged: Any,
-        cached: Mapping[v.BlockKey, tuple[int, ...]],
+        shown: v.Snapshot,
     ) -> None:
         """Check that a block has the digest of the key that is shown for it, and is hit by it."""
         if key is None or tagged is None:
@@ -131,10 +132,16 @@ class Audit:
         told = getattr(self.pool.blocks[index], "block_hash_num_tokens", None)
         name = self._name(key, told)
         if name is None or make_block_hash_with_group_id(name, key.group) != tagged:
-            raise EngineFault(
+            fault = EngineFault(
                 f"block {index} is shown with {key!r}, and its digest is not of that: "
                 "the key names something else than vLLM hashed"
             )
+            bare = _without_extras(key)
+            name = self._name(bare, told)
+            if name is not None and make_block_hash_with_group_id(name, key.group) == tagged:
+                fault.state = _show_key(shown, index, key, bare)
+            raise fault
+        cached = shown.cached
         found = self.pool.get_cached_block(name, [key.group])
         if found is not None and found[0].block_id not in cached.get(key, ()):
             raise EngineFault(
@@ -235,3 +242,21 @@ class Audit:
 def _compare(what: str, tables: v.BlockTables, own: v.BlockTables) -> None:
     if tables != own:
         raise EngineFault(f"{what} is {tables}, and vLLM's is {own}")
+
+
+def _without_extras(key: v.BlockKey) -> v.BlockKey:
+    """Return the key of the same tokens, of no adapter, salt or item."""
+    bare: v.BlockKey | None = None
+    for link in key.in_group(0).chain():
+        bare = v.BlockKey(bare, link.token_ids)
+    assert bare is not None
+    return bare.in_group(key.group)
+
+
+def _show_key(shown: v.Snapshot, index: int, key: v.BlockKey, hashed: v.BlockKey) -> v.Snapshot:
+    """Return a state in which a block has the key that the release hashed, and not `key`."""
+    cached = {**shown.cached, key: tuple(it for it in shown.cached.get(key, ()) if it != index)}
+    cached[hashed] = (*cached.get(hashed, ()), index)
+    keys = (*shown.block_keys[:index], hashed, *shown.block_keys[index + 1 :])
+    kept = {one: blocks for one, blocks in cached.items() if blocks}
+    return replace(shown, block_keys=keys, cached=kept)
