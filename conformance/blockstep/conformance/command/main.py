@@ -57,13 +57,13 @@ GROUPS: Mapping[str, Mapping[str, Callable[..., None] | typer.Typer]] = {
     "Hold an engine": {
         "check": check_command,
         "hunt": hunt_command,
-        "campaign": campaign_app,
         "new-adapter": new_adapter_command,
         "engines": engines_command,
         "schema": schema_command,
         "arms": arms_command,
         "score": score_command,
         "replay": replay_command,
+        "campaign": campaign_app,
     },
     "Understand a finding": {
         "explain": explain_command,

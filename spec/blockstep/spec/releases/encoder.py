@@ -24,7 +24,7 @@ from blockstep.spec.features.sessions import goes_on
 from blockstep.spec.lives import commit
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
+from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.step import admission
@@ -362,14 +362,8 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
                 encoder = free_read_items(encoder, request, None)
         return ENCODER.put(after, encoder), outputs
 
-    def is_item_read(state: State, name: RequestId, item: MultiModalItem) -> bool:
-        is_computed = rules[encoding.is_item_read](state, name, item)
-        return is_computed and not list_rows_in_flight(state.frames, name)
-
-    return (
-        rules.replacing(items.free_items, free_items)
-        .replacing(commit.get_rows_committed, get_rows_committed)
-        .replacing(encoding.is_item_read, is_item_read)
+    return rules.replacing(items.free_items, free_items).replacing(
+        commit.get_rows_committed, get_rows_committed
     )
 
 

@@ -15,9 +15,9 @@ from blockstep.spec.features.encoder.cache import (
     count_free,
     count_freeable,
     create_encoder,
+    free_items,
 )
 from blockstep.spec.features.encoder.claims import (
-    is_item_read,
     let_go_of_items,
     limit_to_items,
     process_encoder_beginning,
@@ -112,15 +112,18 @@ def is_encoder_cache_exact(state: State) -> bool:
 def is_every_held_item_needed(state: State) -> bool:
     """An entry is held only by occurrences of its item that a running request has not read yet.
 
-    Source: P7, P22.
+    An item that `free_items` would release has been read. Source: P7, P22.
     """
-    for identifier, entry in sorted(ENCODER.of(state).entries.items()):
+    encoder = ENCODER.of(state)
+    for identifier, entry in sorted(encoder.entries.items()):
         for name, index in entry.holders:
             if name not in state.running:
                 return False
             request = state.requests[name]
-            item = request.request.items[index]
-            if item.identifier != identifier or state.rules[is_item_read](state, name, item):
+            left = state.rules[free_items](encoder, request.request, request.num_computed_tokens)
+            if request.request.items[index].identifier != identifier:
+                return False
+            if (name, index) not in left.entries[identifier].holders:
                 return False
     return True
 

@@ -35,14 +35,7 @@ from blockstep.spec.requests import FrameRow, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.step.work import Step
-from blockstep.spec.vocabulary import (
-    Config,
-    EncoderInputs,
-    MultiModalItem,
-    Plan,
-    Request,
-    RequestId,
-)
+from blockstep.spec.vocabulary import Config, EncoderInputs, MultiModalItem, Plan, Request
 
 
 class Claim(NamedTuple):
@@ -295,11 +288,3 @@ def list_encoder_inputs(step: Step, is_external: bool) -> tuple[EncoderInputs, .
         if item.is_external is is_external:
             found.setdefault(item.holder[0], []).append(item.holder[1])
     return tuple([EncoderInputs(name, tuple(sorted(indices))) for name, indices in found.items()])
-
-
-def is_item_read(state: State, name: RequestId, item: MultiModalItem) -> bool:
-    """Return whether a request has read an item, and need not hold it any more.
-
-    A later plan tells the worker of its eviction, so rows in flight read it before. Source: P22.
-    """
-    return item.offset + item.length <= state.requests[name].num_computed_tokens
