@@ -240,3 +240,14 @@ def test_the_finding_in_five_lines_is_what_its_command_prints() -> None:
         result = run(f"{again} --brief")
         assert result.exit_code == 1
         assert result.stdout.strip() == shown.strip()
+
+
+def test_the_report_that_is_explained_is_what_its_command_prints() -> None:
+    page = PAGES["docs/how-to/read-a-finding.md"]
+    (command,), (shown, *_) = (
+        re.findall(r"```console\n\$ (blockstep check --engine museum:.*?)\n```", page),
+        re.findall(r"```text\n(.*?)```", page, re.DOTALL),
+    )
+    result = run(command)
+    assert result.exit_code == 1
+    assert result.stdout.split() == shown.split()
