@@ -98,8 +98,6 @@ ENCODER: Final = Part("encoder", NO_ENCODER)
 
 def create_encoder(config: Config) -> Encoder:
     """Return an encoder with an empty cache. Source: vLLM 0.19.1 `EncoderCacheManager`; P22."""
-    if not config.encoder_cache_size:
-        return NO_ENCODER
     return Encoder(config.encoder_cache_size, is_shared=not config.is_encoder_decoder)
 
 
@@ -330,7 +328,5 @@ def list_freed(encoder: Encoder) -> tuple[str, ...]:
 
 def end_step(encoder: Encoder) -> Encoder:
     """Return the encoder after planning. Source: vLLM 0.19.1 `get_freed_mm_hashes`; P22."""
-    if not encoder.size:
-        return encoder
     made = () if encoder.is_shared else tuple([item.identifier for item in encoder.planned])
     return replace(encoder, freed=made, budget=0, planned=(), evicted=())
