@@ -38,6 +38,7 @@ autodoc_default_options = {"members": True, "undoc-members": True}
 # elsewhere: types are not linked, while a reference that a writer makes must resolve.
 nitpick_ignore_regex = [("py:(class|obj|exc|data)", r"(?!blockstep\.).*|.*\.[A-Z]")]
 
+smartquotes = False  # it makes a dash of the two of an option
 html_theme = "furo"
 html_title = f"Blockstep {release}"
 
