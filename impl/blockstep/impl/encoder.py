@@ -8,7 +8,7 @@ An entry is held while a request needs it, and kept after that until its space i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -256,12 +256,41 @@ class EncoderCache:
         self.sizes_freed.clear()
         return freed
 
-    def withdraw(self, name: str) -> None:
+    def undo(self, slot: int, encodings: dict[int, Encoding], requests: Sequence[Request]) -> int:
+        """Undo the encoding of a row that was removed from the step (P4, P22).
+
+        An item that another row of the step also reads is encoded for that row. Entries that were
+        evicted for the removed row are restored.
+
+        Args:
+            slot: of the removed row's request.
+            encodings: of the rows of the step, by slot, in the order of scheduling.
+            requests: by slot.
+
+        Returns:
+            The embeddings that the encoder need not compute any more.
+        """
+        request = requests[slot]
+        self.drop(request)
+        undone = encodings.pop(slot, None)
+        if undone is None:
+            return 0
+        num_embeds = undone.num_embeds
+        for index in undone.inputs + undone.external:
+            name = self.name_of(request, index)
+            if self.is_held(name):
+                num_embeds -= _encode_for_another(name, index in undone.inputs, encodings, requests)
+            else:
+                self._withdraw(name)
+        self._bring_back()
+        return num_embeds
+
+    def _withdraw(self, name: str) -> None:
         """Remove an entry whose row was removed from the step."""
         self.num_free += self.entries.pop(name).num_embeds
         self.freeable.pop(name, None)
 
-    def bring_back(self) -> None:
+    def _bring_back(self) -> None:
         """Restore the entries evicted last in this step while there is room again (P7, P22)."""
         for name in reversed(() if self.is_beside else tuple(self.freed)):
             if name in self.entries:
@@ -303,3 +332,22 @@ class EncoderCache:
             self.num_freeable,
             tuple(self.freed),
         )
+
+
+def _encode_for_another(
+    name: str, is_input: bool, encodings: dict[int, Encoding], requests: Sequence[Request]
+) -> int:
+    """Let the first row that found an item encode or load it; return the embeddings to encode."""
+    for slot, chosen in encodings.items():
+        items = requests[slot].items
+        index = next((i for i in chosen.found if items[i].identifier == name), None)
+        if index is None:
+            continue
+        chosen.found.remove(index)
+        if is_input:
+            chosen.inputs = sorted([*chosen.inputs, index])
+            chosen.num_embeds += items[index].num_embeds
+            return items[index].num_embeds
+        chosen.external = sorted([*chosen.external, index])
+        return 0
+    return 0

@@ -181,37 +181,5 @@ class Encodings:
         """Undo the encodings of requests that were preempted since the last call (P4, P22)."""
         num_preempted = int(s.scalars[NUM_PREEMPTED])
         for slot in s.scratch[self._num_undone : num_preempted].tolist():
-            self._undo(slot)
+            self._budget += self.cache.undo(slot, self._encodings, self.requests.requests)
         self._num_undone = num_preempted
-
-    def _undo(self, victim: int) -> None:
-        """Undo the encoding of a removed row, if it has one: entries evicted for it come back."""
-        request = self.requests.requests[victim]
-        self.cache.drop(request)
-        chosen = self._encodings.pop(victim, None)
-        if chosen is None:
-            return
-        self._budget += chosen.num_embeds
-        for index in chosen.inputs + chosen.external:
-            name = self.cache.name_of(request, index)
-            if not self.cache.is_held(name):
-                self.cache.withdraw(name)
-            else:
-                self._encode_for_another(name, index in chosen.inputs)
-        self.cache.bring_back()
-
-    def _encode_for_another(self, name: str, is_input: bool) -> None:
-        """Let the first other row that reads an item encode or load it."""
-        for slot, chosen in self._encodings.items():
-            items = self.requests.requests[slot].items
-            index = next((i for i in chosen.found if items[i].identifier == name), None)
-            if index is None:
-                continue
-            chosen.found.remove(index)
-            if is_input:
-                chosen.inputs = sorted([*chosen.inputs, index])
-                chosen.num_embeds += items[index].num_embeds
-                self._budget -= items[index].num_embeds
-            else:
-                chosen.external = sorted([*chosen.external, index])
-            return

@@ -42,40 +42,8 @@ class Encodings(Core):
             self.encoder.drop(self.table.requests[slot])
 
     def _undo_encoding(self, encoder: EncoderCache, victim: int, step: Step) -> None:
-        """Undo the encoding of a row that was removed from the step (P4, P22).
-
-        An item that another row of the step also reads is encoded for that row. Entries that were
-        evicted for the removed row are restored.
-        """
-        request = self.table.requests[victim]
-        encoder.drop(request)
-        chosen = step.encodings.pop(victim, None)
-        if chosen is None:
-            return
-        step.encoder_budget += chosen.num_embeds
-        for index in chosen.inputs + chosen.external:
-            name = encoder.name_of(request, index)
-            if not encoder.is_held(name):
-                encoder.withdraw(name)
-            else:
-                self._encode_for_another(name, index in chosen.inputs, step)
-        encoder.bring_back()
-
-    def _encode_for_another(self, name: str, is_input: bool, step: Step) -> None:
-        """Let the first other row that reads an item encode or load it."""
-        for slot, chosen in step.encodings.items():
-            items = self.table.requests[slot].items
-            index = next((i for i in chosen.found if items[i].identifier == name), None)
-            if index is None:
-                continue
-            chosen.found.remove(index)
-            if is_input:
-                chosen.inputs = sorted([*chosen.inputs, index])
-                chosen.num_embeds += items[index].num_embeds
-                step.encoder_budget -= items[index].num_embeds
-            else:
-                chosen.external = sorted([*chosen.external, index])
-            return
+        """Undo the encoding of a row that was removed from the step (P4, P22)."""
+        step.encoder_budget += encoder.undo(victim, step.encodings, self.table.requests)
 
     def _release_items(self, encoder: EncoderCache, slots: Iterable[int]) -> None:
         """Release the items whose tokens are computed, after rows have advanced."""
