@@ -146,7 +146,7 @@ class ArrayPlan:
     external_encoder_inputs: tuple[EncoderInputs, ...] = field(default=(), init=False)
     free_encoder_mm_hashes: tuple[str, ...] = field(default=(), init=False)
     has_structured_output_requests: bool = field(default=False, init=False)
-    """Whether a row samples whose request has a grammar."""
+    """Whether the request of a sampling row has a grammar."""
     pending_structured_output_tokens: bool = field(default=False, init=False)
     """Whether older frames sample for such a request."""
 

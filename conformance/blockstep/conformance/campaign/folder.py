@@ -73,7 +73,7 @@ class FolderStore(Patient):
 
     @patiently
     def take(self, owner: str, seconds: float) -> str | None:
-        """Lease an open unit whose lease is absent or expired; return its name, or None."""
+        """Lease an open unit that has no valid lease; return the unit's name, or None."""
         with locked(self._folder / "lock"):
             for lease in self._list_leases():
                 if lease.seconds <= 0 and self._is_open(lease.unit):
@@ -126,7 +126,7 @@ class FolderStore(Patient):
         return None
 
     def _write_lease(self, lease: Lease) -> None:
-        """Write a lease, whose `seconds` is the time of its end."""
+        """Write a lease; `seconds` is the time at which it expires."""
         _write(self._folder / "lease" / f"{lease.unit}.json", msgspec.json.encode(lease))
 
     def _put(self, key: str, data: bytes) -> bool:

@@ -65,7 +65,7 @@ class Store(Protocol):
         ...
 
     def take(self, owner: str, seconds: float) -> str | None:
-        """Lease an open unit whose lease is absent or expired; return its name, or None."""
+        """Lease an open unit that has no valid lease; return the unit's name, or None."""
         ...
 
     def renew(self, unit: str, owner: str, seconds: float) -> bool:

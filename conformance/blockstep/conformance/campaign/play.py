@@ -64,7 +64,7 @@ Ts = TypeVarTuple("Ts")
 PATIENCE = 6
 """Failures of one saying, in one target, after which no more are shrunk."""
 RARE = 3
-"""Episodes that may have reached a goal whose program is kept."""
+"""A goal is rare, and its program is kept, if at most this number of episodes reached it."""
 WARM_EPISODES = 400
 """Episodes of a target before its programs are kept: at first all goals are rare."""
 KEEP_RUNS = 60

@@ -117,7 +117,7 @@ class RedisStore(Patient):
 
     @patiently
     def take(self, owner: str, seconds: float) -> str | None:
-        """Lease an open unit whose lease is absent or expired; return its name, or None."""
+        """Lease an open unit that has no valid lease; return the unit's name, or None."""
         unit = self._take([self._open, self._owners], [owner, int(seconds * 1000)])
         return None if unit is None else str(unit, "ascii")
 

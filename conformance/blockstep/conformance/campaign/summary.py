@@ -23,7 +23,7 @@ from blockstep.conformance.search.found import Defect, gather
 from blockstep.conformance.search.options import ExitCode
 
 COURSE_MAX = 200
-"""Most rounds whose past is read for the course of a campaign."""
+"""The course of a campaign shows at most this number of rounds, evenly spaced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -440,8 +440,8 @@ def _find_named(
     """Replace a failure that says little (`says_little`) by a short one that a property names.
 
     A divergence says which field differs, a property says what is wrong, and one wrong decision
-    often shows as both. The property is the one that fails first in most tiny episodes: a cause
-    shows wherever the wrong decision is taken, and its consequences only in some of them.
+    often shows as both. The property is the one that fails first in most tiny episodes: the
+    cause fails in every episode with the wrong decision, a consequence only in some.
 
     `small` are failures of tiny episodes; [] if none were played.
     """

@@ -55,7 +55,7 @@ from blockstep.spec.profiles import Quirk
 SCOPES = (TINY.name, SMALL.name)
 EPISODES_PER_BATCH = 32
 SHORT = 10
-"""Most actions of a shrunk program whose cause is suppressed at once."""
+"""A cause is suppressed at once if its shrunk program has at most this number of actions."""
 PATIENCE = 6
 """Most failures of one cause, or in a row of one saying without a new defect, that are shrunk."""
 LOOKOUT_EPISODES = 1000

@@ -288,7 +288,7 @@ def take_back(s: State, slot: int) -> None:
 
 @entry("state", "int")
 def find_giver(s: State, needy: int) -> int:
-    """Return the request whose blocks are taken first, other than `needy`; NONE if there is none.
+    """Return the first request, other than `needy`, to lose its blocks; NONE if there is none.
 
     It does not run. Sessions that rest come before those with input, and the last in the order of
     the queues before the others.

@@ -145,7 +145,7 @@ class Masks:
                 self.requests.state.scalars[DRAFTS_SCHEDULED] -= left_out
 
     def _list_masked(self, frame: Frame) -> Iterator[tuple[int, RequestId]]:
-        """Yield the rows that sample and are not discarded, and whose request has a grammar."""
+        """Yield the sampling rows that are not discarded, of requests with a grammar."""
         slots, births = frame.who
         requests = self.requests.state.requests
         masked = (requests[slots, HAS_GRAMMAR] != 0) & (requests[slots, BIRTH] == births)
