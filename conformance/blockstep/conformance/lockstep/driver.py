@@ -87,8 +87,10 @@ EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 """Kinds of findings that a quirk may cause."""
 GENERAL = frozenset(
     {
+        "commit_changes_only_outputs_and_computed_tokens",
         "event_leaves_alone_what_it_is_not_about",
         "event_leaves_other_requests_alone",
+        "plan_for_nobody_leaves_no_trace",
         "plans_alone_rebuild_the_request",
         "request_without_a_row_stays_the_same",
     }
@@ -98,8 +100,11 @@ CAUSES = {
     "P3": frozenset({"P13"}),
     "P13": frozenset({"P19"}),
     "P16": frozenset({"P17", "P18", "P19", "P22", "P23", "P24", "P25"}),
+    "finished_request_is_forgotten_and_others_stay": frozenset(
+        {"session_goes_on_behind_all_but_its_last_token"}
+    ),
 }
-"""Properties that another one breaks with them: a finding of the first comes after theirs."""
+"""Properties and checks that others break with them: a finding of the first comes after theirs."""
 VALUE_CHARS_MAX = 60
 """Most characters of a value in the message of a divergence."""
 
@@ -125,7 +130,12 @@ def put_causes_first(findings: list[Finding]) -> list[Finding]:
     order of the free queue differs, too. A failed load that is not noticed leaves a request
     running, so its outputs are wrong, too.
     """
-    found = {one.property_id for one in findings if one.sentence not in GENERAL}
+    found = {
+        name
+        for one in findings
+        if one.sentence not in GENERAL
+        for name in (one.property_id, one.sentence)
+    }
 
     def rank(one: Finding) -> int:
         if one.message.endswith(MUST_WAIT):
@@ -134,8 +144,8 @@ def put_causes_first(findings: list[Finding]) -> list[Finding]:
             return 3
         if one.sentence in GENERAL:
             return 2
-        causes = CAUSES.get(one.property_id, frozenset())
-        return int(not causes.isdisjoint(found))
+        names = (one.property_id, one.sentence)
+        return int(any(not CAUSES.get(it, frozenset()).isdisjoint(found) for it in names))
 
     return sorted(findings, key=rank)
 
@@ -497,7 +507,8 @@ class LockStep(Runner):
 
         If the engine did exactly what the specification does, quirks explain every violated
         property. If they diverge, quirks explain only findings that the specification's own step
-        has as well, or that an earlier step had; further findings of the same checks come last.
+        has as well, or that an earlier step had. A finding of the same check about the same
+        subjects, with other values, is a consequence of the divergence, which is told instead.
         """
         if not self.spec.state.rules.quirks:
             return findings
@@ -508,9 +519,12 @@ class LockStep(Runner):
         self.standing.update(known)
         for found in known:
             self.known[found.property_id] = self.known.get(found.property_id, 0) + 1
-        sentences = {found.sentence for found in of_spec}
-        left = [found for found in findings if found not in known]
-        return sorted(left, key=lambda found: found.sentence in sentences)
+        alike = {(found.sentence, found.subjects) for found in of_spec}
+        return [
+            found
+            for found in findings
+            if found not in known and (found.sentence, found.subjects) not in alike
+        ]
 
     def _comparable(self, snapshot: v.Snapshot | None) -> v.Snapshot | None:
         """Return the snapshot in the form in which it is compared with the specification's.

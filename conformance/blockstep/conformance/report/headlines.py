@@ -2,7 +2,7 @@
 
 A headline is a class of defect and what is wrong: `CACHE: block 3 is cached before it is full`.
 `{request}` and `{block}` are the first subjects of the finding; subjects that are not named there
-follow. If a divergence differs in preempted requests, rows, their tokens, or a finish reason, the
+follow, and then the first wrong value with the expected one, if the line has room for both. If a divergence differs in preempted requests, rows, their tokens, or a finish reason, the
 headline names that decision (`DECISIONS`): the other fields differ as a result. The message of any
 other divergence, of a fault and of a failed assertion is its headline.
 """
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from blockstep.conformance.protocol.compare import ABSENT
 from blockstep.conformance.protocol.findings import (
+    EVICTED_TOO_EARLY,
     MUST_WAIT,
     Difference,
     Finding,
@@ -576,6 +577,11 @@ DECISIONS = (
 )
 """Decisions in which spec and engine may differ, causes first: a pattern of the field and the
 headline. ` is absent` or ` is there` follows the field of a row that one plan lacks."""
+BY_ENDING = {
+    MUST_WAIT: f"ADMISSION: {{request}} {MUST_WAIT}",
+    EVICTED_TOO_EARLY: f"CACHE: {{block}} {EVICTED_TOO_EARLY}",
+}
+"""The headline of a finding whose message ends so."""
 WORKER_VIEW = "plans_alone_rebuild_the_request"
 """The check that compares the worker's view of a request with the state, field by field."""
 
@@ -587,15 +593,22 @@ def make_headline(finding: Finding) -> str:
     text = CHECK_HEADLINES.get(finding.sentence, "")
     if finding.kind in BY_MESSAGE or not text:
         return shown(" ".join(finding.message.split()), CHARS_MAX)
-    if finding.message.endswith(MUST_WAIT):
-        text = f"ADMISSION: {{request}} {MUST_WAIT}"
+    text = next((told for end, told in BY_ENDING.items() if finding.message.endswith(end)), text)
     text = fill(text, finding.subjects)
-    if finding.sentence == WORKER_VIEW and finding.differences:
-        field = finding.differences[0]
-        text = f"{text}: {field.field} is {field.expected} in the state, {field.seen} in the plans"
     if finding.kind is FindingKind.LIVENESS:
         text = f"{text}: {finding.message.partition(';')[0]}"
+    elif finding.differences:
+        told = f"{text}: {_tell_value(finding)}"
+        text = told if len(told) <= CHARS_MAX else text
     return shown(text, CHARS_MAX)
+
+
+def _tell_value(finding: Finding) -> str:
+    """Return the first field that is wrong, its value and the expected one."""
+    first = finding.differences[0]
+    if finding.sentence == WORKER_VIEW:
+        return f"{first.field} is {first.expected} in the state, {first.seen} in the plans"
+    return f"{first.field} {first.seen}, expected {first.expected}"
 
 
 def find_decision(differences: Sequence[Difference]) -> str:

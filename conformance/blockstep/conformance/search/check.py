@@ -14,6 +14,7 @@ from blockstep.conformance.draw.presets import PRESETS, TINY
 from blockstep.conformance.engine import (
     Capability,
     EngineFactory,
+    EngineFault,
     Setting,
     get_capabilities,
     get_traits,
@@ -441,17 +442,21 @@ def _find_named(
 
     A divergence says which field differs, a property says what is wrong, and one wrong decision
     often shows as both. The property is the one that fails first in most tiny episodes: the
-    cause fails in every episode with the wrong decision, a consequence only in some.
+    cause fails in every episode with the wrong decision, a consequence only in some. An exception
+    of the engine is kept if more episodes fail by exceptions.
 
     `small` are failures of tiny episodes; [] if none were played.
     """
     assert result.first is not None
-    if not says_little(result.first) or result.failure is None:
+    first = result.first
+    if result.failure is None or not (says_little(first) or is_exception(first)):
         return
     tiny = replace(result.options, preset=TINY.name)
     failed = small or _failures(tiny, range(NAMED_EPISODES), make_engine, said)
     told = [one for one in failed if one.first is not None and not says_little(one.first)]
     for symptom, _ in Counter(map(_symptom_of, told)).most_common():
+        if symptom == get_symptom(first):
+            return
         if symptom[0] is not FindingKind.PROPERTY:
             continue
         named = replace(result, failure=None)
@@ -474,6 +479,12 @@ def says_little(finding: Finding) -> bool:
         or (finding.kind is FindingKind.FAULT and is_assertion)
         or finding.sentence == QUEUE_ORDER
     )
+
+
+def is_exception(finding: Finding) -> bool:
+    """Whether the engine raised by itself; an `EngineFault` is a finding of its adapter."""
+    own = EngineFault.__name__
+    return finding.kind is FindingKind.FAULT and all(it.seen != own for it in finding.differences)
 
 
 def _failures(

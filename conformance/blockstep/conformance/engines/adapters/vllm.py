@@ -45,6 +45,7 @@ from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters.vllm_audit import Audit
+from blockstep.conformance.engines.adapters.vllm_counts import Lookups, leave_out
 from blockstep.conformance.engines.adapters.vllm_defaults import list_settings
 from blockstep.conformance.engines.adapters.vllm_grammars import (
     fail_compilation,
@@ -73,7 +74,12 @@ from blockstep.conformance.engines.adapters.vllm_spared_store import (
     SPARED_BY,
     find_store_reason,
 )
-from blockstep.conformance.engines.adapters.vllm_state import Run, add_counts, read_snapshot
+from blockstep.conformance.engines.adapters.vllm_state import (
+    Run,
+    add_counts,
+    read_counts,
+    read_snapshot,
+)
 from blockstep.spec import vocabulary as v
 
 if RELEASE.has_events:
@@ -106,7 +112,8 @@ class VllmEngine:
     abort_singly: bool = True
     """Whether several ids are aborted one at a time, in the given order."""
     spare_counters: bool = not RELEASE.has_sound_counters
-    """Whether its counters of the prefix cache and of drafts are left out."""
+    """Whether attempts that fail are taken out of its counters of the prefix cache; where they
+    cannot be told apart, these counters and those of drafts are left out."""
     spare_late_drafts: bool = True
     """Whether drafts are kept away that their request cannot take now; the release would keep them,
     and schedule them later at another position."""
@@ -155,7 +162,7 @@ class VllmEngine:
         """Return what every release has, and what this one has as well; see also `WORKAROUNDS`."""
         some = {
             Capability.COMMON_PREFIX: RELEASE.has_common_prefix,
-            Capability.CACHE_STATISTICS: not self.spare_counters,
+            Capability.CACHE_STATISTICS: RELEASE.has_countable_attempts or not self.spare_counters,
             Capability.LATE_DRAFTS: not self.spare_late_drafts,
             Capability.PAUSE: RELEASE.has_pause,
             Capability.GRAMMAR: RELEASE.has_plain_grammar,
@@ -293,7 +300,12 @@ class VllmEngine:
         entering = note_entering(requests)
         before = entering.placeholders
         running = [request.request_id for request in self.scheduler.running]
+        stats = self.scheduler.kv_cache_manager.prefix_cache_stats
+        lookups = Lookups.now(requests, read_counts(stats))
         output = self.scheduler.schedule()
+        if self.spare_counters and RELEASE.has_countable_attempts:
+            planned, now = output.num_scheduled_tokens, read_counts(stats)
+            run.stats = leave_out(run.stats, lookups.list_failed(requests, planned, now))
         check_plan(run, output, self.separate_names)
         check_runner(run, output, entering)
         frame_id, run.next_frame_id = run.next_frame_id, run.next_frame_id + 1

@@ -81,6 +81,8 @@ class Release:
     has_sound_counters: bool = False
     """Whether the prefix cache counts admitted requests only, and not every attempt (#43736,
     #48860)."""
+    has_countable_attempts: bool = False
+    """Whether attempts that fail can be told apart in what the prefix cache counts."""
     has_preempted_counts: bool = False
     """Whether the prefix cache counts requests that were preempted before separately."""
     has_prefill_stats: bool = False
@@ -242,6 +244,7 @@ def _list_until_0_19() -> tuple[Release, ...]:
         tells_work=True,
         takes_loads_by_turns=True,
         loads_no_aligned_states=True,
+        has_countable_attempts=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 
@@ -253,6 +256,7 @@ def _build_table() -> Mapping[str, Release]:
         version="0.20.0",
         has_prefill_stats=True,
         # Not tried there.
+        has_countable_attempts=False,
         has_recurrent_groups=False,
         has_sessions=False,
         has_frame_masks=False,

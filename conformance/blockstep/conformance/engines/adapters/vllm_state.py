@@ -143,9 +143,9 @@ def add_counts(
     external: PrefixCacheStats | None = None,
 ) -> v.Stats:
     """Return the statistics with what was counted since. Source: `SchedulerStats`."""
-    queries, hits = _read_counts(cache)
+    queries, hits = read_counts(cache)
     if external is not None:
-        more_queries, more_hits = _read_counts(external)
+        more_queries, more_hits = read_counts(external)
         stats = replace(
             stats,
             external_prefix_cache_queries=stats.external_prefix_cache_queries + more_queries,
@@ -160,7 +160,8 @@ def add_counts(
     )
 
 
-def _read_counts(cache: PrefixCacheStats) -> tuple[int, int]:
+def read_counts(cache: PrefixCacheStats) -> tuple[int, int]:
+    """Return queries and hits of a cache, those of preempted requests included."""
     queries, hits = cache.queries, cache.hits
     if RELEASE.has_preempted_counts:
         queries, hits = queries + cache.preempted_queries, hits + cache.preempted_hits

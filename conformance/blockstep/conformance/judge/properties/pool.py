@@ -22,7 +22,13 @@ from blockstep.conformance.judge.properties.sentence import (
 )
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.properties.store_ledger import has_lost_all
-from blockstep.conformance.protocol.findings import SUBJECTS_MAX, Subjects, of_block, of_request
+from blockstep.conformance.protocol.findings import (
+    EVICTED_TOO_EARLY,
+    SUBJECTS_MAX,
+    Subjects,
+    of_block,
+    of_request,
+)
 from blockstep.spec import vocabulary as v
 
 
@@ -408,9 +414,7 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     It publishes nothing for a request that was preempted or ended since, which has lost its blocks.
     """
     before, after = step.before.block_keys, step.after.block_keys
-    if not (step.config.async_scheduling or step.config.kv_connector) or (
-        after is before and step.after.cached is step.before.cached
-    ):
+    if after is before and step.after.cached is step.before.cached:
         return
     cached, published = dict(step.before.cached), set()
     for stretch in verified_blocks(step, ledger):
@@ -422,6 +426,8 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     for block, (old, new) in enumerate(zip(before, after, strict=True)):
         if new is not old and new != old and block not in published:
             what = f"the commit did not verify block {block}, but changed its key"
+            if new is None:
+                what = f"block {block} {EVICTED_TOO_EARLY}"
             yield unequal(what, f"block_keys[{block}]", old, new, subjects=of_block(block))
     if cached != step.after.cached:
         yield Complaint("the cache map holds something else than was published, in order")

@@ -22,11 +22,15 @@ def session_goes_on_behind_all_but_its_last_token(step: Step, ledger: Ledger) ->
     """A session that stops is idle or continues with its next input: its prompt is then all its
     known tokens but the last one, and the input. An input that comes before the stop waits for it.
     """
-    for name, new in step.new.items() if ledger.has_sessions else ():
-        life = ledger.lives.get(name)
+    for name in (*step.old, *step.new.keys() - step.old.keys()) if ledger.has_sessions else ():
+        life, new = ledger.lives.get(name), step.new.get(name)
         if life is None or life.session is None or name in ledger.list_ended(step):
             continue
         request, session = ledger.foresee(step, name)
+        if new is None:
+            what = f"{name!r} has ended, and its input has not"
+            yield unequal(what, "unfinished", True, False, subjects=of_request(name))
+            continue
         due = (request.prompt_token_ids, len(session.updates), session.is_resting)
         seen = (new.prompt_token_ids, new.num_streaming_updates, new.status is RESTING)
         if seen != due:

@@ -189,12 +189,18 @@ class Step:
 
     @once
     def preempted(self) -> list[v.RequestId]:
-        """Requests that ran before the step and are preempted after it, in running order."""
-        new = self.new
+        """Requests that ran before the step and are preempted after it, in running order.
+
+        A request that left the running list in a plan or a reset was preempted, whatever its
+        status says.
+        """
+        new, running = self.new, set(self.after.running)
+        may_leave = not isinstance(self.event, v.Schedule | v.Reset)
         return [
             name
             for name in self.before.running
-            if name in new and new[name].status is v.Status.PREEMPTED
+            if name in new
+            and (new[name].status is v.Status.PREEMPTED or not (may_leave or name in running))
         ]
 
     @once

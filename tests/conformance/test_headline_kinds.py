@@ -1,0 +1,150 @@
+"""Headlines of kinds of wrong decisions: the first line names the cause, and not what follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from blockstep.conformance.lockstep.driver import LockStep, put_causes_first
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.findings import (
+    Difference,
+    Finding,
+    FindingKind,
+    Subjects,
+    of_request,
+    violated,
+)
+from blockstep.conformance.protocol.program import Answer, Program
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.report.headlines import CHARS_MAX, make_headline
+from blockstep.conformance.search.check import CheckResult, is_exception, shrink_first
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec import vocabulary as v
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.profiles import STRICT, get_profile
+
+SUBMIT = v.Submit(v.Request("A", (0, 0), max_tokens=2))
+ROOMY = v.Config(8, 1)
+
+
+def play(program: Program, make_engine: Any) -> list[Finding]:
+    """What is wrong with an engine."""
+    return run_program(program, make_engine, STRICT)[1]
+
+
+def test_first_wrong_value_is_in_the_headline() -> None:
+    about = of_request("A")
+    reason = Difference("finish_reason", "length", "None")
+    found = violated("P13", "finish_reason_is_the_one_that_holds", "", reason, subjects=about)
+    told = "OUTPUT: request A has a wrong finish reason, or none: finish_reason None, expected"
+    assert make_headline(found) == f"{told} length"
+    long = replace(found, differences=(replace(reason, seen="x" * CHARS_MAX),))
+    assert make_headline(long) == "OUTPUT: request A has a wrong finish reason, or none"
+
+
+def test_plan_without_rows_that_turns_a_queue_round_is_told_by_the_queue() -> None:
+    changed = violated("P7", "plan_for_nobody_leaves_no_trace", "")
+    order = violated("P16", "queues_keep_their_order", "")
+    assert put_causes_first([changed, order]) == [order, changed]
+
+
+class Ending(SpecEngine):
+    """It ends a session whose next input waits."""
+
+    def apply(self, event: v.Event) -> v.Observation:
+        answer = super().apply(event)
+        if isinstance(event, v.Commit):
+            super().apply(v.Abort(("A",)))
+        return answer
+
+
+def test_session_that_ends_before_its_input_is_told_as_a_session() -> None:
+    actions = (
+        v.Submit(v.Request("A", (0,), max_tokens=1, resumable=True)),
+        v.StreamingUpdate(v.Request("A", (1,), max_tokens=1, resumable=True)),
+        v.Schedule(),
+        Answer(),
+    )
+    first, *others = play(Program(ROOMY, actions), Ending)
+    assert first.sentence == "session_goes_on_behind_all_but_its_last_token"
+    assert first.subjects == Subjects(("A",))
+    assert "finished_request_is_forgotten_and_others_stay" in {it.sentence for it in others}
+
+
+class Unmarked(SpecEngine):
+    """A preempted request has the status of a new one."""
+
+    def snapshot(self) -> v.Snapshot:
+        shown = super().snapshot()
+        requests = tuple(
+            replace(it, status=v.Status.WAITING) if it.status is v.Status.PREEMPTED else it
+            for it in shown.requests
+        )
+        return replace(shown, requests=requests)
+
+
+def test_request_that_left_the_running_list_was_preempted_whatever_its_status() -> None:
+    submits = [v.Submit(v.Request(name, (0,), max_tokens=3)) for name in "AB"]
+    config = v.Config(4, 1, enable_prefix_caching=False)
+    program = Program(config, (*submits, v.Schedule(), Answer(), v.Schedule()))
+    first, *others = play(program, Unmarked)
+    assert first.sentence == "preempted_request_starts_again"
+    assert first.differences[0] == Difference("request B status", "preempted", "waiting")
+    assert [it.kind for it in others if it.property_id == ""] == [FindingKind.DIVERGENCE]
+
+
+def test_values_that_a_quirk_makes_wrong_in_any_case_are_not_the_cause() -> None:
+    profile = get_profile("vllm-0.19.1")
+    assert profile is not None
+    run = LockStep.start(ROOMY, SpecEngine, profile=profile)
+    about, other = of_request("A"), of_request("B")
+    differs = Finding(FindingKind.DIVERGENCE, "", "engine_equals_spec", "")
+
+    def cached(seen: str, subjects: Subjects) -> Finding:
+        told = Difference("num_cached_blocks", "(0,)", seen)
+        return violated("P3", "computed_full_blocks_are_published", "", told, subjects=subjects)
+
+    found = [cached("(2,)", about), cached("(2,)", other), differs]
+    assert run._unexplained(found, [cached("(3,)", about)]) == found[1:]
+
+
+class Raising(SpecEngine):
+    """It publishes nothing, and raises if a cache is reset."""
+
+    def apply(self, event: v.Event) -> v.Observation:
+        if isinstance(event, v.Reset):
+            raise RuntimeError("the cache cannot be reset")
+        return super().apply(event)
+
+    def snapshot(self) -> v.Snapshot:
+        shown = super().snapshot()
+        keys = (None,) * len(shown.block_keys)
+        return replace(shown, cached=FrozenMap({}), block_keys=keys)
+
+
+def test_exception_is_told_by_the_property_that_fails_more_often() -> None:
+    program = Program(ROOMY, (SUBMIT, v.Reset()))
+    (fault,) = play(program, Raising)
+    assert is_exception(fault)
+    result = CheckResult(CheckOptions(), first=fault, failing_program=program, failed_episode=0)
+    shrink_first(result, Raising, lambda _text: None)
+    assert result.first is not None
+    assert result.first.property_id == "P3"
+
+
+class Closed(SpecEngine):
+    """It raises whenever something is submitted."""
+
+    def apply(self, event: v.Event) -> v.Observation:
+        if isinstance(event, v.Submit):
+            raise RuntimeError("closed")
+        return super().apply(event)
+
+
+def test_exception_that_most_programs_meet_stays() -> None:
+    program = Program(ROOMY, (SUBMIT,))
+    (fault,) = play(program, Closed)
+    result = CheckResult(CheckOptions(), first=fault, failing_program=program, failed_episode=0)
+    shrink_first(result, Closed, lambda _text: None)
+    assert result.first == fault
