@@ -344,7 +344,7 @@ def test_divergence_of_a_plan_is_told_by_its_first_decision() -> None:
         "tokens, the spec at 4",
         Difference("rows A finish_reason", "None", "length"): "OUTPUT: request A has finish reason "
         "length, the spec has None",
-        Difference("free_queue", "[1]", "[]"): "as it is",
+        Difference("free_queue", "[1]", "[]"): "ORDER: as it is",
     }
     differences = tuple(reversed(told))
     for difference, headline in told.items():

@@ -103,6 +103,16 @@ CAUSES = {
     "finished_request_is_forgotten_and_others_stay": frozenset(
         {"session_goes_on_behind_all_but_its_last_token"}
     ),
+    **dict.fromkeys(
+        (
+            "computed_full_blocks_are_published",
+            "published_block_holds_the_right_prefix",
+            "published_block_was_written",
+        ),
+        frozenset(
+            {"block_still_to_be_written_is_not_published", "only_computed_blocks_are_published"}
+        ),
+    ),
 }
 """Properties and checks that others break with them: a finding of the first comes after theirs."""
 VALUE_CHARS_MAX = 60

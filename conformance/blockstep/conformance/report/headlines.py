@@ -2,9 +2,10 @@
 
 A headline is a class of defect and what is wrong: `CACHE: block 3 is cached before it is full`.
 `{request}` and `{block}` are the first subjects of the finding; subjects that are not named there
-follow, and then the first wrong value with the expected one, if the line has room for both. If a divergence differs in preempted requests, rows, their tokens, or a finish reason, the
-headline names that decision (`DECISIONS`): the other fields differ as a result. The message of any
-other divergence, of a fault and of a failed assertion is its headline.
+follow, and then the first wrong value with the expected one, if the line has room for both. If a
+divergence differs in preempted requests, rows, their tokens, or a finish reason, the headline names
+that decision (`DECISIONS`): the other fields differ as a result. The message of any other
+divergence, of a fault and of a failed assertion is its headline.
 """
 
 from __future__ import annotations
@@ -577,6 +578,22 @@ DECISIONS = (
 )
 """Decisions in which spec and engine may differ, causes first: a pattern of the field and the
 headline. ` is absent` or ` is there` follows the field of a row that one plan lacks."""
+AREAS = (
+    (r"(request \S+ )?(num_cached_tokens|stats .+)|rows .+ num_(cached|external)\S+", "METRICS"),
+    (r"encoder .+|.*encoder_(mm_hashes|inputs).*", "ENCODER"),
+    (r"kv_events.*", "EVENTS"),
+    (r"kv_loads.*", "LOAD"),
+    (r"transfers .+|kv_saves.*", "TRANSFER"),
+    (r"rows.*|request \S+ (output_token_ids|prompt_token_ids|num_streaming_updates)", "OUTPUT"),
+    (r"(request|cached|new) \S+ (spec|draft)_token_ids", "DRAFTS"),
+    (r".*(grammar|structured_output|reasoning).*|bitmask.*", "GRAMMAR"),
+    (r"request \S+ block_tables|.* (new_)?block_ids", "MEMORY"),
+    (r"block \d+|cached .+|request \S+ num_cached_blocks", "CACHE"),
+    (r"request \S+ (num_\S+|is_prefill_chunk)", "COUNTERS"),
+    (r"waiting|skipped_waiting|running|free_queue", "ORDER"),
+    (r"finished_req_ids|prev_scheduled_req_ids|num_common_prefix_blocks", "WORKER"),
+)
+"""The class of a divergence that is no decision: a pattern of its first field and the class."""
 BY_ENDING = {
     MUST_WAIT: f"ADMISSION: {{request}} {MUST_WAIT}",
     EVICTED_TOO_EARLY: f"CACHE: {{block}} {EVICTED_TOO_EARLY}",
@@ -592,12 +609,12 @@ def make_headline(finding: Finding) -> str:
         return shown(decision, CHARS_MAX)
     text = CHECK_HEADLINES.get(finding.sentence, "")
     if finding.kind in BY_MESSAGE or not text:
-        return shown(" ".join(finding.message.split()), CHARS_MAX)
-    text = next((told for end, told in BY_ENDING.items() if finding.message.endswith(end)), text)
-    text = fill(text, finding.subjects)
+        return shown(find_area(finding) + " ".join(finding.message.split()), CHARS_MAX)
+    special = next((it for end, it in BY_ENDING.items() if finding.message.endswith(end)), "")
+    text = fill(special or text, finding.subjects)
     if finding.kind is FindingKind.LIVENESS:
         text = f"{text}: {finding.message.partition(';')[0]}"
-    elif finding.differences:
+    elif finding.differences and not special:
         told = f"{text}: {_tell_value(finding)}"
         text = told if len(told) <= CHARS_MAX else text
     return shown(text, CHARS_MAX)
@@ -609,6 +626,14 @@ def _tell_value(finding: Finding) -> str:
     if finding.sentence == WORKER_VIEW:
         return f"{first.field} is {first.expected} in the state, {first.seen} in the plans"
     return f"{first.field} {first.seen}, expected {first.expected}"
+
+
+def find_area(finding: Finding) -> str:
+    """Return the class of a divergence with a colon and a space; "" if its field has none."""
+    if finding.kind is not FindingKind.DIVERGENCE or not finding.differences:
+        return ""
+    field = finding.differences[0].field
+    return next((f"{area}: " for pattern, area in AREAS if re.fullmatch(pattern, field)), "")
 
 
 def find_decision(differences: Sequence[Difference]) -> str:

@@ -300,12 +300,14 @@ class VllmEngine:
         entering = note_entering(requests)
         before = entering.placeholders
         running = [request.request_id for request in self.scheduler.running]
-        stats = self.scheduler.kv_cache_manager.prefix_cache_stats
-        lookups = Lookups.now(requests, read_counts(stats))
-        output = self.scheduler.schedule()
         if self.spare_counters and RELEASE.has_countable_attempts:
+            stats = self.scheduler.kv_cache_manager.prefix_cache_stats
+            lookups = Lookups.now(self.scheduler, read_counts(stats))
+            output = self.scheduler.schedule()
             planned, now = output.num_scheduled_tokens, read_counts(stats)
-            run.stats = leave_out(run.stats, lookups.list_failed(requests, planned, now))
+            run.stats = leave_out(run.stats, lookups.list_failed(self.scheduler, planned, now))
+        else:
+            output = self.scheduler.schedule()
         check_plan(run, output, self.separate_names)
         check_runner(run, output, entering)
         frame_id, run.next_frame_id = run.next_frame_id, run.next_frame_id + 1

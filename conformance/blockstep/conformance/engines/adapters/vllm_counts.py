@@ -20,46 +20,40 @@ class Lookups:
 
     known: Mapping[v.RequestId, int]
     """Known tokens of each request that has computed none, and may read the cache."""
-    parked: Mapping[v.RequestId, int]
-    """Computed tokens of those that wait for a load."""
     counts: tuple[int, int]
     """Queries and hits counted so far."""
 
     @classmethod
-    def now(cls, requests: Mapping[v.RequestId, Any], counts: tuple[int, int]) -> Lookups:
+    def now(cls, scheduler: Any, counts: tuple[int, int]) -> Lookups:
         """Return those of the next step."""
+        received = scheduler.finished_recving_kv_req_ids
         known = {
             name: one.num_tokens
-            for name, one in requests.items()
-            if _has_none(one) and not (one.is_finished() or one.skip_reading_prefix_cache)
+            for name, one in scheduler.requests.items()
+            if not (one.is_finished() or one.skip_reading_prefix_cache)
+            and _may_look(one, name in received)
         }
-        parked = {
-            name: one.num_computed_tokens for name, one in requests.items() if _is_parked(one)
-        }
-        return cls(known, parked, counts)
+        return cls(known, counts)
 
     def list_failed(
-        self,
-        requests: Mapping[v.RequestId, Any],
-        planned: Mapping[v.RequestId, int],
-        now: tuple[int, int],
+        self, scheduler: Any, planned: Mapping[v.RequestId, int], now: tuple[int, int]
     ) -> tuple[int, int]:
         """Return the queries and hits of the attempts that failed in the step; (0, 0) if requests
         that still wait do not account for what was counted.
 
         Args:
-            requests: The scheduler's, after the step.
+            scheduler: The scheduler after the step.
             planned: Tokens of each row of the plan.
             now: Queries and hits counted so far.
         """
         queries, hits = (after - before for after, before in zip(now, self.counts, strict=True))
         sums = {0}
         for name, num_tokens in self.known.items():
-            request = requests[name]
-            num_ahead = request.num_computed_tokens - planned.get(name, 0)
-            if _is_parked(request) and self.parked.get(name) == num_ahead:
-                continue  # its load goes on
+            request = scheduler.requests[name]
+            if name in scheduler.finished_recving_kv_req_ids:
+                continue  # it was not tried
             if name in planned or request.num_computed_tokens:
+                num_ahead = request.num_computed_tokens - planned.get(name, 0)
                 queries -= num_tokens
                 hits -= num_ahead - request.num_external_computed_tokens
             else:
@@ -67,14 +61,12 @@ class Lookups:
         return (queries, hits) if queries in sums and 0 <= hits <= queries else (0, 0)
 
 
-def _has_none(request: Any) -> bool:
-    """Return whether a request has no computed tokens when it is tried next: of a load of all
-    tokens, the last is computed again."""
-    return bool(request.num_computed_tokens == int(_is_parked(request) and request.num_tokens == 1))
-
-
-def _is_parked(request: Any) -> bool:
-    return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
+def _may_look(request: Any, is_received: bool) -> bool:
+    """Return whether a request waits and has no computed tokens when it is tried next: of a load
+    of all tokens, the last is computed again."""
+    if request.status.name == "WAITING_FOR_REMOTE_KVS":
+        return is_received and (request.num_computed_tokens == 0 or request.num_tokens == 1)
+    return bool(request.status.name != "RUNNING" and request.num_computed_tokens == 0)
 
 
 def leave_out(stats: v.Stats, failed: tuple[int, int]) -> v.Stats:
