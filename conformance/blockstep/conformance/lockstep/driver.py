@@ -104,11 +104,7 @@ CAUSES = {
         {"session_goes_on_behind_all_but_its_last_token"}
     ),
     **dict.fromkeys(
-        (
-            "computed_full_blocks_are_published",
-            "published_block_holds_the_right_prefix",
-            "published_block_was_written",
-        ),
+        ("computed_full_blocks_are_published", "published_block_holds_the_right_prefix"),
         frozenset(
             {"block_still_to_be_written_is_not_published", "only_computed_blocks_are_published"}
         ),
