@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.engines.adapters.vllm import VllmEngine
 from blockstep.conformance.report.failure import tell_failure
@@ -339,3 +341,100 @@ def sessions_forget_their_outputs(scheduler: Any) -> None:
         right(session, chunk)
 
     subclass(scheduler, _update_request_as_session=update)
+
+
+# From some fifty variants of all parts of the scheduler, by which weak headlines were found and
+# mended: the first six had one. They were not held out.
+
+
+@planted("P16 queues_keep_their_order")
+def skipped_are_turned_round(scheduler: Any) -> None:
+    def prepend(_right: Any, self: Any, requests: Any) -> None:
+        for request in list(requests):
+            self.add_request(request)
+
+    subclass(scheduler.skipped_waiting, prepend_requests=prepend)
+
+
+@planted(r"P9 row_stays_within_its_caps|P15 |runs \d+ tokens, the spec")
+def threshold_is_a_token_less(scheduler: Any) -> None:
+    threshold = scheduler.scheduler_config.long_prefill_token_threshold
+    scheduler.scheduler_config.long_prefill_token_threshold -= threshold > 1
+
+
+@planted("P12 preempted_request_starts_again|P26 new_row_is_new|status is waiting")
+def preempted_have_the_status_of_new_ones(scheduler: Any) -> None:
+    def preempt(right: Any, _self: Any, request: Any, timestamp: float) -> None:
+        right(request, timestamp)
+        request.status = RequestStatus.WAITING
+
+    subclass(scheduler, _preempt_request=preempt)
+
+
+@planted("P12 only_running_requests_hold_anything|P1 every_block_is_free_or_held")
+def preempted_keep_their_blocks(scheduler: Any) -> None:
+    def preempt(right: Any, self: Any, request: Any, timestamp: float) -> None:
+        self.kv_cache_manager.free = lambda _request: None
+        right(request, timestamp)
+        del self.kv_cache_manager.free
+
+    subclass(scheduler, _preempt_request=preempt)
+
+
+@planted("is evicted from the cache")
+def freed_blocks_leave_the_cache(scheduler: Any) -> None:
+    def free(right: Any, self: Any, blocks: Any) -> None:
+        freed = list(blocks)
+        right(freed)
+        for block in freed:
+            if block.ref_cnt == 0 and not block.is_null:
+                self._maybe_evict_cached_block(block)
+
+    subclass(scheduler.kv_cache_manager.block_pool, free_blocks=free)
+
+
+@planted("P4 (only_computed|block_still)")
+def blocks_are_published_a_token_early(scheduler: Any) -> None:
+    def cache(right: Any, self: Any, request: Any, count: int) -> None:
+        right(request, min(count + 1, len(request.block_hashes) * self.block_size))
+
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        subclass(manager, cache_blocks=cache)
+
+
+@planted("P16 admissions_follow_the_policy", "grammar")
+def waiting_come_before_skipped(scheduler: Any) -> None:
+    def select(_right: Any, self: Any) -> Any:
+        return self.waiting or self.skipped_waiting or None
+
+    subclass(scheduler, _select_waiting_queue_for_scheduling=select)
+
+
+@planted("P12 preempted_request_starts_again")
+def preempted_lose_their_outputs(scheduler: Any) -> None:
+    def preempt(right: Any, _self: Any, request: Any, timestamp: float) -> None:
+        right(request, timestamp)
+        del request._all_token_ids[request.num_prompt_tokens :]
+        request._output_token_ids.clear()
+
+    subclass(scheduler, _preempt_request=preempt)
+
+
+@planted("P26 plan_tells_who_was_preempted|preempted_req_ids")
+def preempted_are_not_told(scheduler: Any) -> None:
+    def schedule(right: Any, _self: Any) -> Any:
+        output = right()
+        output.preempted_req_ids = set()
+        return output
+
+    subclass(scheduler, schedule=schedule)
+
+
+@planted("P22 only_running_requests_hold_items", "encoder")
+def preempted_keep_their_items(scheduler: Any) -> None:
+    def preempt(right: Any, self: Any, request: Any, timestamp: float) -> None:
+        self.encoder_cache_manager.free = lambda _request: None
+        right(request, timestamp)
+        del self.encoder_cache_manager.free
+
+    subclass(scheduler, _preempt_request=preempt)

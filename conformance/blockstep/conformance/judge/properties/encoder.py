@@ -14,7 +14,7 @@ from blockstep.conformance.judge.properties.sentence import (
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
-_CHANGING = (*ENDINGS, v.Schedule, v.Reset, v.EncoderReset)
+_CHANGING = (*ENDINGS, v.Schedule, v.Reset, v.StreamingUpdate, v.EncoderReset)
 """Events that may change the encoder cache."""
 
 
