@@ -337,8 +337,8 @@ def test_a_crash_counts_if_it_happens_again(tmp_path: Path) -> None:
         return call_here(engine)(function, options, *args, on_part=on_part)
 
     outcome = play.Outcome(UnitResult())
-    unit = Unit(0, 0, 0)
-    played = list(play._play_all(options, unit, 10, (), None, cast("Call", call), outcome))
+    counts = play.Counts()
+    played = list(play._play_all(options, range(10), (), counts, (), cast("Call", call), outcome))
     assert [it.episode.index for it in played] == list(range(10))
     assert [it.episode.index for it in played if it.episode.loss] == [7]
     assert outcome.result.num_spurious == 1

@@ -54,6 +54,8 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     campaign's own."""
     path: str = ""
     """Folder that is searched first when the engine is imported."""
+    lines: tuple[str, ...] = ()
+    """Modules and packages of the engine whose lines steer the search (Python 3.12)."""
 
 
 class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +90,7 @@ class Target:
     profile: str
     python: str | None
     path: str | None
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class Plan:
         It follows from all that decides the results. With another budget, interpreter or lease
         time the campaign is continued.
         """
-        decides = [(it.name, it.engine, it.profile) for it in self.targets]
+        decides = [(it.name, it.engine, it.profile, *it.lines) for it in self.targets]
         file, left_out = self.file, {"engines", "budget", "known", "lease_seconds", "event_seconds"}
         fields = [
             (key, getattr(file, key)) for key in file.__struct_fields__ if key not in left_out
@@ -191,7 +194,8 @@ def _list_targets(file: PlanFile, folder: Path) -> list[Target]:
             name = name if profile == STRICT.name else f"{name} {profile}"
             python = str(folder / Path(entry.python).expanduser()) if entry.python else None
             path = str((folder / entry.path).resolve()) if entry.path else None
-            targets.append(Target(name, entry.engine, find_profile(profile).name, python, path))
+            profile = find_profile(profile).name
+            targets.append(Target(name, entry.engine, profile, python, path, entry.lines))
     return targets
 
 

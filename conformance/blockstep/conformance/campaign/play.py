@@ -8,13 +8,14 @@ its base.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar, TypeVarTuple
 
+from blockstep.conformance.campaign.lines import LineWatch
 from blockstep.conformance.campaign.plan import Plan
 from blockstep.conformance.campaign.records import (
     Found,
@@ -64,9 +65,14 @@ Ts = TypeVarTuple("Ts")
 PATIENCE = 6
 """Failures of one saying, in one target, after which no more are shrunk."""
 RARE = 3
-"""A goal is rare, and its program is kept, if at most this number of episodes reached it."""
+"""A goal or line is rare, and its program is kept, if at most this number of episodes reached
+it."""
+COMMON = 100
+"""Lines that more episodes have run are not counted any more."""
 WARM_EPISODES = 400
-"""Episodes of a target before its programs are kept: at first all goals are rare."""
+"""Episodes of a target before programs are kept for goals: at first all goals are rare."""
+WARM_LINES = 40
+"""Episodes of a target before programs are kept for lines, most of which are soon common."""
 KEEP_RUNS = 60
 """Runs that make one kept program short."""
 MUTATIONS_MAX = 4
@@ -75,11 +81,33 @@ _FIXED = (v.Submit, v.Fork, v.StreamingUpdate, Hostile)
 
 
 @dataclass(frozen=True, slots=True)
+class Counts:
+    """Numbers of episodes that reached goals and lines; None: it is too early to keep programs."""
+
+    goals: Mapping[str, int] | None = None
+    lines: Mapping[str, int] | None = None
+
+    def find_rare(self, goals: Iterable[str], lines: Iterable[str]) -> list[str]:
+        """Return those that at most `RARE` episodes had reached, the rarest first."""
+        told = [(self.goals, goals), (self.lines, lines)]
+        rare = [
+            (counts.get(name, 0), name)
+            for counts, names in told
+            if counts is not None
+            for name in names
+            if counts.get(name, 0) <= RARE
+        ]
+        return [name for _, name in sorted(rare)]
+
+
+@dataclass(frozen=True, slots=True)
 class Played:
     """One episode, and a program that reaches a rare goal, if one is kept."""
 
     episode: EpisodeResult
     kept: tuple[str, Program] | None = None
+    lines: frozenset[str] = frozenset()
+    """Lines of the engine that it ran."""
 
 
 @dataclass(slots=True)
@@ -118,9 +146,14 @@ def play_unit(
     ]
     outcome = Outcome(UnitResult())
     last_place = int(name.rpartition("-")[2])
-    counts = target.goals if target.episodes >= WARM_EPISODES else None
-    for played in _play_all(options, unit, plan.file.episodes, mutants, counts, call, outcome):
-        _count(played, outcome)
+    counts = Counts(
+        goals=target.goals if target.episodes >= WARM_EPISODES else None,
+        lines=target.lines if target.episodes >= WARM_LINES else None,
+    )
+    modules = plan.targets[cell.target].lines
+    numbers = range(unit.start, unit.start + plan.file.episodes)
+    for played in _play_all(options, numbers, mutants, counts, modules, call, outcome):
+        _count(played, target, outcome)
         failed = played.episode
         if failed.first is None:
             continue
@@ -146,6 +179,7 @@ def _look(plan: Plan, unit: Unit, name: str, call: Call) -> Outcome:
     cell = plan.cells[unit.cell]
     options = plan.make_options(cell)
     try:
+        call(require_lines, options, plan.targets[cell.target].lines)
         ground = call(digging.ask, options)
     except LostError as lost:
         failed = describe(options, loss=lost.loss)
@@ -173,10 +207,10 @@ def _look(plan: Plan, unit: Unit, name: str, call: Call) -> Outcome:
 
 def _play_all(
     options: CheckOptions,
-    unit: Unit,
-    count: int,
+    numbers: Sequence[int],
     mutants: Sequence[Program],
-    counts: Mapping[str, int] | None,
+    counts: Counts,
+    modules: Sequence[str],
     call: Call,
     outcome: Outcome,
 ) -> Iterator[Played]:
@@ -184,14 +218,14 @@ def _play_all(
 
     A crash or hang counts if it happens twice in the same episode: it may be the machine's.
     """
-    indices = list(range(unit.start, unit.start + count))
+    indices = list(numbers)
     again: int | None = None
     while indices:
         parts: list[Played] = []
-        programs = [mutants[index - unit.start] for index in indices] if mutants else None
-        wanted = None if outcome.programs else counts
+        programs = [mutants[index - numbers[0]] for index in indices] if mutants else None
+        wanted = Counts() if outcome.programs else counts
         try:
-            call(play_part, options, indices, programs, wanted, on_part=parts.append)
+            call(play_part, options, indices, programs, wanted, modules, on_part=parts.append)
         except LostError as lost:
             index = indices[len(parts)]
             if again == index:
@@ -211,29 +245,39 @@ def play_part(
     make_engine: EngineFactory,
     indices: Sequence[int],
     programs: Sequence[Program] | None,
-    counts: Mapping[str, int] | None,
+    counts: Counts,
+    modules: Sequence[str],
 ) -> Iterator[Played]:
     """Yield these episodes, drawn or given as programs. Runs in the engine's process.
 
-    `counts` are the numbers of episodes that have reached each goal. With them the first program
-    that reaches a rare goal is kept.
+    The first program is kept that reaches a goal or a line which is rare by `counts`. `modules` are
+    those whose lines are recorded.
     """
     profile = find_profile(options.profile)
+    recorder = LineWatch(modules)
     for place, index in enumerate(indices):
-        if programs is None:
-            run, program, findings = play_episode(options, index, make_engine)
-        else:
-            config, _ = fit_config(programs[place].config, make_engine)
-            program = replace(programs[place], config=config)
-            run, findings = run_program(program, make_engine, profile)
+        with recorder.watch() as lines:
+            if programs is None:
+                run, program, findings = play_episode(options, index, make_engine)
+            else:
+                config, _ = fit_config(programs[place].config, make_engine)
+                program = replace(programs[place], config=config)
+                run, findings = run_program(program, make_engine, profile)
         episode = tell_episode(index, run, program, findings)
         episode = replace(episode, skipped=plain(episode.skipped))
-        rare = () if counts is None or findings else find_rare(list_reached(run), counts)
+        rare = () if findings else counts.find_rare(list_reached(run), lines)
+        kept = None
         if rare:
-            counts = None
-            yield Played(episode, (rare[0], shorten(program, rare[0], make_engine, profile)))
-        else:
-            yield Played(episode)
+            counts = Counts()
+            kept = rare[0], shorten(program, rare[0], make_engine, profile, recorder)
+        yield Played(episode, kept, frozenset(lines))
+
+
+def require_lines(
+    _options: CheckOptions, _make_engine: EngineFactory, modules: Sequence[str]
+) -> None:
+    """Raise EngineNotFoundError if lines of these modules cannot be recorded here."""
+    LineWatch(modules)
 
 
 def list_reached(run: LockStep) -> set[str]:
@@ -241,12 +285,6 @@ def list_reached(run: LockStep) -> set[str]:
     return {*(name for name, count in run.witnesses.items() if count), *run.pairs.reached} | {
         *run.list_quirk_goals()
     }
-
-
-def find_rare(reached: set[str], counts: Mapping[str, int]) -> list[str]:
-    """Return the goals that at most `RARE` episodes had reached, the rarest first."""
-    rare = [name for name in reached if counts.get(name, 0) <= RARE]
-    return sorted(rare, key=lambda name: (counts.get(name, 0), name))
 
 
 def make_steady(call: Call) -> Call:
@@ -270,15 +308,24 @@ class _Enough(Exception):
     """The runs for one program are spent."""
 
 
-def shorten(program: Program, goal: str, make_engine: EngineFactory, profile: Profile) -> Program:
-    """Return the shortest program found in `KEEP_RUNS` runs that reaches the goal and passes."""
+def shorten(
+    program: Program,
+    goal: str,
+    make_engine: EngineFactory,
+    profile: Profile,
+    recorder: LineWatch,
+) -> Program:
+    """Return the shortest program found in `KEEP_RUNS` runs that reaches the goal or line, and
+    passes."""
     wanted = Finding(FindingKind.PROPERTY, "", goal, "")
 
     def play(
         tried: Program, factory: EngineFactory, followed: Profile
     ) -> tuple[LockStep, list[Finding]]:
-        run, findings = run_program(tried, factory, followed)
-        return run, [wanted] if not findings and goal in list_reached(run) else []
+        with recorder.watch() as lines:
+            run, findings = run_program(tried, factory, followed)
+        is_reached = goal in lines or goal in list_reached(run)
+        return run, [wanted] if is_reached and not findings else []
 
     def stop(runs: int, _actions: int) -> None:
         if runs > KEEP_RUNS:
@@ -325,13 +372,16 @@ def _fit(config: v.Config, wanted: v.Config) -> v.Config:
     return config if v.config_problems(wanted) else wanted
 
 
-def _count(played: Played, outcome: Outcome) -> None:
+def _count(played: Played, target: TargetTotals, outcome: Outcome) -> None:
     result, episode = outcome.result, played.episode
     result.episodes += 1
     result.events += episode.num_events
     reached = {name for name, count in episode.witnesses.items() if count}
     for name in sorted(reached.union(episode.pairs, episode.quirks)):
         result.goals[name] = result.goals.get(name, 0) + 1
+    for name in sorted(played.lines):
+        if target.lines.get(name, 0) < COMMON:
+            result.lines[name] = result.lines.get(name, 0) + 1
     result.deviations = dict(Counter(result.deviations) + Counter(episode.deviations))
     if played.kept is not None:
         goal, program = played.kept

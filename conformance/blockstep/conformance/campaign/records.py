@@ -52,6 +52,8 @@ class Past(msgspec.Struct, frozen=True):
     goals: int = 0
     """Number of different goals and pairs that were reached, added up over the targets."""
     findings: int = 0
+    lines: int = 0
+    """Number of different lines of engines that were reached, added up over the targets."""
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -92,6 +94,8 @@ class UnitResult(msgspec.Struct):
     events: int = 0
     goals: dict[str, int] = {}
     """Number of episodes that reached each goal or pair."""
+    lines: dict[str, int] = {}
+    """Number of episodes that ran each line of the engine, of lines that are not common."""
     sayings: dict[str, int] = {}
     """Number of failures of each saying (`distinct.saying`)."""
     shrunk: dict[str, int] = {}
@@ -99,7 +103,7 @@ class UnitResult(msgspec.Struct):
     findings: dict[str, int] = {}
     """Number of failures of each finding, by digest."""
     kept: dict[str, str] = {}
-    """Digest of a short program, by the rare goal that it reaches."""
+    """Digest of a short program, by the rare goal or line that it reaches."""
     deviations: dict[str, int] = {}
     num_spurious: int = 0
     """Number of crashes and hangs that did not happen again."""
@@ -146,12 +150,17 @@ class TargetTotals(msgspec.Struct):
     episodes: int = 0
     events: int = 0
     goals: dict[str, int] = {}
+    lines: dict[str, int] = {}
     sayings: dict[str, int] = {}
     shrunk: dict[str, int] = {}
     kept: dict[str, str] = {}
     deviations: dict[str, int] = {}
     findings: dict[str, Seen] = {}
     num_spurious: int = 0
+
+    def count(self, name: str) -> int:
+        """Return the number of episodes that reached a goal, a pair or a line."""
+        return self.goals.get(name, 0) + self.lines.get(name, 0)
 
 
 class CellTotals(msgspec.Struct):

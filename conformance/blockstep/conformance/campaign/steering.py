@@ -1,16 +1,17 @@
 """Steering: totals of rounds, and the units of the next round.
 
-The rule. An episode earns, for each goal and pair that it reached, 1 / (1 + n), where n is the
-number of episodes of its target that had reached it before this round. A cell's value is what its
-units earned per event, of late: both sums are multiplied by `KEEP` in each round. A unit of the
-next round goes
+The rule. An episode earns, for each goal, pair and line of the engine that it reached, 1 / (1 + n),
+where n is the number of episodes of its target that had reached it before this round. A cell's
+value is what its units earned per event, of late: both sums are multiplied by `KEEP` in each round.
+A unit of the next round goes
 
 1. to the first cell that had no unit yet, in the order of the plan;
 2. otherwise, in one case of `EXPLORE_ONE_IN`, to a cell drawn evenly;
 3. otherwise to a cell drawn with its value as its weight.
 
 The mutants of a target's kept programs are a cell of their own, which opens with the first such
-program; their parents are drawn with weight 1 / (1 + n) of the goal for which they were kept.
+program; their parents are drawn with weight 1 / (1 + n) of the goal or line for which they were
+kept.
 
 Draws are seeded with the campaign's key and the number of the round, and the totals are those of
 all rounds up to two before. So the units of a round are the same on every worker. They are
@@ -64,6 +65,7 @@ def open_round(plan: Plan, totals: Totals, last: Round | None, at: float) -> Rou
         totals.events,
         sum(len(target.goals) for target in totals.targets),
         len(set(chain.from_iterable(target.findings for target in totals.targets))),
+        sum(len(target.lines) for target in totals.targets),
     )
     if last is None:
         first = [next(i for i, it in enumerate(cells) if it.target == n) for n in _places(plan)]
@@ -119,7 +121,7 @@ def _make_unit(plan: Plan, totals: Totals, index: int, turn: int, rng: Random) -
         return Unit(index, seed, start)
     target = totals.targets[cell.target]
     goals = sorted(target.kept)
-    weights = [1 / (1 + target.goals.get(goal, 0)) for goal in goals]
+    weights = [1 / (1 + target.count(goal)) for goal in goals]
     parents = tuple(target.kept[goal] for goal in rng.choices(goals, weights, k=count))
     return Unit(index, seed, start, parents=parents)
 
@@ -136,7 +138,7 @@ def add_round(
     for cell in totals.cells:
         cell.reward *= KEEP
         cell.cost *= KEEP
-    before = [dict(target.goals) for target in totals.targets]
+    before = [{**target.goals, **target.lines} for target in totals.targets]
     for name, unit, result in zip(played.list_names(), played.units, results, strict=True):
         place = cells[unit.cell].target
         if result is None:
@@ -149,11 +151,11 @@ def add_round(
         cell.episodes += result.episodes
         cell.events += result.events
         cell.cost += result.events
-        rarity = before[place]
-        cell.reward += sum(n / (1 + rarity.get(goal, 0)) for goal, n in result.goals.items())
+        rarity, reached = before[place], {**result.goals, **result.lines}
+        cell.reward += sum(n / (1 + rarity.get(name, 0)) for name, n in reached.items())
         totals.seconds += result.seconds
     for target in totals.targets:
-        rarest = sorted(target.kept, key=lambda goal: (target.goals.get(goal, 0), goal))
+        rarest = sorted(target.kept, key=lambda goal: (target.count(goal), goal))
         target.kept = {goal: target.kept[goal] for goal in rarest[:KEPT_MAX]}
     totals.round = played.number
     return totals
@@ -163,7 +165,7 @@ def _add_to_target(target: TargetTotals, unit: str, result: UnitResult) -> None:
     target.episodes += result.episodes
     target.events += result.events
     target.num_spurious += result.num_spurious
-    for name in ("goals", "sayings", "shrunk", "deviations"):
+    for name in ("goals", "lines", "sayings", "shrunk", "deviations"):
         setattr(target, name, dict(Counter(getattr(target, name)) + Counter(getattr(result, name))))
     for goal, program in result.kept.items():
         target.kept.setdefault(goal, program)

@@ -204,6 +204,7 @@ def summary_to_json(summary: Summary) -> dict[str, object]:
                 "num_failures": sum(total.sayings.values()),
                 "num_spurious": total.num_spurious,
                 "goals": dict(sorted(total.goals.items())),
+                "num_lines": len(total.lines),
                 "missing": list(summary.missing[it.name]),
                 "deviations": total.deviations,
                 "untried": [] if total.look is None else list(total.look.untried),

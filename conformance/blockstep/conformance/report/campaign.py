@@ -57,12 +57,14 @@ def render_campaign(summary: Summary) -> str:
 def list_targets(summary: Summary) -> list[tuple[str, ...]]:
     """Return the table of the targets, its head included."""
     rows: list[tuple[str, ...]]
-    rows = [("target", "version", "episodes", "events", "goals", "failures", "defects")]
+    rows = [("target", "version", "episodes", "events", "goals", "lines", "failures", "defects")]
     for target, total in zip(summary.plan.targets, summary.totals.targets, strict=True):
         version = "" if total.look is None else total.look.version
-        counts = (total.episodes, total.events, len(total.goals), sum(total.sayings.values()))
+        reached = f"{len(total.goals):,}", f"{len(total.lines):,}" if target.lines else "-"
+        played, failures = (total.episodes, total.events), sum(total.sayings.values())
         defects = sum(target.name in row.seen for row in summary.new)
-        rows.append((target.name, version, *(f"{it:,}" for it in counts), str(defects)))
+        counts = (*(f"{it:,}" for it in played), *reached, f"{failures:,}", str(defects))
+        rows.append((target.name, version, *counts))
     return rows
 
 
@@ -144,6 +146,7 @@ def render_page(summary: Summary) -> str:
             *_make_table(_list_over_targets(summary)),
             "<h2>Goals and pairs reached, over events</h2>",
             _make_chart([(float(it.events), float(it.goals)) for it in summary.course]),
+            *_draw_lines(summary),
             "<h2>Findings, over events</h2>",
             _make_chart([(float(it.events), float(it.findings)) for it in summary.course]),
             "<h2>Cells</h2>",
@@ -152,6 +155,14 @@ def render_page(summary: Summary) -> str:
             "</body></html>\n",
         ]
     )
+
+
+def _draw_lines(summary: Summary) -> list[str]:
+    """Return the chart of lines that were reached, if a target of the plan records any."""
+    if not any(target.lines for target in summary.plan.targets):
+        return []
+    points = [(float(it.events), float(it.lines)) for it in summary.course]
+    return ["<h2>Lines of engines reached, over events</h2>", _make_chart(points)]
 
 
 def _list_over_targets(summary: Summary) -> list[tuple[str, ...]]:
