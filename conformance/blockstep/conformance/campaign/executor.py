@@ -23,8 +23,9 @@ TICK_SECONDS = 2.0
 class RayPool(Executor):
     """Executor that runs functions as tasks of a Ray cluster."""
 
-    def __init__(self, address: str) -> None:
-        """Connect to a cluster; `local` starts one on this machine.
+    def __init__(self, address: str, jobs: int) -> None:
+        """Connect to a cluster; `local` starts one on this machine, for this number of tasks (0:
+        one for each core).
 
         Raises:
             UsageError: Ray is not installed, or there is no cluster.
@@ -36,7 +37,8 @@ class RayPool(Executor):
             raise UsageError(f"--ray {address}: {what}") from None
         self._ray: Any = ray
         try:
-            ray.init(address=address, log_to_driver=True, include_dashboard=False)
+            number = {"num_cpus": jobs} if address == "local" and jobs else {}
+            ray.init(address=address, log_to_driver=True, include_dashboard=False, **number)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(f"--ray {address}: {error}") from None
 
@@ -59,7 +61,7 @@ class RayPool(Executor):
 def open_executor(ray: str | None, jobs: int) -> Iterator[tuple[Executor, int]]:
     """Open an executor, and yield it with its number of workers."""
     if ray is not None:
-        with RayPool(ray) as pool:
+        with RayPool(ray, jobs) as pool:
             yield pool, jobs or pool.count()
         return
     with Isolation() as place, place.open_pool(jobs) as threads:
