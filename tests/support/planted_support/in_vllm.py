@@ -431,7 +431,7 @@ def preempted_are_not_told(scheduler: Any) -> None:
 
 
 @planted("P22 only_running_requests_hold_items", "encoder")
-def preempted_keep_their_items(scheduler: Any) -> None:
+def victims_keep_their_items(scheduler: Any) -> None:
     def preempt(right: Any, self: Any, request: Any, timestamp: float) -> None:
         self.encoder_cache_manager.free = lambda _request: None
         right(request, timestamp)

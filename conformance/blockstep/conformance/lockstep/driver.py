@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import takewhile
 from typing import Self
 
 from blockstep.conformance.engine import (
@@ -333,8 +334,9 @@ class LockStep(Runner):
         self._keep(Exchange(told, expected, seen))
         faults = self.excuses.take(faults, told, expected, None)
         try:
-            found = [*faults, *self._compare(event, told, expected, seen, after)]
-            return sorted(found, key=lambda it: it.kind is not FindingKind.PROPERTY)
+            found = self._compare(event, told, expected, seen, after)
+            leading = list(takewhile(lambda it: it.kind is FindingKind.PROPERTY, found))
+            return [*leading, *faults, *found[len(leading) :]]
         except Exception:
             ill_typed = fault_of_types(told, seen, after)
             if ill_typed is not None:
@@ -514,7 +516,8 @@ class LockStep(Runner):
         If the engine did exactly what the specification does, quirks explain every violated
         property. If they diverge, quirks explain only findings that the specification's own step
         has as well, or that an earlier step had. A finding of the same check about the same
-        subjects, with other values, is a consequence of the divergence, which is told instead.
+        subjects, with other values, is a consequence of the divergence, which is told instead; one
+        about other subjects may be, and comes last.
         """
         if not self.spec.state.rules.quirks:
             return findings
@@ -526,11 +529,13 @@ class LockStep(Runner):
         for found in known:
             self.known[found.property_id] = self.known.get(found.property_id, 0) + 1
         alike = {(found.sentence, found.subjects) for found in of_spec}
-        return [
+        left = [
             found
             for found in findings
             if found not in known and (found.sentence, found.subjects) not in alike
         ]
+        broken = {found.sentence for found in of_spec}
+        return sorted(left, key=lambda found: found.sentence in broken)
 
     def _comparable(self, snapshot: v.Snapshot | None) -> v.Snapshot | None:
         """Return the snapshot in the form in which it is compared with the specification's.

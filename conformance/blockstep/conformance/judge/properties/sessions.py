@@ -26,6 +26,8 @@ def session_goes_on_behind_all_but_its_last_token(step: Step, ledger: Ledger) ->
         life, new = ledger.lives.get(name), step.new.get(name)
         if life is None or life.session is None or name in ledger.list_ended(step):
             continue
+        if _is_over(step, ledger, name):
+            continue
         request, session = ledger.foresee(step, name)
         if new is None:
             what = f"{name!r} has ended, and its input has not"
@@ -44,13 +46,21 @@ def session_goes_on_behind_all_but_its_last_token(step: Step, ledger: Ledger) ->
             )
 
 
+def _is_over(step: Step, ledger: Ledger, name: str) -> bool:
+    """Return whether this event is the end of the input of an idle session."""
+    match step.event:
+        case v.StreamingUpdate(request=update) if update.request_id == name:
+            session = ledger.lives[name].session
+            return session is not None and session.is_resting and not update.resumable
+    return False
+
+
 @sentence("P13", v.StreamingUpdate)
 def end_of_its_input_ends_who_rests(step: Step, ledger: Ledger) -> Complaints:
     """The end of its input ends an idle session; any other session ends at its stop."""
     assert isinstance(step.event, v.StreamingUpdate)
     update = step.event.request
-    session = ledger.lives[update.request_id].session
-    is_over = session is not None and session.is_resting and not update.resumable
+    is_over = _is_over(step, ledger, update.request_id)
     yield from differing_requests("aborted", [update.request_id] if is_over else [], step.ended)
     if (update.request_id in step.new) is is_over:
         yield Complaint(
