@@ -28,22 +28,16 @@ from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import get_profile
 
 
-def test_a_budget_in_events_makes_a_run_repeatable() -> None:
+def test_a_budget_in_events_makes_a_run_repeatable_in_any_number_of_processes() -> None:
     options = CheckOptions(engine="host", preset="tiny", seed=5, max_events=1500)
-    first, second = check(options), check(options)
-    assert first.num_events == second.num_events >= 1500
-    assert first.witnesses == second.witnesses
-    assert first.first is None
-
-
-def test_processes_side_by_side_give_the_same_result() -> None:
-    alone = check(CheckOptions(engine="host", preset="tiny", seed=5, max_events=1500))
-    both = check(CheckOptions(engine="host", preset="tiny", seed=5, max_events=1500, jobs=2))
-    assert (both.num_events, both.witnesses) == (alone.num_events, alone.witnesses)
+    alone, both = check(options), check(replace(options, jobs=2))
+    assert both.num_events == alone.num_events >= 1500
+    assert both.witnesses == alone.witnesses
+    assert alone.first is None
 
 
 def test_the_whole_verdict_is_green() -> None:
-    result = check(CheckOptions(engine="host", seed=0, max_events=60_000, jobs=2))
+    result = check(CheckOptions(engine="host", seed=0, max_events=30_000, jobs=2))
     assert result.missing == ()
     assert result.exit_code is ExitCode.CONFORMS
 
@@ -119,16 +113,6 @@ def test_the_canary_dies() -> None:
     assert 0 < events < 5000
 
 
-def test_an_episode_is_reproduced_by_its_number() -> None:
-    found = check(CheckOptions(engine="museum:oldest-preempted", seed=0, max_events=50_000))
-    assert found.failed_episode is not None
-    again = check(replace(found.options, episode=found.failed_episode))
-    assert again.first == found.first
-    assert again.failure is not None
-    assert found.failure is not None
-    assert again.failure.program == found.failure.program
-
-
 ENDING = {
     "late-report-kills",
     "copy-takes-what-is-not-there",
@@ -156,11 +140,9 @@ def test_every_planted_defect_is_killed_by_name(name: str) -> None:
     assert named & set(entry.properties) or told or ends, findings
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), [("zombie-key", 4), ("readmitted-with-promises", 0), ("full-hit", 0)]
-)
-def test_a_counterexample_fits_on_a_screen(name: str, seed: int) -> None:
-    result = check(CheckOptions(engine=f"museum:{name}", seed=seed, max_events=150_000))
+@pytest.mark.parametrize("name", ["readmitted-with-promises", "full-hit"])
+def test_a_counterexample_fits_on_a_screen(name: str) -> None:
+    result = check(CheckOptions(engine=f"museum:{name}", max_events=150_000))
     assert result.failure is not None
     assert len(result.failure.program.actions) <= 12
 
@@ -188,7 +170,7 @@ def test_under_strict_a_known_defect_is_a_finding() -> None:
 
 
 def test_under_its_profile_a_known_defect_is_known() -> None:
-    options = CheckOptions(engine=f"{__name__}:Release", profile="vllm-0.19.1", max_events=15_000)
+    options = CheckOptions(engine=f"{__name__}:Release", profile="vllm-0.19.1", max_events=2_000)
     result = check(options)
     assert result.first is None, result.first
     assert result.known
@@ -209,7 +191,7 @@ class Meek(SpecEngine):
 
 
 def test_an_engine_that_refuses_nothing_gets_nothing_to_refuse() -> None:
-    result = check(CheckOptions(engine=f"{__name__}:Meek", max_events=15_000))
+    result = check(CheckOptions(engine=f"{__name__}:Meek", max_events=3_000))
     assert result.first is None, result.first
     assert not any(name.startswith("rejected_") for name in result.missing)
     assert result.skipped["rejection"] > 0

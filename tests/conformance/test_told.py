@@ -8,6 +8,7 @@ import re
 import pytest
 import typer
 from rich.console import Console
+from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.main import GROUPS, app
@@ -33,6 +34,7 @@ def test_help_begins_with_check_and_cuts_no_sentence() -> None:
     assert "..." not in shown.partition("\n")[2]
     assert max(map(len, shown.splitlines())) <= 80
     words = " ".join(shown.split())
+    assert "4 liveness" in words
     for group in GROUPS.values():
         for command in group.values():
             if not isinstance(command, typer.Typer):
@@ -51,10 +53,12 @@ def test_options_stand_in_sections(command: str) -> None:
 # A finding.
 
 
-def test_a_check_tells_what_it_found_before_it_makes_it_short() -> None:
+def test_a_check_tells_what_it_found_before_it_makes_it_short(
+    snapshot: SnapshotAssertion,
+) -> None:
     args = ("check", "--engine", "museum:leak-on-abort", "--preset", "tiny", "--jobs", 1)
     result = blockstep(*args)
-    assert result.stdout.startswith("blockstep check: VIOLATION"), "the result is as it was"
+    assert result.stdout == snapshot
     head, finding, *_, again = result.stderr.splitlines()[:5]
     assert head.startswith("blockstep check: found in episode ")
     assert head.endswith("(engine museum:leak-on-abort, preset tiny, seed 0); it is being shrunk")
