@@ -38,7 +38,6 @@ from blockstep.conformance.engine import (
     Renamed,
     Safety,
     SamePlans,
-    get_traits,
 )
 from blockstep.conformance.judge.properties import CHECKS_OF, RENAMED_CHECKS
 from blockstep.conformance.lockstep.driver import LockStep
@@ -267,14 +266,6 @@ def test_a_check_whose_canary_lives_is_worth_nothing(monkeypatch: pytest.MonkeyP
     result = check(options)
     assert result.canary_killed_after is None
     assert result.exit_code is ExitCode.HARNESS
-
-
-def test_an_unknown_equivalence_is_refused_in_one_sentence() -> None:
-    class Engine(SpecEngine):
-        traits = EngineTraits(equivalence=Equivalence())
-
-    with pytest.raises(TypeError, match=r"must be None \(exact\) or one of Renamed\(\), "):
-        get_traits(Engine)
 
 
 MUSEUM = {

@@ -94,18 +94,9 @@ from play_support.scenes import (
     waiting_for_its_token,
 )
 
-from blockstep.conformance.draw.actions import SeededDraw, View, next_action
-from blockstep.conformance.draw.presets import PRESETS, draw_swarm
 from blockstep.conformance.judge.properties import CHECKS_OF, PROPERTIES, Step, check_step
 from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.worker.names import PrefixNames
-from blockstep.conformance.protocol.features import (
-    find_lacking,
-)
-from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose
-from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.protocol.wishes import Wish
-from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     EVENT_TYPES,
     NO_TRANSFERS,
@@ -844,39 +835,6 @@ def test_a_copy_that_a_victim_was_planned_with_goes_back_as_well() -> None:
     play.do(Fork("A", "H", known[:1]), Schedule())
     assert play.step.preempted == ["A"]
     assert play.step.after.free_queue == (4,), "the copy; what A held besides is with B"
-
-
-@pytest.mark.parametrize("in_pipeline", [False, True])
-@pytest.mark.parametrize("preset", ["tiny", "small"])
-def test_a_clean_engine_is_never_accused(preset: str, in_pipeline: bool) -> None:
-    for index in range(25):
-        draw = SeededDraw(f"clean/{preset}/{index}")
-        engine = SpecEngine if in_pipeline else HostEngine
-        lacking = find_lacking(engine(CONFIG).capabilities())
-        wish = Wish(never=frozenset(feature.name for feature in lacking))
-        swarm = draw_swarm(PRESETS[preset], draw, wish=wish)
-        if in_pipeline:
-            depth = 2 + index % 3
-            config = replace(swarm.config, async_scheduling=False, max_frames_in_flight=depth)
-            swarm = replace(swarm, config=config)
-        play = Play(swarm.config, engine)
-        view = View(swarm, play.client)
-        for _ in range(120):
-            action = next_action(view, draw)
-            view.note(action)
-            if isinstance(action, Answer):
-                play.commit()
-            elif isinstance(action, Misanswer):
-                continue
-            elif isinstance(action, Propose) and swarm.config.async_scheduling:
-                play.worker.acceptance = tuple(right for _, right in action.counts)
-            elif isinstance(action, Propose):
-                for name in list(play.client.live)[:2]:
-                    play.propose(name, *action.counts[0])
-            elif isinstance(action, Hostile):
-                play.do(action.event)
-            else:
-                play.do(action)  # type: ignore[arg-type]
 
 
 def test_a_block_that_a_commit_fills_is_named_by_what_it_delivers_too() -> None:

@@ -73,10 +73,8 @@ from blockstep.conformance.judge import answers, told
 from blockstep.conformance.judge.answers import judge_answer
 from blockstep.conformance.judge.properties import (
     ASKED_OF_ANSWERS,
-    CHECKS_OF,
     JUDGED,
     PROPERTIES,
-    RENAMED_CHECKS,
     Step,
     check_step,
 )
@@ -567,20 +565,6 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
     names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
     assert len(SENTENCES) == 127
-
-
-def test_up_to_block_ids_all_are_asked_but_three() -> None:
-    """By whole names: those that quote the order of the free queue."""
-    for kind, asked in CHECKS_OF.items():
-        kept = [each.sentence for each in asked if each.sentence not in OF_THE_FREE_QUEUE]
-        assert [each.sentence for each in RENAMED_CHECKS[kind]] == kept
-
-
-OF_THE_FREE_QUEUE = {
-    "new_blocks_come_from_the_head_of_the_free_queue",
-    "preempted_tail_is_evicted_first",
-    "freed_tail_is_evicted_first",
-}
 
 
 # At safety.

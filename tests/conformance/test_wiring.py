@@ -246,21 +246,6 @@ STALE = Hostile(v.Commit(99, ()))
 TAKEN = bend(SAFETY, 3, answer=lambda _refused: v.Outputs((v.OutputRow("A", (7,)),)))
 
 
-def test_at_safety_a_stale_answer_that_is_taken_is_found() -> None:
-    assert hear(CONFIG, TAKEN, A, v.Schedule(), STALE) == ["stale_or_wrong_event_is_refused"]
-
-
-def test_at_safety_a_refusal_that_changes_the_state_is_found() -> None:
-    engine = bend(SAFETY, 3, state=lose_a_block)
-    assert hear(CONFIG, engine, A, v.Schedule(), STALE) == ["rejected_event_changes_nothing"]
-
-
-@pytest.mark.parametrize("passed_over", [None, v.Outputs()])
-def test_at_safety_it_may_be_refused_or_passed_over(passed_over: v.Outputs | None) -> None:
-    engine = bend(SAFETY, 3, answer=lambda refused: passed_over or refused)
-    assert hear(CONFIG, engine, A, v.Schedule(), STALE, Answer(), Drain()) == []
-
-
 def keep(request: v.Request, _config: v.Config) -> v.Request:
     return request
 

@@ -9,18 +9,12 @@ from typing import Any
 import pytest
 from groups_support import chunks, full, recurrent, window
 
-from blockstep.conformance.draw.actions import SeededDraw, View, next_action
-from blockstep.conformance.draw.presets import PRESETS, draw_swarm
 from blockstep.conformance.judge.properties import Ledger, Step
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
-from blockstep.conformance.lockstep.runner import ask_mask
-from blockstep.conformance.protocol.features import find_lacking
-from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose, Report
 from blockstep.conformance.protocol.tokens import token_function
-from blockstep.conformance.protocol.wishes import Wish
-from blockstep.conformance.search.floor import Facts, look, missing_witnesses, required_witnesses
+from blockstep.conformance.search.floor import Facts, missing_witnesses, required_witnesses
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
@@ -56,10 +50,6 @@ class Watched:
     def commit(self) -> Watched:
         frame_id = self.plans[0].frame_id
         return self.do(v.Commit(frame_id, self.worker.answer(frame_id)))
-
-    def report(self, report: Report, frame_id: int | None = None) -> v.KVTransfers:
-        """What a report comes to now, `frame_id` the plan that is answered with it."""
-        return self.client.transfers.resolve(report, self.config.block_sizes, frame_id)
 
     def propose(self, name: str, count: int, num_right: int) -> Watched:
         return self.do(v.Drafts((v.RowTokens(name, self.worker.propose(name, count, num_right)),)))
@@ -512,48 +502,3 @@ def test_what_one_step_evicts_and_makes_anew_is_seen() -> None:
     assert watched.counts["encoder_item_evicted"] == 1
     assert watched.counts["encoder_item_dropped_and_made"] == 1
     assert watched.counts["encoder_item_made"] == 3
-
-
-def test_a_run_of_moderate_length_reaches_everything() -> None:
-    counts: Counter[str] = Counter()
-    facts = look(CheckOptions(), HostEngine)
-    for index in range(2000):
-        counts.update(_episode(index))
-        if index % 50 == 0 and not missing_witnesses(counts, CheckOptions(), facts):
-            break
-    assert missing_witnesses(counts, CheckOptions(), facts) == ()
-
-
-def _episode(index: int) -> Counter[str]:
-    draw = SeededDraw(f"witnesses/{index}")
-    lacking = find_lacking(HostEngine(CONFIG).capabilities())
-    wish = Wish(never=frozenset(feature.name for feature in lacking))
-    swarm = draw_swarm(PRESETS["small"], draw, wish=wish)
-    watched = Watched(swarm.config)
-    view = View(swarm, watched.client)
-    for _ in range(120):
-        action = next_action(view, draw)
-        view.note(action)
-        if isinstance(action, Answer):
-            if watched.plans:
-                oldest = watched.plans[0].frame_id
-                if watched.plans[0].has_structured_output_requests:  # as every run asks for it
-                    watched.do(ask_mask(watched.worker, watched.plans[0]))
-                told = watched.report(action.report, oldest)
-                watched.do(v.Commit(oldest, watched.worker.answer(oldest), told))
-        elif isinstance(action, Report):
-            watched.do(v.TransfersReported(watched.report(action)))
-        elif isinstance(action, Misanswer):
-            if watched.plans:
-                newest = watched.plans[-1].frame_id
-                watched.do(v.Commit(newest, watched.worker.answer(newest)))
-        elif isinstance(action, Propose) and swarm.config.async_scheduling:
-            watched.worker.acceptance = tuple(right for _, right in action.counts)
-        elif isinstance(action, Propose):
-            for name in list(watched.client.live)[:2]:
-                watched.propose(name, *action.counts[0])
-        elif isinstance(action, Hostile):
-            watched.do(action.event)
-        else:
-            watched.do(action)  # type: ignore[arg-type]
-    return watched.counts
