@@ -17,7 +17,7 @@ from blockstep.conformance.recorded.episodes import write_episode
 from blockstep.conformance.recorded.validate import validate
 from blockstep.conformance.report.failure import tell_failure, tell_program
 from blockstep.conformance.report.jsonform import check_to_json
-from blockstep.conformance.search.check import check
+from blockstep.conformance.search.check import CheckResult, check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import CANARY
 from blockstep.conformance.search.isolation import Isolation, LostError
@@ -253,12 +253,11 @@ def test_what_an_engine_declares_is_heard_and_jobs_change_nothing(isolation: Iso
     wanted = replace(options("Declining", 1500), preset="small", profile="sparing")
     here = check_to_json(check(replace(wanted, engine=f"{__name__}:Declining")))
     for jobs in (1, 2):
-        seen: list[int] = []
-        there = isolation.check(
-            replace(wanted, jobs=jobs), lambda now, seen=seen: seen.append(now.num_events)
-        )
-        assert seen == sorted(set(seen))
-        assert seen[-1] == there.num_events
+        seen: list[CheckResult] = []
+        there = isolation.check(replace(wanted, jobs=jobs), seen.append)
+        counts = [now.num_events for now in seen]
+        assert counts == sorted(set(counts))
+        assert counts[-1] == there.num_events
         assert there.options.max_depth == 2
         assert there.skipped.keys() == {"a known defect"}
         same = {"seconds": 0, "engine": ""}
