@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import random
 import signal
@@ -318,12 +319,14 @@ def test_a_step_of_the_device_is_where_its_aim_looks(monkeypatch: pytest.MonkeyP
     assert values == [*SIZES]
 
 
+@pytest.mark.parametrize("arguments", ["attention", "device --no-host -n 64", "engine", "kernels"])
 def test_a_device_that_is_missing_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    name = arguments.partition(" ")[0]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["device", "--no-host", "-n", "64"])
-    assert device.main() == 2
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    assert importlib.import_module(f"benchmarks.{name}").main() == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert "no CUDA device is available" in said.err
@@ -376,19 +379,20 @@ def test_a_difference_of_one_decision_is_found() -> None:
         play("plain", plant_mistake(), 10)
 
 
-@pytest.mark.parametrize("kind", ["plain", SPECIFICATION])
 def test_the_command_says_what_it_found(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With numpy instead of a GPU."""
     monkeypatch.setattr(lockstep, "Compiled", Numpied)
     file = tmp_path / "figures.json"
-    monkeypatch.setattr(sys, "argv", ["lockstep", kind, "--seconds", "3", "--json", str(file)])
+    monkeypatch.setattr(
+        sys, "argv", ["lockstep", SPECIFICATION, "--seconds", "3", "--json", str(file)]
+    )
     assert lockstep.main() == 0
     told = json.loads(file.read_text())
     assert told["problem"] == ""
     assert told["events"] > 200
-    monkeypatch.setattr(sys, "argv", ["lockstep", kind, "--seconds", "0"])
+    monkeypatch.setattr(sys, "argv", ["lockstep", "plain", "--seconds", "0"])
     capsys.readouterr()
     assert lockstep.main() == 1
     assert "reached only " in capsys.readouterr().out

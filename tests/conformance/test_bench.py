@@ -136,10 +136,14 @@ def test_an_engine_that_decides_otherwise_is_timed_by_itself(engine: str) -> Non
     assert find_obstacle(engine, drafts) == ("drafts" if engine in TOYS else None)
 
 
-def test_beside_exact_engines_it_is_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is played before a measurement: nothing is timed here."""
     monkeypatch.setattr("blockstep.conformance.bench.measure.REHEARSAL", {"decode": 1})
+
+
+@pytest.mark.usefixtures("_rehearsed")
+def test_beside_exact_engines_it_is_told_apart(tmp_path: Path) -> None:
     out, toy = tmp_path / "out.json", TOYS[1]
     asked = ("--engine", "host", "--engine", toy, "--scenario", "decode", "--scenario", "drafts")
     result = bench("scheduler", *asked, "-n", 1, "--steps", 4, "--json", out)
@@ -305,6 +309,7 @@ def test_command_profiles(tmp_path: Path) -> None:
     assert len(json.loads(out.read_text())["profiles"][0]["lines"]) == 3
 
 
+@pytest.mark.usefixtures("_rehearsed")
 def test_command_writes_table_json_and_page(tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.md"
     result = CliRunner().invoke(
@@ -321,6 +326,7 @@ def test_command_writes_table_json_and_page(tmp_path: Path) -> None:
     assert "compiled, arrays" in page.read_text()
 
 
+@pytest.mark.usefixtures("_rehearsed")
 def test_command_plays_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [

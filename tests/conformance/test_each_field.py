@@ -37,3 +37,4 @@ def test_each_field_that_is_changed_is_noticed_in_each_feature() -> None:
     page = make_page(changes)
     assert f"**{total} changes, of {len(changes.met)} fields" in " ".join(page.split())
     assert all(f"\n{owner}.{name} " in page for owner, name in changes.met)
+    assert "## Not compared" in page

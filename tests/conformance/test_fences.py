@@ -220,7 +220,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mirror, "is_shared", False)
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("is_checked", [False, True])

@@ -182,7 +182,8 @@ def test_nor_has_it_after_many_events(seed: int) -> None:
 
 
 def test_what_nothing_known_accounts_for_is_found_once_and_counted() -> None:
-    result = hunt(CheckOptions(max_events=1_000), call_here(load_engine("museum:leak-on-abort")))
+    make_engine = load_engine("museum:leak-on-abort")
+    result = hunt(CheckOptions(max_events=600), call_here(make_engine), scopes=("tiny",))
     (defect,) = result.defects
     assert defect.causes == ()
     assert defect.num_seen == result.num_again.total() + 1 > 1
@@ -325,14 +326,21 @@ class Two(SpecEngine):
         return seen
 
 
-def test_a_defect_does_not_hide_another() -> None:
-    result = hunt(CheckOptions(max_events=600, seed=2), call_here(Two))
-    assert {defect.first.sentence for defect in result.defects} == {
+TWO = CheckOptions(max_events=600, seed=2)
+
+
+@pytest.fixture(scope="module")
+def two() -> HuntResult:
+    return hunt(TWO, call_here(Two), scopes=("tiny",))
+
+
+def test_a_defect_does_not_hide_another(two: HuntResult) -> None:
+    assert {defect.first.sentence for defect in two.defects} == {
         "finish_reason_is_the_one_that_holds",
         "engine_raises_nothing",
     }
-    assert all(defect.length <= 4 for defect in result.defects)
-    (raised_at,) = filter(None, (defect.raised_at for defect in result.defects))
+    assert all(defect.length <= 4 for defect in two.defects)
+    (raised_at,) = filter(None, (defect.raised_at for defect in two.defects))
     assert raised_at.startswith("apply (test_hunt.py:")
 
 
@@ -876,7 +884,7 @@ def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
     """Also of an engine that does not live: the hunt goes on with another."""
     saved = tmp_path / "saved"
     saved.mkdir()
-    args = ("--budget", "400", "--seed", "4", "--save", str(saved))
+    args = ("--budget", "400", "--seed", "3", "--preset", "tiny", "--save", str(saved))
     sentences, _ = hunt_and_reproduce(tmp_path, "Broken", *args)
     assert sorted(sentences) == [
         "engine_answers_every_call",
@@ -901,13 +909,13 @@ def test_also_where_a_check_would_go_easy_on_the_engine(tmp_path: Path) -> None:
 # Side by side, and how deep.
 
 
-def test_a_hunt_finds_the_same_however_many_episodes_are_played_side_by_side() -> None:
-    options = CheckOptions(max_events=400, seed=3)
-    alone = hunt(options, call_here(Two), scopes=("tiny",))
+def test_a_hunt_finds_the_same_however_many_episodes_are_played_side_by_side(
+    two: HuntResult,
+) -> None:
     with ThreadPoolExecutor(3) as pool:
-        together = hunt(replace(options, jobs=3), call_here(Two), scopes=("tiny",), pool=pool)
-    assert alone.defects
-    assert render_hunt(together) == render_hunt(alone)
+        together = hunt(replace(TWO, jobs=3), call_here(Two), scopes=("tiny",), pool=pool)
+    assert two.defects
+    assert render_hunt(together) == render_hunt(two)
 
 
 @pytest.mark.soak

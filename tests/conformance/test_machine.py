@@ -23,7 +23,7 @@ class FreesTwice(AbortingToy):
 
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=25,
     stateful_step_count=60,
     deadline=None,
     database=None,

@@ -136,10 +136,10 @@ def test_a_first_answer_that_is_not_understood_is_a_usage_error(wrong: str, word
 
 @pytest.mark.parametrize(
     ("wrong", "code", "words"),
-    [("fault", 1, "lost a block"), ("banner", 2, "is not a Hello"), ("silence", 1, "within 2 s")],
+    [("fault", 1, "lost a block"), ("banner", 2, "is not a Hello"), ("silence", 1, "within 1 s")],
 )
 def test_a_check_ends_with_its_exit_code(wrong: str, code: int, words: str) -> None:
-    result = check(f"cmd:{command_of('spec', wrong)}", "--brief", "--event-seconds", "2")
+    result = check(f"cmd:{command_of('spec', wrong)}", "--brief", "--event-seconds", "1")
     assert result.exit_code == code, result.output
     assert words in " ".join(result.output.split())
 

@@ -48,7 +48,7 @@ SLOWEST = "async-draft-model"
 """Runs beside the others in `make soak`; either half of it is a storm of its own."""
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] * (name == SLOWEST)) for name in STORMS]
 )
