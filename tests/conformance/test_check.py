@@ -42,6 +42,12 @@ def test_the_whole_verdict_is_green() -> None:
     assert result.exit_code is ExitCode.CONFORMS
 
 
+@pytest.mark.parametrize("feature", ["forks", "transfers"])
+def test_the_host_conforms_in_runs_that_all_have_a_feature(feature: str) -> None:
+    result = check(CheckOptions(engine="host", max_events=4_000, with_features=(feature,)))
+    assert result.first is None
+
+
 def test_the_specification_follows_two_quirks_together_without_an_assertion() -> None:
     """A second full group's hit is longer than what is loaded, and groups load in turns: the
     release asks its pool for -1 blocks, and the specification took all but one (exit 3)."""
