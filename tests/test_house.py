@@ -63,7 +63,7 @@ def find_imports_against_the_rules(house: Path) -> str:
 MODULES = (
     "spec.vocabulary.config", "spec.copies", "spec.maps", "spec.pool", "spec.requests",
     "spec.rules", "spec.state",
-    "spec.hashing", "spec.beside.tiers", "spec.memory.slots", "spec.step.running",
+    "spec.hashing", "spec.memory.slots", "spec.step.running",
     "spec.lives.commit",
     "spec.transition", "spec.snapshots", "spec.invariants", "spec.core.parts",
     "spec.features.lora", "spec.releases.order",

@@ -24,6 +24,7 @@ from blockstep.conformance.protocol.features import (
     without_states,
 )
 from blockstep.conformance.protocol.wishes import Wish, make_wish
+from blockstep.spec.features import get_config_rules
 from blockstep.spec.memory.slots import is_servable
 from blockstep.spec.vocabulary import (
     Config,
@@ -56,7 +57,7 @@ def test_every_config_is_one_and_most_requests_can_be_served(preset: str) -> Non
         draw = SeededDraw(f"requests/{number}")
         for index in range(4):
             request = draw_request(swarm, draw, "A", index)
-            servable += is_servable(swarm.config, request)
+            servable += is_servable(swarm.config, request, get_config_rules(swarm.config))
     assert servable > 0.85 * 4 * 150
 
 

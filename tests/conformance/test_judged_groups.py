@@ -26,9 +26,11 @@ from blockstep.conformance.search import episodes
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
-from blockstep.spec.memory import groups as spec_groups
+from blockstep.spec.features import groups, mamba
+from blockstep.spec.features.groups import hits
+from blockstep.spec.features.groups import kinds as spec_groups
 from blockstep.spec.memory import prefix, slots
-from blockstep.spec.step import admission, plans, share
+from blockstep.spec.step import plans
 
 FULL, WINDOW = v.GroupKind.FULL, v.GroupKind.SLIDING_WINDOW
 CHUNKS, STATES = v.GroupKind.CHUNKED_LOCAL, v.GroupKind.RECURRENT
@@ -198,19 +200,19 @@ DEFECTS: list[Defect] = [
      a_token_early),
     ("row_has_given_back_what_it_attends_to_no_more", of_two_sizes, (),
      spec_groups.compute_num_skipped_tokens, a_block_late),
-    ("attended_blocks_are_held", with_window, DRAFTS_AHEAD, slots.skip_slots, as_if_accepted),
-    ("attended_slot_holds_the_right_prefix", with_window, ("caching",), prefix.is_valid_hit,
+    ("attended_blocks_are_held", with_window, DRAFTS_AHEAD, groups.skip_slots, as_if_accepted),
+    ("attended_slot_holds_the_right_prefix", with_window, ("caching",), hits.is_valid_hit,
      full_alone),
-    ("attended_slot_was_written", with_states, ("caching",), admission.get_unwritten_states,
+    ("attended_slot_was_written", with_states, ("caching",), mamba.get_unwritten_states,
      without_more_ado),
-    ("block_of_a_state_is_zeroed_for_attention", with_states, (), plans.get_blocks_to_zero,
+    ("block_of_a_state_is_zeroed_for_attention", with_states, (), mamba.get_blocks_to_zero,
      to_nothing),
     ("common_prefix_is_of_every_row", with_window, (), plans.get_num_common_prefix_blocks,
      one_more),
-    ("published_block_holds_the_right_prefix", with_states, ("caching",), share.compute_aligned_end,
+    ("published_block_holds_the_right_prefix", with_states, ("caching",), mamba.compute_aligned_end,
      through),
     ("head_of_the_queue_is_admitted_when_it_fits", with_states, ("caching",),
-     share.compute_aligned_end, rounded_down),
+     mamba.compute_aligned_end, rounded_down),
     ("request_is_refused_for_its_size_only_if_it_never_fits", with_window, (),
      slots.compute_max_blocks, for_all_tokens),
 ]  # fmt: skip
@@ -249,7 +251,7 @@ def test_a_chunk_is_charged_one_state_of_those_that_it_passes() -> None:
 
 def test_a_world_shows_what_is_given_back_too_early(plant: Any) -> None:
     """Without a worker that reads it: the state alone tells."""
-    plant(slots.skip_slots, as_if_accepted)
+    plant(groups.skip_slots, as_if_accepted)
     walked = walk(Task(replace(WORLDS["doubts"], expected=None)))
     assert any("P5 attended_blocks_are_held" in line for line in walked.found)
 

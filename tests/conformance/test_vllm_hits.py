@@ -11,8 +11,8 @@ from vllm_support.installed import RELEASE, VERSION, needs, quiet
 
 from blockstep.conformance.engines.adapters.vllm_groups import fit_groups
 from blockstep.spec import vocabulary as v
+from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.hashing import extend_block_keys, get_group_keys
-from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.prefix import get_prefix_hit
 from blockstep.spec.pool import create_pool, publish_blocks
 from blockstep.spec.profiles import get_profile

@@ -23,9 +23,9 @@ from groups_support import (
 )
 
 from blockstep.spec import Config, Oracle, Policy, Rejected, Request, SpecMethod, Submit
+from blockstep.spec.features.groups.kinds import compute_max_held_blocks, compute_max_reach
 from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
 from blockstep.spec.memory.slots import compute_max_blocks, publish_slots, revoke_slots
 from blockstep.spec.pool import create_pool
 from blockstep.spec.releases.sessions import count_held_by_all
@@ -256,7 +256,7 @@ class TestWhatAWindowIsCharged:
         row that begins with the last token of one: that it never does with all of the budget."""
         oracle = Oracle(self.config)
         request = Request("A", (0,) * 20, max_tokens=4)
-        assert compute_max_blocks(self.config, request) == 4 + 3
+        assert compute_max_blocks(self.config, request, oracle.state.rules) == 4 + 3
         oracle.submit(request)
         assert step(oracle).new
         held = []

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockstep.spec import Config, Request, SpecMethod, Status
+from blockstep.spec.features import get_config_rules
 from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.prefix import get_prefix_hit
@@ -71,7 +72,7 @@ def build(
 def check(config: Config, published: Published, num_known: int) -> Hit:
     """The hit is the greatest valid one, and shares just what is read: the rest is null."""
     pool, request, places = build(config, published, num_known)
-    hit = get_prefix_hit(config, pool, request, STRICT_RULES)
+    hit = get_prefix_hit(config, pool, request, get_config_rules(config))
     assert hit.num_tokens == get_greatest(config, published, num_known)
     if not hit.num_tokens:
         return hit

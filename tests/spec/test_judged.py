@@ -16,13 +16,11 @@ from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.copies import replace
-from blockstep.spec.features import forks as branches
-from blockstep.spec.features import pins
+from blockstep.spec.features import forks, pins
+from blockstep.spec.features import offload as saving
 from blockstep.spec.features.encoder import cache as encoder
+from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.kv_transfer import transfers
-from blockstep.spec.memory import forks, slots
-from blockstep.spec.memory.groups import compute_num_skipped_blocks
-from blockstep.spec.step import saving
 from blockstep.spec.vocabulary import NULL_BLOCK
 
 pytestmark = pytest.mark.spec_alone
@@ -75,11 +73,6 @@ get_save, compute_num_saved = saving.get_save, saving.compute_num_saved
 hold_ended = transfers.hold_ended
 
 
-def copies_nothing(pool: Any, group: Any, holding: Any, num_computed: int) -> Any:
-    del group, num_computed
-    return pool, holding
-
-
 def shares_in_findable_blocks(group: Any, holding: Any, num_shared: int) -> bool:
     first, end = compute_num_skipped_blocks(group, num_shared), -(-num_shared // group.block_size)
     return NULL_BLOCK not in holding.block_table[first:end]
@@ -118,10 +111,10 @@ def holds_nothing(before: Any, request_id: str, tables: Any) -> Any:
 
 
 MISTAKES: list[tuple[Any, str, Callable[..., Any], str, int, tuple[str, ...]]] = [
-    (slots, "get_own", copies_nothing, "tiny", 3, ("forks",)),
+    (forks, "compute_num_copies", lambda *_: 0, "tiny", 3, ("forks",)),
     (forks, "is_shareable", shares_in_findable_blocks, "tiny", 3, ("forks",)),
     (forks, "is_shareable", shares_what_windows_left, "tiny", 1, ("forks", "window")),
-    (branches, "count_common_tokens", takes_all_for_common, "small", 3, ("forks",)),
+    (forks, "count_common_tokens", takes_all_for_common, "small", 3, ("forks",)),
     (saving, "compute_num_saved", saves_begun_blocks, "tiny", 3, ("tiers",)),
     (saving, "get_save", saves_the_step_too, "tiny", 3, ("tiers",)),
     (saving, "get_save", saves_the_last_blocks, "tiny", 3, ("tiers",)),

@@ -33,6 +33,7 @@ from blockstep.spec.features.structured_output.grammar import (
     get_stand_behind,
     get_stands,
 )
+from blockstep.spec.features.structured_output.masks import get_verifiable_drafts
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -359,11 +360,11 @@ def draw_event(draw: Random, state: State) -> object:
     for row in state.frames[0].rows:
         request = state.requests.get(row.request_id)
         stand = None if request is None else STAND.of(request)
-        number = 1 + draw.randrange(len(row.verifiable_drafts) + 1)
+        number = 1 + draw.randrange(len(get_verifiable_drafts(row)) + 1)
         if stand is None or not row.samples:
             rows.append(RowTokens(row.request_id, (4,) * row.samples))
             continue
-        tokens = row.verifiable_drafts[: number - 1]
+        tokens = get_verifiable_drafts(row)[: number - 1]
         if -1 in tokens:
             tokens = ()
         stands = get_stands(state.config, ONE_TWO, stand, tokens, get_next_stand)

@@ -8,9 +8,9 @@ import pytest
 from groups_support import full, window
 
 from blockstep.spec import Config, ConfigError, Oracle, Policy, Request
+from blockstep.spec.features.offload import compute_break_even, compute_num_saved
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import STRICT, Profile, Quirk
-from blockstep.spec.step.saving import compute_break_even, compute_num_saved
 from blockstep.spec.vocabulary import KVLoad, KVSave, KVTransfers, Plan, RequestId, Status
 
 AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}

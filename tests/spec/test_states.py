@@ -8,19 +8,24 @@ import pytest
 from groups_support import ALIGN, ALL, NONE, chunks, full, recurrent, window
 
 from blockstep.spec import Config, Oracle, Request, SpecMethod
-from blockstep.spec.hashing import extend_block_keys, get_group_keys
-from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.memory.groups import compute_max_doubt, compute_max_held_blocks
-from blockstep.spec.memory.slots import count_reserved_blocks, publish_slots
-from blockstep.spec.memory.states import (
+from blockstep.spec.features.groups.kinds import (
+    compute_max_doubt,
+    compute_max_held_blocks,
+    count_reserved_blocks,
+)
+from blockstep.spec.features.mamba import (
+    compute_aligned_end,
     compute_num_new_states,
     compute_num_state_blocks,
+    get_aligned_share,
     get_extended_states,
 )
+from blockstep.spec.hashing import extend_block_keys, get_group_keys
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.memory.slots import publish_slots
 from blockstep.spec.pool import create_pool, find_block
 from blockstep.spec.requests import Holding, RequestState
 from blockstep.spec.rules import STRICT_RULES
-from blockstep.spec.step.share import compute_aligned_end, get_aligned_share
 from blockstep.spec.vocabulary import (
     Ack,
     BlockTables,

@@ -10,15 +10,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockstep.spec.beside.tiers import (
-    Names,
-    Tiers,
-    clear,
-    count_held,
-    create_tiers,
-    fetch,
-    keep,
-)
+from blockstep.spec.features.tiers import Names, Tiers, clear, count_held, create_tiers, fetch, keep
 
 TEXTS: tuple[Names, ...] = (("a", "b", "c", "d"), ("a", "b", "x"), ("p", "q"), ("r",), ("a", "y"))
 

@@ -41,7 +41,7 @@ class GroupsWalk:
 
     def submit_if_servable(self, request: Request) -> Request | None:
         """The request, taken in, or None."""
-        if not slots.is_servable(self.oracle.state.config, request):
+        if not slots.is_servable(self.oracle.state.config, request, self.oracle.state.rules):
             return None
         self.oracle.submit(request)
         return request

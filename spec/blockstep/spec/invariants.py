@@ -11,23 +11,16 @@ from itertools import pairwise
 
 from blockstep.spec.features import FEATURES
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
-from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
-from blockstep.spec.features.pins import PINS
-from blockstep.spec.features.structured_output.grammar import (
-    STAND,
-    get_first_stand,
-    get_next_stand,
-    get_stand_behind,
-    get_stands,
-)
-from blockstep.spec.hashing import get_group_keys
-from blockstep.spec.memory.groups import (
+from blockstep.spec.features.groups.kinds import (
     compute_max_doubt,
     compute_max_held_blocks,
     compute_max_reach,
     compute_num_skipped_blocks,
     get_num_slots_of,
 )
+from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
+from blockstep.spec.features.pins import PINS
+from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.requests import (
     NOTHING_HELD,
     FrameRow,
@@ -39,7 +32,6 @@ from blockstep.spec.requests import (
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import get_rank
 from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
     NULL_BLOCK,
     BlockId,
     Config,
@@ -262,31 +254,6 @@ def is_every_placeholder_in_flight(state: State) -> bool:
     return True
 
 
-def is_every_grammar_in_step(state: State) -> bool:
-    """A grammar state follows from the outputs, and accepts the drafts that follow. Source: P23.
-
-    These are the drafts that are known: stored for the next step, or in a frame that can be
-    committed next.
-    """
-    config = state.config
-    for request in state.requests.values():
-        grammar, asked = request.request.grammar, request.request
-        if grammar is None:
-            continue
-        first = get_first_stand(config, asked.prompt_token_ids)
-        outputs = request.output_token_ids
-        if get_stand_behind(config, grammar, first, outputs, get_next_stand) != STAND.of(request):
-            return False
-        rows = list_rows_in_flight(state.frames, request.request_id)
-        mine = [row.verifiable_drafts for row in rows if row.has_mask]
-        for drafts in (request.spec_token_ids, *mine[:1]):
-            known = tuple([token for token in drafts if token != DRAFT_PLACEHOLDER])
-            stands = get_stands(config, grammar, STAND.of(request), known, get_next_stand)
-            if len(stands) <= len(known):
-                return False
-    return True
-
-
 def is_within_limits(state: State) -> bool:
     """Running slots, frames, adapters and admission thresholds are within their limits.
 
@@ -336,7 +303,6 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_rest_behind_a_stop,
     is_token_accounting_sound,
     is_every_placeholder_in_flight,
-    is_every_grammar_in_step,
     is_within_limits,
     is_every_deferred_free_of_a_frame_in_flight,
     is_priority_queue_sorted,

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockstep.spec.copies import replace, wide_dataclass
+from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.core.parts import NO_PARTS, Parts
 from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
     NULL_BLOCK,
     BlockId,
     BlockKey,
     BlockTables,
     FrameId,
-    KVLoad,
     Request,
     RequestId,
     Status,
@@ -45,8 +43,6 @@ class Hit:
     block_tables: BlockTables
     """Per group: null blocks for skipped ones, then the blocks to share. Empty if there is no hit.
     """
-    junction: int = 0
-    """Length of the longest hit of some groups alone, if that is more; 0 in strict runs."""
     num_external: int = 0
     """Number of its last tokens that a store loads into blocks still to be taken. Blocks that are
     skipped after these are null, too."""
@@ -90,8 +86,6 @@ class RequestState:
     """The stop token of a session that was reported at the end of its last input."""
     updates: tuple[Request, ...] = ()
     """The waiting inputs of a session, oldest first; one that is not resumable is the last."""
-    junction: int = 0
-    """The junction of its hit; 0 in strict runs."""
     is_unsettled: bool = False
     """Whether KV that a store loads for it is unconfirmed: until it is confirmed, no loaded block
     is published (P19)."""
@@ -137,22 +131,9 @@ class FrameRow:
     samples: bool
     """Whether the step computes the last token that will be known, so that the worker samples."""
     is_dropped: bool = False
-    """Whether its tokens are not delivered: a session has stopped before it."""
-    num_in_doubt: int = 0
-    """Computed tokens of it that may have to be computed again: its drafts."""
-    has_mask: bool = False
-    """Whether a grammar constrains its tokens."""
-    is_masked: bool = False
-    """Whether a mask was made with its drafts: remaining placeholders cannot be accepted."""
+    """Whether its tokens are not delivered."""
     parts: Parts = NO_PARTS
     """Values of features and releases."""
-
-    @property
-    def verifiable_drafts(self) -> TokenIds:
-        """Return its drafts without those that a mask cut off, which come last."""
-        if not self.is_masked or DRAFT_PLACEHOLDER not in self.draft_token_ids:
-            return self.draft_token_ids
-        return self.draft_token_ids[: self.draft_token_ids.index(DRAFT_PLACEHOLDER)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +143,8 @@ class Frame:
     frame_id: FrameId
     rows: tuple[FrameRow, ...]
     """Rows in the order of scheduling, which is the order of commit."""
-    has_structured_output: bool = False
-    """Whether a row samples for a request with structured output; no strict rule uses it."""
-    loads: tuple[KVLoad, ...] = ()
-    """Loads that end before its rows read them, in the order of the plan."""
+    parts: Parts = NO_PARTS
+    """Values of features and releases."""
 
 
 def list_rows_in_flight(frames: Sequence[Frame], request_id: RequestId) -> list[FrameRow]:
@@ -176,20 +155,3 @@ def list_rows_in_flight(frames: Sequence[Frame], request_id: RequestId) -> list[
         for row in frame.rows
         if row.request_id == request_id and not row.is_dropped
     ]
-
-
-def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
-    """Return a request's computed tokens that frames in flight may roll back. Source: P14."""
-    return sum([row.num_in_doubt for row in list_rows_in_flight(frames, request_id)])
-
-
-def drop_row(frame: Frame, request_id: RequestId) -> Frame:
-    """Return a frame in flight in which the row of this request, if any, delivers nothing.
-
-    Source: P13.
-    """
-    rows = [
-        replace(row, is_dropped=True, has_mask=False) if row.request_id == request_id else row
-        for row in frame.rows
-    ]
-    return replace(frame, rows=tuple(rows))

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from blockstep.impl.engine import FolderError, TieredStore
 from blockstep.impl.tiers.files import MARK, BlockKV
 from blockstep.impl.tiers.order import TierOrder
-from blockstep.spec.beside import tiers as spec
+from blockstep.spec.features import tiers as spec
 
 
 def block(number: int) -> BlockKV:

@@ -15,6 +15,7 @@ from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
 from blockstep.spec.features.encoder.cache import free_items
 from blockstep.spec.features.kv_transfer.transfers import compute_num_external
+from blockstep.spec.features.mamba import is_zeroed
 from blockstep.spec.features.sessions import get_num_kept
 from blockstep.spec.features.structured_output.masks import list_masked
 from blockstep.spec.hashing import get_item_keys
@@ -25,7 +26,6 @@ from blockstep.spec.pool import free_blocks
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.admission import count_seats, get_num_cached_tokens, list_passed_over
-from blockstep.spec.step.plans import is_zeroed
 from blockstep.spec.step.preemption import get_preempted
 from blockstep.spec.step.queues import select_victim
 from blockstep.spec.step.share import get_threshold

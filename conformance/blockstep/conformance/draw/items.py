@@ -11,7 +11,7 @@ from random import Random
 
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.protocol.features import without_states
-from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
+from blockstep.spec.features.groups.kinds import compute_max_held_blocks, compute_max_reach
 from blockstep.spec.vocabulary import (
     Config,
     GroupKind,

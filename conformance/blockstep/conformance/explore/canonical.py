@@ -23,11 +23,16 @@ from typing import Any, TypeAlias
 from blockstep.conformance.explore.world import World
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder
+from blockstep.spec.features.groups import IN_DOUBT
+from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.features.structured_output.grammar import STAND
+from blockstep.spec.features.structured_output.masks import HAS_MASK, IS_CUT
 from blockstep.spec.releases.failures import NUM_SCHEDULED
 from blockstep.spec.releases.flight import list_reset_victims
+from blockstep.spec.releases.grammars import IS_STRUCTURED
+from blockstep.spec.releases.states import JUNCTION
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -200,7 +205,7 @@ def _list_other_tables(
     for pin in PINS.of(state).pins:
         yield from pin.block_tables
     for frame in state.frames:
-        for load in frame.loads:
+        for load in FRAME_LOADS.of(frame):
             yield from load.block_ids
 
 
@@ -217,7 +222,9 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         *(held.num_cached_blocks for held in request.holdings),
         request.num_cached_tokens,
         request.grammar_ready,
-        *_get_more(STAND.of(request).state, STAND.of(request).reasoning_ended, request.junction),
+        *_get_more(
+            STAND.of(request).state, STAND.of(request).reasoning_ended, JUNCTION.of(request)
+        ),
         *_get_more(request.is_unsettled),
         *_session_form(request),
     )
@@ -229,8 +236,8 @@ def _get_keys(event: KVEvent) -> tuple[BlockKey, ...]:
 
 
 def _get_flags(frame: Frame, row: FrameRow) -> tuple[int, ...]:
-    masks = (row.has_mask, row.is_masked, frame.has_structured_output)
-    more = _get_more(row.num_in_doubt, NUM_SCHEDULED.of(row), *masks)
+    masks = (HAS_MASK.of(row), IS_CUT.of(row), IS_STRUCTURED.of(frame))
+    more = _get_more(IN_DOUBT.of(row), NUM_SCHEDULED.of(row), *masks)
     return row.samples, row.is_dropped, *more
 
 
@@ -298,7 +305,7 @@ def _transfers_form(
         [
             (labels[load.request_id], placed(load.block_ids), load.num_computed_tokens,
              load.num_external_tokens, load.is_async)
-            for load in frame.loads
+            for load in FRAME_LOADS.of(frame)
         ]
         for frame in state.frames
     ]  # fmt: skip

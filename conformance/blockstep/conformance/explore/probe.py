@@ -25,7 +25,9 @@ from blockstep.conformance.protocol.findings import Difference, tell_error
 from blockstep.conformance.protocol.renaming import pair_states, rename_plan, rename_snapshot
 from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
+from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
+from blockstep.spec.features.structured_output.masks import IS_CUT, get_verifiable_drafts
 from blockstep.spec.lives.idle import has_work
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.requests import RequestState
@@ -103,8 +105,11 @@ def get_ledger(state: State) -> Ledger:
             computed = 0 if known is None else known.num_computed_tokens
             end = max(computed - behind.get(row.request_id, 0), 0)
             drafts, verifiable = row.draft_token_ids, None
-            if row.is_masked:
-                drafts, verifiable = (v.DRAFT_PLACEHOLDER,) * len(drafts), row.verifiable_drafts
+            if IS_CUT.of(row):
+                drafts, verifiable = (
+                    (v.DRAFT_PLACEHOLDER,) * len(drafts),
+                    get_verifiable_drafts(row),
+                )
             is_over = row.is_dropped and known is not None
             flight = FlightRow(row.request_id, end, drafts, row.samples, verifiable, is_over)
             if not is_over:
@@ -128,9 +133,10 @@ def _recall_transfers(store: StoreLedger, state: State) -> None:
     """
     moving, known = TRANSFERS.of(state), store.transfers
     known.offers = dict(moving.offers)
-    known.at_once = {frame.frame_id: frame.loads for frame in state.frames if frame.loads}
+    loads = [(frame.frame_id, FRAME_LOADS.of(frame)) for frame in state.frames]
+    known.at_once = {frame_id: of_frame for frame_id, of_frame in loads if of_frame}
     for frame in state.frames:
-        for load in frame.loads:
+        for load in FRAME_LOADS.of(frame):
             request = state.requests.get(load.request_id)
             if request is not None and request.is_unsettled:
                 store.unsettled[load.request_id] = frame.frame_id

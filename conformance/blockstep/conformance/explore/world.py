@@ -14,8 +14,10 @@ from itertools import product, repeat
 
 from blockstep.conformance.protocol.features import FEATURES, HOSTILE
 from blockstep.spec import vocabulary as v
+from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.pins import PINS
+from blockstep.spec.features.structured_output.masks import HAS_MASK, get_verifiable_drafts
 from blockstep.spec.requests import Frame
 from blockstep.spec.state import State
 
@@ -221,7 +223,7 @@ def get_masks(world: World, frame: Frame) -> Iterator[v.GrammarBitmask]:
     yield v.GrammarBitmask(frame.frame_id)
     if not world.config.async_scheduling:
         return
-    held = [row for row in frame.rows if row.has_mask and row.draft_token_ids]
+    held = [row for row in frame.rows if HAS_MASK.of(row) and row.draft_token_ids]
     choices = [product(world.vocabulary, repeat=len(row.draft_token_ids)) for row in held]
     for drafts in product(*choices) if held else ():
         rows = zip(held, drafts, strict=True)
@@ -235,7 +237,7 @@ def get_answers(world: World, frame: Frame) -> Iterator[v.Commit]:
     """
     choices: list[list[v.TokenIds]] = []
     for row in frame.rows:
-        drafts = [world.vocabulary if d < 0 else (d,) for d in row.verifiable_drafts]
+        drafts = [world.vocabulary if d < 0 else (d,) for d in get_verifiable_drafts(row)]
         choices.append(
             [
                 tokens
@@ -268,7 +270,7 @@ def get_failed_answers(world: World, state: State) -> Iterator[v.Commit]:
     last block.
     """
     frame = state.frames[0]
-    for load in frame.loads:
+    for load in FRAME_LOADS.of(frame):
         firsts = [load.num_computed_tokens // size for size in world.config.block_sizes]
         for block_id in list_ends(load.block_ids, firsts):
             for commit in get_answers(world, frame):

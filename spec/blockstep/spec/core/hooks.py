@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from blockstep.spec.vocabulary import Commit, Plan, Rejected, Request, RequestId, TokenIds
+from blockstep.spec.vocabulary import Commit, KVGroup, Plan, Rejected, Request, RequestId, TokenIds
 
 if TYPE_CHECKING:  # a state has rules, which have hooks, which are functions of a step of a state
-    from blockstep.spec.requests import Frame, FrameRow, Hit, RequestState
+    from blockstep.spec.pool import Pool
+    from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
     from blockstep.spec.state import State
-    from blockstep.spec.step.work import Step, Verdict
+    from blockstep.spec.step.work import Scheduled, Step, Verdict
 
 Create: TypeAlias = "Callable[[State], State]"
 """Returns the state before the first event with the initial values of a feature."""
@@ -34,6 +35,12 @@ Gate: TypeAlias = "Callable[[Step, RequestState], Verdict | None]"
 """A check that may stop a waiting request for a reason of its own; None lets it pass."""
 Look: TypeAlias = "Callable[[Step, RequestState, Hit], tuple[RequestState, Hit] | Verdict]"
 """Returns a waiting request and its hit, which may be longer; or why it is not admitted now."""
+Skip: TypeAlias = "Callable[[Step, Pool, RequestState], tuple[Pool, RequestState]]"
+"""Returns pool and request without blocks that the request does not need any more."""
+Need: TypeAlias = "Callable[[Pool, KVGroup, Holding, int], int]"
+"""Returns the blocks that a request needs besides new ones to continue after computed tokens."""
+Own: TypeAlias = "Callable[[Pool, KVGroup, Holding, int], tuple[Pool, Holding]]"
+"""Returns pool and holding with a block of its own for the next token."""
 Stuck: TypeAlias = "Callable[[Step, RequestId], None]"
 """Admits requests behind the head of the queue, which does not fit."""
 Admit: TypeAlias = "Callable[[Step, RequestState, RequestState, Hit], None]"
@@ -52,6 +59,10 @@ OfVictim: TypeAlias = "Callable[[Step, RequestState, bool], None]"
 """Updates a step for a request that it preempts, and whether it had a row in the step."""
 Tell: TypeAlias = "Callable[[Step, Sequence[FrameRow], Plan], Plan]"
 """Returns the plan with the fields of a feature."""
+Fill: TypeAlias = "Callable[[Step, Scheduled, FrameRow], FrameRow]"
+"""Returns a row of a frame with what a feature must know until its commit."""
+FillFrame: TypeAlias = "Callable[[Step, Frame], Frame]"
+"""Returns a frame with what a feature must know until its commit."""
 Sent: TypeAlias = "Callable[[Step, Sequence[FrameRow]], None]"
 """Updates a step whose plan is made: its tokens count as computed."""
 Leave: TypeAlias = "Callable[[State, RequestState], State]"
@@ -78,6 +89,12 @@ class Hooks:
     """Admission, before budget and pool are considered: the first verdict decides."""
     hits: tuple[Look, ...] = ()
     """Admission, after the prefix cache: each extends what the one before it found."""
+    skips: tuple[Skip, ...] = ()
+    """A request, before it has slots: each frees blocks."""
+    needs: tuple[Need, ...] = ()
+    """Slots, before any block is taken."""
+    owns: tuple[Own, ...] = ()
+    """Slots of a group, if there are enough blocks."""
     stuck: tuple[Stuck, ...] = ()
     """Admission, at a head that does not fit: no later request is tried, except by these."""
     admits: tuple[Admit, ...] = ()
@@ -98,8 +115,12 @@ class Hooks:
     """A step, between its two phases: all are asked."""
     victims: tuple[OfVictim, ...] = ()
     """A preemption, before the request loses its blocks."""
+    rows: tuple[Fill, ...] = ()
+    """A row of a step, once all are planned."""
     fields: tuple[Tell, ...] = ()
     """A plan: all rows are in it."""
+    frames: tuple[FillFrame, ...] = ()
+    """A frame, once the plan is made."""
     sent: tuple[Sent, ...] = ()
     """A step, after its plan was made."""
     disputes: tuple[Dispute, ...] = ()

@@ -29,6 +29,12 @@ class OpenHolder(Protocol):
     parts: dict[str, Any]
 
 
+class Planned(Protocol):
+    """An object that has notes: a step while it is planned."""
+
+    notes: dict[str, Any]
+
+
 class FrozenHolder(Protocol):
     """A frozen dataclass that has parts."""
 
@@ -76,3 +82,23 @@ class Part(Generic[T]):
             holder.parts.pop(self.name, None)
         else:
             holder.parts[self.name] = value
+
+
+class Note(Generic[T]):
+    """One value that a feature or a release remembers while a step is planned; it never gets into a
+    state."""
+
+    __slots__ = ("absent", "name")
+
+    def __init__(self, name: str, absent: T) -> None:
+        self.name: Final = name
+        self.absent: Final = absent
+
+    def of(self, step: Planned) -> T:
+        """Return the value in `step`, `absent` if there is none. Source: architecture D11."""
+        found: T = step.notes.get(self.name, self.absent)
+        return found
+
+    def set(self, step: Planned, value: T) -> None:
+        """Set the value in `step`. Source: architecture D11."""
+        step.notes[self.name] = value

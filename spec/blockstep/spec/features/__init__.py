@@ -15,31 +15,28 @@ from blockstep.spec.features import (
     admission_control,
     encoder,
     forks,
+    groups,
     kv_transfer,
     lora,
+    mamba,
+    offload,
     pins,
     sessions,
     structured_output,
 )
 from blockstep.spec.rules import STRICT_RULES, Rules
 from blockstep.spec.step.admission import process_flight_gate
-from blockstep.spec.step.plans import tell_zeroes
-from blockstep.spec.step.share import limit_to_states
 from blockstep.spec.vocabulary import Config
-
-
-def has_groups(config: Config) -> bool:
-    """Whether there are KV groups. Source: architecture D13."""
-    return bool(config.groups)
-
 
 FEATURES: Final[tuple[Feature, ...]] = (
     structured_output.FEATURE,
     Feature("async", is_always, Hooks(gates=(process_flight_gate,))),
     lora.FEATURE,
     encoder.FEATURE,
-    Feature("groups", has_groups, Hooks(limits=(limit_to_states,), fields=(tell_zeroes,))),
+    groups.FEATURE,
+    mamba.FEATURE,
     kv_transfer.FEATURE,
+    offload.FEATURE,
     forks.FEATURE,
     admission_control.FEATURE,
     pins.FEATURE,
@@ -55,7 +52,7 @@ def get_feature_rules(names: tuple[str, ...]) -> Rules:
         if feature.name in names:
             rules = replace(rules, hooks=rules.hooks.with_hooks(feature.hooks))
             for function, by in feature.instead.items():
-                rules = rules.replacing(function, by)
+                rules = rules.replacing(function, rules[by])
     return replace(rules, remake=(get_feature_rules, (names,)))
 
 

@@ -1,26 +1,48 @@
-"""Forks: a request branches off another one, and shares its blocks until one of them writes."""
+"""Forks: a request branches off another one, and shares its blocks until one of them writes.
+
+    parent   [ 4 ][ 7 ][ 9 . ]     c computed tokens, 9 is not full
+    branch   [ 4 ][ 7 ][ 9 . ]     the tokens that both have in common
+
+Full blocks are published, and never written again. The block after them is shared as well; the
+first request that writes to it replaces it by a copy, and the last holder writes in place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.parts import Note
+from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.structured_output.grammar import STAND, get_first_stand
 from blockstep.spec.features.structured_output.masks import get_advanced
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_extended
 from blockstep.spec.lives.lifecycle import get_id_problem
-from blockstep.spec.memory.forks import compute_num_shared, count_common_tokens, get_shared
 from blockstep.spec.memory.slots import publish_slots
-from blockstep.spec.pool import Pool, touch_blocks
-from blockstep.spec.requests import NOTHING_HELD, FrameRow, RequestState, without_nulls
+from blockstep.spec.pool import Pool, allocate_blocks, free_blocks, touch_blocks
+from blockstep.spec.requests import NOTHING_HELD, FrameRow, Holding, RequestState, without_nulls
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import process_prepend
 from blockstep.spec.step.work import Step
-from blockstep.spec.vocabulary import Ack, Config, Fork, Plan, RejectCode, Rejected, Status
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    Ack,
+    BlockCopy,
+    BlockTables,
+    Config,
+    Fork,
+    KVGroup,
+    Plan,
+    RejectCode,
+    Rejected,
+    RequestId,
+    Status,
+    TokenIds,
+)
 
 
 def process_fork(state: State, fork: Fork) -> tuple[State, Ack] | Rejected:
@@ -116,16 +138,126 @@ def publish_computed(state: State, parent: RequestState) -> tuple[Pool, RequestS
     return publish_slots(config, state.pool, parent, nums_full, state.rules)
 
 
+# Shared blocks.
+
+
+def count_common_tokens(mine: TokenIds, theirs: TokenIds) -> int:
+    """Return the number of leading tokens that two sequences share. Source: seed 002 "Fork"; P2."""
+    pairs = enumerate(zip(mine, theirs, strict=False))
+    differing = (at for at, (one, other) in pairs if one != other)
+    return next(differing, min(len(mine), len(theirs)))
+
+
+def compute_num_shared(
+    groups: Sequence[KVGroup], holdings: Sequence[Holding], num_tokens: int
+) -> int:
+    """Return the most of `num_tokens` common computed tokens that a branch can continue after.
+
+    Source: seed 002 "Fork: Creating New Beams", where it is all of them; P2, P5.
+    """
+    return max(
+        num_shared
+        for num_shared in range(num_tokens + 1)
+        if all(map(is_shareable, groups, holdings, [num_shared] * len(groups)))
+    )
+
+
+def is_shareable(group: KVGroup, holding: Holding, num_shared: int) -> bool:
+    """Whether a branch with `num_shared` computed tokens of a table can continue after them.
+
+    Not within a published block: that is not written again. And all blocks that the next token
+    attends to must be there. Source: P2, P4, P5.
+    """
+    size, table = group.block_size, holding.block_table
+    is_within = num_shared % size > 0 and num_shared // size < holding.num_cached_blocks
+    attended = table[compute_num_skipped_blocks(group, num_shared) : -(-num_shared // size)]
+    return not is_within and NULL_BLOCK not in attended
+
+
+def get_shared(group: KVGroup, holding: Holding, num_shared: int) -> Holding:
+    """Return what a branch holds of its parent's table. Source: seed 002 "Fork"; P2."""
+    size = group.block_size
+    num_settled = min(holding.num_cached_blocks, num_shared // size)
+    return Holding(holding.block_table[: -(-num_shared // size)], num_settled)
+
+
+def compute_num_copies(pool: Pool, group: KVGroup, holding: Holding, num_computed: int) -> int:
+    """Return the blocks that must be copied to continue after `num_computed` tokens: one at most.
+
+    Source: seed 002 "The COW Mechanism"; P2, P8.
+    """
+    index, table = num_computed // group.block_size, holding.block_table
+    is_within = num_computed % group.block_size > 0
+    return int(is_within and pool.ref_counts[table[index]] > 1)
+
+
+def get_own(
+    pool: Pool, group: KVGroup, holding: Holding, num_computed: int
+) -> tuple[Pool, Holding]:
+    """Replace the block in which a request continues by a new one if others hold it, too.
+
+    The caller has checked the capacity. Source: seed 002 "The COW Mechanism"; P1, P2.
+    """
+    if not compute_num_copies(pool, group, holding, num_computed):
+        return pool, holding
+    index, table = num_computed // group.block_size, holding.block_table
+    pool, taken = allocate_blocks(pool, 1)
+    pool = free_blocks(pool, table[index : index + 1])
+    own = table[:index] + taken + table[index + 1 :]
+    return pool, Holding(own, holding.num_cached_blocks)
+
+
+def list_copies(before: BlockTables, after: BlockTables) -> tuple[BlockCopy, ...]:
+    """Return the copies to make, from tables before and after; skipped blocks are not copied.
+
+    Source: seed 002 "The COW Mechanism"; P26.
+    """
+    return tuple(
+        [
+            BlockCopy(source, destination)
+            for mine, others in zip(before, after, strict=True)
+            for source, destination in zip(mine, others, strict=False)
+            if source != destination and NULL_BLOCK not in (source, destination)
+        ]
+    )
+
+
+# Copies in a step.
+
+COPIES: Final = Note[Mapping[RequestId, tuple[BlockCopy, ...]]]("copies", {})
+"""The copies of shared blocks that the rows of a step need, by request."""
+
+
+def note_copies(step: Step, request: RequestState) -> None:
+    """Note the copies that a row needs; a running request's plan then has its whole tables.
+
+    `request`: as it was before it had its slots. Source: seed 002 "The COW Mechanism"; P26.
+    """
+    tables = step.requests[request.request_id].block_tables
+    copies = list_copies(request.block_tables, tables)
+    COPIES.set(step, {**COPIES.of(step), request.request_id: copies})
+    if copies and request.status is Status.RUNNING:
+        step.rows[-1] = replace(step.rows[-1], new_blocks=tables)
+
+
 def tell_copies(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with blocks to be copied, and with the requests whose tables change by that.
 
-    Source: seed 002 "The COW Mechanism" (`pending_copies`); P2, P26.
+    A new request may have outputs already. Source: seed 002 "The COW Mechanism"
+    (`pending_copies`); P2, P26.
     """
-    running = [row for row in step.rows if row.copies and row.status is Status.RUNNING]
+    known = step.requests
+    copies = [(row, COPIES.of(step)[row.request_id]) for row in step.rows]
+    running = [row.request_id for row, of_row in copies if of_row and row.status is Status.RUNNING]
+    new = [
+        replace(row, output_token_ids=known[row.request.request_id].output_token_ids)
+        for row in plan.new
+    ]
     return replace(
         plan,
-        block_copies=tuple([copy for row in step.rows for copy in row.copies]),
-        remapped_req_ids=tuple(sorted([row.request_id for row in running])),
+        new=tuple(new),
+        block_copies=tuple([copy for _, of_row in copies for copy in of_row]),
+        remapped_req_ids=tuple(sorted(running)),
     )
 
 
@@ -134,4 +266,10 @@ def has_forks(config: Config) -> bool:
     return config.enable_forks
 
 
-FEATURE: Final = Feature("forks", has_forks, Hooks(fields=(tell_copies,)))
+FEATURE: Final = Feature(
+    "forks",
+    has_forks,
+    Hooks(
+        needs=(compute_num_copies,), owns=(get_own,), grants=(note_copies,), fields=(tell_copies,)
+    ),
+)

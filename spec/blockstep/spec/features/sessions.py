@@ -19,16 +19,17 @@ from typing import Final
 from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.structured_output.grammar import STAND, Stand, get_first_stand
+from blockstep.spec.features.structured_output.masks import drop_row
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives import commit
 from blockstep.spec.lives.endings import get_ended
 from blockstep.spec.lives.lifecycle import get_feature_problem, get_size_problem
 from blockstep.spec.memory.deferred import get_fence
-from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, RequestState, drop_row
+from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import process_giving, without_blocks
@@ -112,7 +113,7 @@ def get_update_problem(state: State, request: RequestState, update: Request) -> 
         rule = f"an input brings {name_of_field} = {value}, which is the session's: leave it out"
         return Rejected(RejectCode.BAD_REQUEST, f"request {name!r}: {rule}")
     longest = get_longest_request(state, request, update)
-    return get_size_problem(state.config, longest) or get_feature_problem(state, update)
+    return get_size_problem(state, longest) or get_feature_problem(state, update)
 
 
 def get_foreign_field(asked: Request, update: Request) -> str | None:

@@ -11,7 +11,8 @@ from blockstep.spec.lives.endings import get_ended, get_extended
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import publish_slots
 from blockstep.spec.pool import Pool, take_events
-from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.requests import Frame, FrameRow, RequestState
+from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     Commit,
@@ -43,7 +44,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     if frame is not state.frames[0]:
         detail = f"frame {state.frames[0].frame_id} is older than {frame.frame_id}; commit it first"
         return Rejected(RejectCode.FRAME_OUT_OF_ORDER, detail)
-    problem = get_result_problem(frame, commit)
+    problem = get_result_problem(frame, commit, state.rules)
     for dispute in state.rules.hooks.disputes:
         problem = problem or state.rules[dispute](state, frame, commit)
     if problem:
@@ -81,7 +82,7 @@ def get_rows_committed(
             continue
         request = get_fulfilled(state.config, request, len(row.draft_token_ids))
         request = get_rolled_back(request, len(row.draft_token_ids), len(tokens))
-        stats = count_drafts(stats, len(row.verifiable_drafts), len(tokens))
+        stats = count_drafts(stats, len(state.rules[get_verifiable_drafts](row)), len(tokens))
         request, output = get_extended(request, tokens, state.config.max_model_len, state.rules)
         for read in state.rules.hooks.reads:
             request = state.rules[read](state, row, request, output.new_token_ids)
@@ -117,7 +118,7 @@ def get_request_ended(state: State, request_id: RequestId) -> State:
     return get_ended(state, [request_id])
 
 
-def get_result_problem(frame: Frame, commit: Commit) -> str:
+def get_result_problem(frame: Frame, commit: Commit, rules: Rules) -> str:
     """Return why the model output does not fit the frame; "" if it does.
 
     Source: seed 001 "_update_request_with_output" (prefill rows return no token); P3, P18.
@@ -131,12 +132,18 @@ def get_result_problem(frame: Frame, commit: Commit) -> str:
         tokens = sampled[row.request_id]
         if not row.samples and tokens:
             return f"{row.request_id!r} has prompt left to compute and cannot sample: send no token"
-        if row.samples and not is_accepted_prefix(tokens, row.verifiable_drafts):
+        drafts = rules[get_verifiable_drafts](row)
+        if row.samples and not is_accepted_prefix(tokens, drafts):
             return (
-                f"{row.request_id!r}: send some leading drafts of {row.verifiable_drafts} "
+                f"{row.request_id!r}: send some leading drafts of {drafts} "
                 f"and one token more, not {tokens}"
             )
     return ""
+
+
+def get_verifiable_drafts(row: FrameRow) -> TokenIds:
+    """Return the drafts of a row that its output may accept: all of them. Source: P3, P14."""
+    return row.draft_token_ids
 
 
 def get_fulfilled(config: Config, request: RequestState, num_drafts: int) -> RequestState:

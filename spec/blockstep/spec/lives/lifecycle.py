@@ -12,7 +12,6 @@ from blockstep.spec.step.queues import is_blocked, process_append, waits_apart
 from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
-    Config,
     RejectCode,
     Rejected,
     Request,
@@ -33,7 +32,7 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
     problem = state.rules[get_id_problem](state, request.request_id)
     if problem is not None:
         return problem
-    return get_size_problem(state.config, request) or get_feature_problem(state, request)
+    return get_size_problem(state, request) or get_feature_problem(state, request)
 
 
 def get_id_problem(state: State, request_id: RequestId) -> Rejected | None:
@@ -57,11 +56,12 @@ def get_feature_problem(state: State, request: Request) -> Rejected | None:
     return None
 
 
-def get_size_problem(config: Config, request: Request) -> Rejected | None:
+def get_size_problem(state: State, request: Request) -> Rejected | None:
     """Return why this request is too large ever to be served, or None.
 
     Source: upstream #52520; P11.
     """
+    config, rules = state.config, state.rules
     problem = item_problem(config, request)
     if problem is not None:
         return problem
@@ -69,8 +69,8 @@ def get_size_problem(config: Config, request: Request) -> Rejected | None:
     if num_prompt >= config.max_model_len:
         detail = f"{request_id!r}: prompt {num_prompt} + 1 output > max_model_len"
         return Rejected(RejectCode.PROMPT_TOO_LONG, f"{detail} {config.max_model_len}; shorten it")
-    if not is_servable(config, request):
-        num_blocks = compute_max_blocks(config, request)
+    if not is_servable(config, request, rules):
+        num_blocks = compute_max_blocks(config, request, rules)
         detail = f"{request_id!r} may need {num_blocks} blocks, the pool has"
         fix = "lower max_tokens or add blocks"
         return Rejected(RejectCode.NEVER_FITS, f"{detail} {config.num_usable_blocks}; {fix}")

@@ -14,24 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import ge
+from typing import NamedTuple
 
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.deferred import give_up_blocks
-from blockstep.spec.memory.forks import compute_num_copies, get_own
-from blockstep.spec.memory.groups import (
-    compute_max_doubt,
-    compute_max_held_blocks,
-    compute_max_reach,
-    compute_num_skipped_blocks,
-    get_num_slots_of,
-)
-from blockstep.spec.memory.states import (
-    compute_num_certain,
-    compute_num_new_states,
-    compute_num_state_blocks,
-    get_extended_states,
-)
 from blockstep.spec.memory.telling import get_stored
 from blockstep.spec.pool import (
     Pool,
@@ -51,12 +38,22 @@ from blockstep.spec.vocabulary import (
     BlockTables,
     Config,
     FrameId,
-    GroupKind,
     KVGroup,
     Request,
 )
 
 NO_HIT = Hit(0, ())
+
+
+class Growth(NamedTuple):
+    """Up to where the table of a group grows in a step."""
+
+    num_tokens: int
+    """Computed tokens after the step."""
+    num_slots: int
+    """Slots of the table, lookahead included."""
+    is_loaded: bool
+    """Whether the last tokens behind the hit are loaded."""
 
 
 def compute_num_blocks(num_tokens: int, block_size: int) -> int:
@@ -114,7 +111,7 @@ def compute_max_slots(
     return min(longest + num_lookahead, max_model_len)
 
 
-def compute_max_blocks(config: Config, request: Request) -> int:
+def compute_max_blocks(config: Config, request: Request, rules: Rules) -> int:
     """Return the most blocks that a request needs in all groups.
 
     Source: upstream #52520, #39734; P11.
@@ -126,40 +123,52 @@ def compute_max_blocks(config: Config, request: Request) -> int:
         config.num_lookahead_tokens,
         config.max_model_len,
     )
-    reach, doubt = compute_max_reach(config), compute_max_doubt(config)
-    return sum(
-        [
-            compute_max_held_blocks(
-                group, get_num_slots_of(group, num_slots, request), reach, doubt
-            )
-            for group in config.kv_groups
-        ]
-    )
+    count, slots_of = rules[count_held_at_most], rules[get_num_slots_of]
+    groups = config.kv_groups
+    return sum([count(config, group, slots_of(group, num_slots, request)) for group in groups])
 
 
-def is_servable(config: Config, request: Request) -> bool:
+def is_servable(config: Config, request: Request, rules: Rules) -> bool:
     """Whether the empty pool can hold the request at its longest. Source: upstream #52520; P11."""
-    return compute_max_blocks(config, request) <= config.num_usable_blocks
+    return compute_max_blocks(config, request, rules) <= config.num_usable_blocks
 
 
-def compute_num_taken(
-    group: KVGroup,
-    num_tokens: int,
-    num_slots: int,
-    num_held: int,
-    num_hit: int,
-    is_loaded: bool = False,
-) -> int:
-    """Return the blocks that one group takes from the queue for a step that ends at `num_tokens`.
+# One group.
 
-    `is_loaded`: a store loads tokens behind the hit.
 
-    Source: vLLM 0.19.1 `allocate_new_blocks` of each kind; P8.
+def get_num_slots_of(group: KVGroup, num_slots: int, request: Request) -> int:
+    """Return the slots in a group's table: one for each token. Source: seed 000 "Allocation"."""
+    del group, request
+    return num_slots
+
+
+def count_held_at_most(config: Config, group: KVGroup, num_slots: int) -> int:
+    """Return the most blocks of a group that a request of `num_slots` holds at once: all of them.
+
+    Source: vLLM 0.19.1 `max_memory_usage_bytes`; P11.
     """
-    if group.kind is not GroupKind.RECURRENT:
-        return compute_num_new_blocks(num_slots, group.block_size, num_held + num_hit)
-    num_blocks = compute_num_state_blocks(group, num_tokens, num_slots)
-    return compute_num_new_states(group, num_blocks, num_held, num_hit, is_loaded)
+    del config
+    return compute_num_blocks(num_slots, group.block_size)
+
+
+def count_taken(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
+    """Return the blocks that a group takes from the queue: those that its table lacks.
+
+    Source: vLLM 0.19.1 `allocate_new_blocks`; P8.
+    """
+    return compute_num_new_blocks(growth.num_slots, group.block_size, num_held + num_hit)
+
+
+def get_extended_table(
+    group: KVGroup,
+    growth: Growth,
+    held: tuple[BlockId, ...],
+    found: tuple[BlockId, ...],
+    new_blocks: tuple[BlockId, ...],
+) -> tuple[BlockId, ...]:
+    """Return the table of a group with the blocks of a hit, and with new ones. Source: P8."""
+    del group, growth
+    return held + found + new_blocks
 
 
 def count_free_hits(pool: Pool, hit: tuple[BlockId, ...]) -> int:
@@ -168,6 +177,16 @@ def count_free_hits(pool: Pool, hit: tuple[BlockId, ...]) -> int:
     Source: seed 001 "Phase 2"; upstream #11562; P8.
     """
     return count_free(pool, without_nulls(hit)) if hit else 0
+
+
+def count_copies(
+    pool: Pool, group: KVGroup, holding: Holding, num_computed: int, rules: Rules
+) -> int:
+    """Return the blocks that a request needs besides new ones, because others hold its own, too.
+
+    Source: P2, P8.
+    """
+    return sum([rules[need](pool, group, holding, num_computed) for need in rules.hooks.needs])
 
 
 def can_finish(
@@ -180,15 +199,11 @@ def can_finish(
     """
     num_slots = min(request.num_known_tokens, config.max_model_len)
     hit_tables = hit.block_tables or ((),) * len(request.holdings)
-    num_needed = 0
+    count, slots_of, num_needed = rules[count_reserved_blocks], rules[get_num_slots_of], 0
     for group, found, held in zip(config.kv_groups, hit_tables, request.holdings, strict=True):
-        num_owned = get_num_slots_of(group, num_slots, request.request)
-        num_copies = 0
-        if config.enable_forks:
-            num_copies = compute_num_copies(pool, group, held, request.num_computed_tokens)
-        num_needed += rules[count_reserved_blocks](
-            config, pool, group, num_owned, found, held, num_copies
-        )
+        num_copies = count_copies(pool, group, held, request.num_computed_tokens, rules)
+        num_owned = slots_of(group, num_slots, request.request)
+        num_needed += count(config, pool, group, num_owned, found, held, num_copies)
     return num_needed + num_spared <= get_num_free_blocks(pool)
 
 
@@ -204,19 +219,32 @@ def count_reserved_blocks(
     """Return the free blocks of one group that a waiting request needs for `num_slots`, after its
     hit.
 
-    What its table lacks, and copies of shared blocks, but no more than it ever holds at once: while
-    a window moves, skipped blocks become free again. So do the blocks that a session has kept,
-    unless others hold them too. Upstream charges all of them (#39734). Source: seed 001 "Full ISL
-    reservation"; P8, P10, P11.
+    Source: seed 001 "Full ISL reservation"; P8, P11.
+    """
+    del config
+    num_blocks = compute_num_blocks(num_slots, group.block_size)
+    return count_lacking(pool, num_blocks, num_blocks, hit, holding, num_copies)
+
+
+def count_lacking(
+    pool: Pool,
+    num_blocks: int,
+    num_at_once: int,
+    hit: tuple[BlockId, ...],
+    holding: Holding,
+    num_copies: int,
+) -> int:
+    """Return the free blocks that a table of `num_blocks` lacks after its hit.
+
+    What it lacks, and copies of shared blocks, but no more than it ever holds at once: the blocks
+    that the request has kept become free again, unless others hold them too. Upstream charges all
+    of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P10, P11.
     """
     kept = holding.block_table
-    num_blocks = compute_num_blocks(num_slots, group.block_size) + group.num_speculative_blocks
     num_new_blocks = max(num_blocks - len(kept) - len(hit), 0)
     num_lacking = num_new_blocks + count_free_hits(pool, hit) + num_copies
-    reach, doubt = compute_max_reach(config), compute_max_doubt(config)
     num_own = sum([pool.ref_counts[block_id] == 1 for block_id in without_nulls(kept)])
-    num_at_once = compute_max_held_blocks(group, num_slots, reach, doubt) - num_own
-    return max(min(num_lacking, num_at_once), 0)
+    return max(min(num_lacking, num_at_once - num_own), 0)
 
 
 def allocate_slots(
@@ -235,37 +263,34 @@ def allocate_slots(
     published here, because the step that computes the tokens is about to run. Source:
     seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P4, P7, P8.
     """
-    num_computed, asked = request.num_computed_tokens + hit.num_tokens, request.request
-    num_tokens = num_computed + num_new
+    num_computed = request.num_computed_tokens + hit.num_tokens
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, config.max_model_len)
     hit_tables = hit.block_tables or ((),) * len(request.holdings)
     groups = [*zip(config.kv_groups, request.holdings, hit_tables, strict=True)]
-    num_needed, nums_new, is_loaded = 0, [], hit.num_external > 0
+    count, slots_of, extend = rules[count_taken], rules[get_num_slots_of], rules[get_extended_table]
+    num_needed, nums_new, growths = 0, [], []
     for group, holding, found in groups:
-        num_held, num_owned = len(holding.block_table), get_num_slots_of(group, num_slots, asked)
-        nums_new.append(
-            compute_num_taken(group, num_tokens, num_owned, num_held, len(found), is_loaded)
-        )
+        num_owned = slots_of(group, num_slots, request.request)
+        growths.append(Growth(num_computed + num_new, num_owned, hit.num_external > 0))
+        nums_new.append(count(group, growths[-1], len(holding.block_table), len(found)))
         num_needed += nums_new[-1] + count_free_hits(pool, found)
-        if config.enable_forks:
-            num_needed += compute_num_copies(pool, group, holding, num_computed)
+        num_needed += count_copies(pool, group, holding, num_computed, rules)
     # refuse
     if num_needed > get_num_free_blocks(pool):
         return None
     # pool
     pool, early = rules[take_hit](config, pool, request, hit)
     holdings = []
-    for (group, holding, found), num_new_blocks, taken in zip(groups, nums_new, early, strict=True):
-        if config.enable_forks:
-            pool, holding = get_own(pool, group, holding, num_computed)
+    amounts = zip(groups, growths, nums_new, early, strict=True)
+    for (group, holding, found), growth, num_new_blocks, taken in amounts:
+        for own in rules.hooks.owns:
+            pool, holding = rules[own](pool, group, holding, num_computed)
         if not found and num_new_blocks == 0:
             holdings.append(holding)
             continue
         pool, new_blocks = allocate_blocks(pool, num_new_blocks - len(taken))
         new_blocks = taken + new_blocks
-        num_blocks = compute_num_state_blocks(group, num_tokens, num_slots)
-        table, is_begun = holding.block_table + found, bool(holding.block_table)
-        table = get_extended_states(group, table, is_begun, num_blocks, new_blocks, is_loaded)
+        table = extend(group, growth, holding.block_table, found, new_blocks)
         num_settled = len(found)
         if hit.num_external:
             num_settled = rules[count_settled](group, hit, found)
@@ -351,45 +376,6 @@ def settle_slots(
         return pool, request
     num_there = min(num_there, request.num_known_tokens)
     return publish_slots(config, pool, request, [num_there // size for size in config.block_sizes])
-
-
-def skip_slots(
-    config: Config,
-    pool: Pool,
-    request: RequestState,
-    num_in_doubt: int,
-    rules: Rules,
-    fence: FrameId | None = None,
-) -> tuple[Pool, RequestState]:
-    """Free the skipped blocks of a running request, to which no later token attends.
-
-    This happens before the request asks for slots, and whether or not it gets them: those blocks
-    are of no use to it. A null block takes the place of each, so that no other one moves; the last
-    is queued first. `num_in_doubt` computed tokens are drafts in flight: if they are rejected, the
-    request rolls back to the first of them, and reads the window before it. Frame `fence`, if
-    given, still reads the blocks: they are free after its commit. Source: vLLM 0.19.1
-    `remove_skipped_blocks`, which forgets drafts in flight; P1, P8, P14.
-    """
-    holdings = [*request.holdings]
-    num_left = 0
-    for index, group in enumerate(config.groups):
-        table = holdings[index].block_table
-        num_certain = rules[compute_num_certain](group, request.num_computed_tokens, num_in_doubt)
-        num_skipped = rules[count_skipped_blocks](group, holdings[index], num_certain)
-        num_skipped = min(num_skipped, len(table))
-        left = without_nulls(table[:num_skipped])
-        if left:
-            num_left += len(left)
-            pool = give_up_blocks(pool, (left,), rules, fence)
-            after = (NULL_BLOCK,) * num_skipped + table[num_skipped:]
-            holdings[index] = Holding(after, holdings[index].num_cached_blocks)
-    return pool, replace(request, holdings=tuple(holdings)) if num_left else request
-
-
-def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
-    """Return the leading blocks of one group that are freed: all skipped ones. Source: P8."""
-    del holding
-    return compute_num_skipped_blocks(group, num_certain)
 
 
 def release_slots(

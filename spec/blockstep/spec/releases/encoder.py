@@ -124,7 +124,7 @@ def restored_compute_is_forgotten(rules: Rules, _config: Config) -> Rules:
         num_planned = len(ENCODER.of(step).planned)
         rules[encoding.process_items_taken](step, request)
         if any(item.cost > 0 for item in ENCODER.of(step).planned[num_planned:]):
-            budget = encoding.get_noted_claim(step).encoder.budget
+            budget = encoding.CLAIM.of(step).encoder.budget
             ENCODER.set(step, replace(ENCODER.of(step), budget=budget))
 
     return rules.replacing(encoding.process_items_taken, process_items_taken)
@@ -391,7 +391,7 @@ def without_items_passed_over(rules: Rules, _config: Config) -> Rules:
     """A waiting request that gets no token because an item does not fit is skipped."""
 
     def get_verdict_without_tokens(step: Step) -> Verdict:
-        if encoding.get_noted_claim(step).lacks_items:
+        if encoding.CLAIM.of(step).lacks_items:
             return Verdict.PASSED_OVER
         return rules[admission.get_verdict_without_tokens](step)
 

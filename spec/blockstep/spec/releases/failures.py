@@ -8,9 +8,10 @@ from typing import Final
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Part
 from blockstep.spec.features.kv_transfer import reports
+from blockstep.spec.features.structured_output.masks import drop_row
 from blockstep.spec.memory.slots import compute_num_blocks
 from blockstep.spec.pool import withdraw_blocks
-from blockstep.spec.requests import Frame, FrameRow, RequestState, drop_row
+from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.step import plans

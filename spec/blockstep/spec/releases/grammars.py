@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core.parts import Part
 from blockstep.spec.features.sessions import get_num_kept
 from blockstep.spec.features.structured_output import grammar as automaton
 from blockstep.spec.features.structured_output import masks
@@ -20,6 +22,7 @@ from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     Config,
     Grammar,
@@ -46,7 +49,18 @@ def padding_unmasks_what_follows(rules: Rules, _config: Config) -> Rules:
 
 def mask_of_who_samples_by_now(rules: Rules, _config: Config) -> Rules:
     """A bitmask has the rows that sample when it is made, not those of its frame's plan."""
-    return rules.replacing(masks.list_masked, list_masked)
+    hooks = replace(rules.hooks, frames=(*rules.hooks.frames, fill_structured))
+    return replace(rules, hooks=hooks).replacing(masks.list_masked, list_masked)
+
+
+IS_STRUCTURED: Final = Part("is_structured", False)
+"""Whether a row of a frame samples for a request with structured output."""
+
+
+def fill_structured(step: Step, frame: Frame) -> Frame:
+    """Return a frame with whether a row samples for a request with structured output."""
+    sampling = [step.requests[row.request_id].request for row in frame.rows if row.samples]
+    return IS_STRUCTURED.put(frame, any(request.structured_output for request in sampling))
 
 
 def list_masked(state: State, frame: Frame) -> list[FrameRow]:
@@ -56,7 +70,7 @@ def list_masked(state: State, frame: Frame) -> list[FrameRow]:
     return [
         row
         for row, request in zip(rows, requests, strict=True)
-        if frame.has_structured_output
+        if IS_STRUCTURED.of(frame)
         and request.request.grammar is not None
         and not request.is_prefill_chunk
     ]
@@ -79,7 +93,7 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
         state: State, row: FrameRow, request: RequestState, tokens: TokenIds
     ) -> RequestState:
         after = rules[masks.get_read](state, row, request, tokens)
-        return _get_reasoned(state.config, after, tokens) if row.has_mask else after
+        return _get_reasoned(state.config, after, tokens) if masks.HAS_MASK.of(row) else after
 
     return rules.replacing(automaton.get_next_stand, get_next_stand).replacing(
         masks.get_read, get_read
@@ -110,7 +124,7 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
         state: State, row: FrameRow, request: RequestState, tokens: TokenIds
     ) -> RequestState:
         after = masks.get_read(state, row, request, tokens)
-        return get_seen(state.config, after, STAND.of(request)) if row.has_mask else after
+        return get_seen(state.config, after, STAND.of(request)) if masks.HAS_MASK.of(row) else after
 
     def get_mask_output(
         state: State, frame: Frame, rows: Mapping[RequestId, FrameRow], bitmask: GrammarBitmask
@@ -156,7 +170,7 @@ def reasoning_is_sought_in_the_next_chunk(rules: Rules, _config: Config) -> Rule
     ) -> RequestState:
         config, before = state.config, STAND.of(request)
         chunk = request.updates[0] if request.updates else None
-        is_last = not row.has_mask or chunk is None or not chunk.resumable
+        is_last = not masks.HAS_MASK.of(row) or chunk is None or not chunk.resumable
         if is_last or holds(config, before):
             return rules[masks.get_read](state, row, request, tokens)
         assert chunk is not None

@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import TypeAlias
 
-from blockstep.spec import requests
+from blockstep.spec.features import groups
+from blockstep.spec.features.groups.hits import count_runs, is_valid_hit
+from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks, count_taken
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory import prefix, slots
-from blockstep.spec.memory.groups import compute_num_skipped_blocks
-from blockstep.spec.memory.prefix import count_runs, is_valid_hit
-from blockstep.spec.memory.slots import compute_num_taken, count_free_hits
+from blockstep.spec.memory.slots import Growth, count_free_hits
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.step import plans
 from blockstep.spec.step.work import Scheduled
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, GroupKind, KVGroup, RequestId
 
@@ -162,6 +161,10 @@ class Search:
 
     def find(self, config: Config, pool: Pool, request: RequestState) -> Hit:
         """Return the hit, with the table of each group."""
+        return self.find_longest(config, pool, request)[0]
+
+    def find_longest(self, config: Config, pool: Pool, request: RequestState) -> tuple[Hit, int]:
+        """Return the hit, and the most tokens that a turn of the groups left."""
         alike = get_alike(config, pool, request)
         num_known = request.num_known_tokens
         ranges, longest = self.find_by_turns(alike, num_known)
@@ -178,27 +181,29 @@ class Search:
             for index, blocks in one.found.items():
                 held = [block_id for block_id in blocks[first:end] if block_id is not None]
                 tables[index] = (NULL_BLOCK,) * min(first, end) + tuple(held)
-        told = longest if Quirk.CHUNKS_END_AT_CHECKPOINTS in self.quirks else 0
-        junction = told if told > num_tokens else 0
-        return Hit(
-            num_tokens, tuple(tables[index] for index in range(len(config.groups))), junction
-        )
+        block_tables = tuple(tables[index] for index in range(len(config.groups)))
+        return Hit(num_tokens, block_tables), longest
+
+
+def get_search(quirks: frozenset[str], config: Config) -> Search:
+    """Return the search for hits with these quirks."""
+    if len(config.groups) == 1:  # the last block is dropped, as in strict rules
+        quirks -= {Quirk.HEAD_LOOKS_BEHIND_ONCE}
+    return Search(quirks, lcm(*config.block_sizes), int(config.drops_last_hit_block))
 
 
 def hits_are_searched(rules: Rules, config: Config) -> Rules:
     """Hits are searched as the quirks of the rules have it: each changes one part of the search."""
-    quirks = rules.quirks
-    if len(config.groups) == 1:  # the last block is dropped, as in strict rules
-        quirks -= {Quirk.HEAD_LOOKS_BEHIND_ONCE}
-    search = Search(quirks, lcm(*config.block_sizes), int(config.drops_last_hit_block))
-    return rules.replacing(prefix.get_joint_hit, search.find)
+    if not config.groups:
+        return rules
+    return rules.replacing(prefix.find_hit, get_search(rules.quirks, config).find)
 
 
 def count_needed(
     pool: Pool, group: KVGroup, num_slots: int, num_held: int, hit: tuple[BlockId, ...]
 ) -> int:
     """Return the free blocks that one group needs for `num_slots`, without held and hit ones."""
-    num_taken = compute_num_taken(group, num_slots, num_slots, num_held, len(hit))
+    num_taken = count_taken(group, Growth(num_slots, num_slots, False), num_held, len(hit))
     return num_taken + count_free_hits(pool, hit)
 
 
@@ -250,21 +255,21 @@ def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
     """The last published one of the skipped blocks before an attention chunk is kept."""
 
     def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
-        num_skipped = rules[slots.count_skipped_blocks](group, holding, num_certain)
+        num_skipped = rules[groups.count_skipped_blocks](group, holding, num_certain)
         if group.kind is GroupKind.CHUNKED_LOCAL and holding.num_cached_blocks:
             return min(num_skipped, holding.num_cached_blocks - 1)
         return num_skipped
 
-    return rules.replacing(slots.count_skipped_blocks, count_skipped_blocks)
+    return rules.replacing(groups.count_skipped_blocks, count_skipped_blocks)
 
 
 def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
     """A window moves on as if all drafts in flight were accepted."""
-    return rules.replacing(plans.get_num_in_doubt, get_num_in_doubt)
+    return rules.replacing(groups.get_num_in_doubt, get_num_in_doubt)
 
 
 def get_num_in_doubt(row: Scheduled) -> int:
-    """Modified `plans.get_num_in_doubt`: none."""
+    """Modified `groups.get_num_in_doubt`: none."""
     del row
     return 0
 
@@ -277,10 +282,10 @@ def all_in_flight_is_in_doubt(rules: Rules, _config: Config) -> Rules:
 
     def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
         rows = [row for frame in frames for row in frame.rows if row.request_id == request_id]
-        return sum([row.num_in_doubt for row in rows])
+        return sum([groups.IN_DOUBT.of(row) for row in rows])
 
-    return rules.replacing(plans.get_num_in_doubt, get_num_in_doubt).replacing(
-        requests.count_in_doubt, count_in_doubt
+    return rules.replacing(groups.get_num_in_doubt, get_num_in_doubt).replacing(
+        groups.count_in_doubt, count_in_doubt
     )
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from blockstep.spec.memory import states
-from blockstep.spec.memory.prefix import get_prefix_hit
+from dataclasses import replace
+from typing import Final
+
+from blockstep.spec.core.parts import Note, Part
+from blockstep.spec.features import mamba
+from blockstep.spec.features.kv_transfer import loads
+from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
 from blockstep.spec.pool import Pool
-from blockstep.spec.releases.groups import hits_are_searched
+from blockstep.spec.releases.groups import get_search, hits_are_searched
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission, plans, share
+from blockstep.spec.step import admission, share
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
 
@@ -30,7 +35,7 @@ def chunks_round_to_nothing(rules: Rules, _config: Config) -> Rules:
             return num_new // size * size
         return last - num_computed if num_computed < last else num_new
 
-    return rules.replacing(share.get_aligned_share, get_aligned_share)
+    return rules.replacing(mamba.get_aligned_share, get_aligned_share)
 
 
 def chunks_end_at_checkpoints(rules: Rules, config: Config) -> Rules:
@@ -54,15 +59,32 @@ def chunks_end_at_checkpoints(rules: Rules, config: Config) -> Rules:
         stops = [last * size]
         if num_computed % size:
             stops.append((num_computed // size + 1) * size)
-        if num_computed < request.junction < end:
-            stops.append(num_computed + (request.junction - num_computed) // size * size)
+        junction = JUNCTION.of(request)
+        if num_computed < junction < end:
+            stops.append(num_computed + (junction - num_computed) // size * size)
         within = [stop for stop in stops if num_computed < stop < end]
         if within and num_computed == num_known - 1:
             return 1  # a token that is padded with drafts runs without them, and not with fewer
         return max(min([*within, end]) - num_computed, 0)
 
-    searching = hits_are_searched(rules, config)
-    return searching.replacing(share.get_aligned_share, get_aligned_share)
+    def look_for_junction(step: Step, request: RequestState, hit: Hit) -> tuple[RequestState, Hit]:
+        """Return the request with the end of the longest hit of some of its groups."""
+        config, longest = step.state.config, 0
+        if not request.num_computed_tokens and reads_prefix_cache(config, request):
+            pool = step.state.rules[admission.get_findable_pool](step)
+            longest = search.find_longest(config, pool, request)[1]
+        return JUNCTION.put(request, longest if longest > hit.num_tokens else 0), hit
+
+    if not config.groups:
+        return rules.replacing(mamba.get_aligned_share, get_aligned_share)
+    search = get_search(rules.quirks, config)
+    hooks = replace(rules.hooks, hits=(look_for_junction, *rules.hooks.hits))
+    searching = hits_are_searched(replace(rules, hooks=hooks), config)
+    return searching.replacing(mamba.get_aligned_share, get_aligned_share)
+
+
+JUNCTION: Final = Part("junction", 0)
+"""The end of the longest hit of some groups of a request alone, if its own hit is shorter."""
 
 
 def states_are_left_at_once(rules: Rules, _config: Config) -> Rules:
@@ -72,7 +94,7 @@ def states_are_left_at_once(rules: Rules, _config: Config) -> Rules:
         del group
         return max(num_computed - num_in_doubt, 0)
 
-    return rules.replacing(states.compute_num_certain, compute_num_certain)
+    return rules.replacing(mamba.compute_num_certain, compute_num_certain)
 
 
 def fresh_states_are_waited_for(rules: Rules, config: Config) -> Rules:
@@ -99,7 +121,7 @@ def _waits_for_states(step: Step, request: RequestState) -> bool:
         return False
     config, before, pool = step.state.config, step.state.pool, step.pool
     hit = get_prefix_hit(config, pool, request, step.state.rules)
-    written = {pool.block_keys[block_id] for block_id in admission.get_unwritten_states(step)}
+    written = {pool.block_keys[block_id] for block_id in mamba.get_unwritten_states(step)}
     for group, table in zip(config.groups, hit.block_tables, strict=False):
         if group.kind is GroupKind.RECURRENT and table:
             key = pool.block_keys[table[-1]]
@@ -112,11 +134,11 @@ def _waits_for_states(step: Step, request: RequestState) -> bool:
 
 def only_full_attention_is_zeroed(rules: Rules, _config: Config) -> Rules:
     """Blocks of windows and chunks are not zeroed, though states may have been in them."""
-    return rules.replacing(plans.is_zeroed, is_zeroed)
+    return rules.replacing(mamba.is_zeroed, is_zeroed)
 
 
 def is_zeroed(group: KVGroup) -> bool:
-    """Modified `plans.is_zeroed`: if it has full attention."""
+    """Modified `mamba.is_zeroed`: if it has full attention."""
     return group.kind is GroupKind.FULL
 
 
@@ -126,10 +148,11 @@ def withdrawn_blocks_are_zeroed(rules: Rules, _config: Config) -> Rules:
     Another row may have taken them since.
     """
 
-    def has_zeroed_blocks(step: Step, row: Scheduled) -> bool:
-        return row.num_scheduled > 0 or rules[plans.has_zeroed_blocks](step, row)
+    def list_zeroed_rows(step: Step) -> list[Scheduled]:
+        rows = rules[mamba.list_zeroed_rows](step)
+        return [row for row in _GRANTED.of(step) if row.num_scheduled > 0 or row in rows]
 
-    return rules.replacing(plans.has_zeroed_blocks, has_zeroed_blocks)
+    return _noting(rules).replacing(mamba.list_zeroed_rows, list_zeroed_rows)
 
 
 def blocks_of_loads_are_zeroed(rules: Rules, _config: Config) -> Rules:
@@ -138,10 +161,45 @@ def blocks_of_loads_are_zeroed(rules: Rules, _config: Config) -> Rules:
     Source: vLLM 0.19.1 `allocate_new_computed_blocks`, which records them for zeroing.
     """
 
-    def has_zeroed_blocks(step: Step, row: Scheduled) -> bool:
-        return row.num_scheduled == 0 or rules[plans.has_zeroed_blocks](step, row)
+    def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
+        verdict = rules[loads.process_parking](step, request, hit)
+        if verdict is Verdict.PARKED:
+            name = request.request_id
+            tables = step.requests[name].block_tables
+            _grant(step, Scheduled(name, hit.num_tokens, 0, tables, hit.block_tables))
+        return verdict
 
-    return rules.replacing(plans.has_zeroed_blocks, has_zeroed_blocks)
+    def list_zeroed_rows(step: Step) -> list[Scheduled]:
+        rows = rules[mamba.list_zeroed_rows](step)
+        return [row for row in _GRANTED.of(step) if row.num_scheduled == 0 or row in rows]
+
+    return (
+        _noting(rules)
+        .replacing(mamba.list_zeroed_rows, list_zeroed_rows)
+        .replacing(loads.process_parking, process_parking)
+    )
+
+
+_GRANTED: Final = Note[tuple[Scheduled, ...]]("granted", ())
+"""All rows, including withdrawn ones, and requests that are given blocks for a load."""
+
+
+def _noting(rules: Rules) -> Rules:
+    """Return the rules with which a step notes its rows."""
+    hooks = rules.hooks
+    if note_granted in hooks.grants:
+        return rules
+    return replace(rules, hooks=replace(hooks, grants=(*hooks.grants, note_granted)))
+
+
+def note_granted(step: Step, request: RequestState) -> None:
+    """Note a row that has its slots."""
+    del request
+    _grant(step, step.rows[-1])
+
+
+def _grant(step: Step, row: Scheduled) -> None:
+    _GRANTED.set(step, (*_GRANTED.of(step), row))
 
 
 def states_come_before_items(rules: Rules, config: Config) -> Rules:

@@ -6,17 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.spec.copies import replace
-from blockstep.spec.memory.forks import list_copies
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
-from blockstep.spec.memory.slots import NO_HIT, allocate_slots, can_finish, skip_slots
-from blockstep.spec.pool import Pool, get_num_free_blocks, withdraw_blocks
+from blockstep.spec.memory.slots import NO_HIT, allocate_slots, can_finish
+from blockstep.spec.pool import Pool, get_num_free_blocks
 from blockstep.spec.requests import (
     Frame,
     Hit,
     RequestState,
-    count_in_doubt,
     list_rows_in_flight,
-    without_nulls,
 )
 from blockstep.spec.step.preemption import process_giving_way
 from blockstep.spec.step.queues import process_prepend, select_queue, waits_apart
@@ -29,8 +26,6 @@ from blockstep.spec.step.share import (
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
-    BlockId,
-    GroupKind,
     PauseState,
     RequestId,
     Status,
@@ -142,8 +137,6 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     num_computed, hit = request.num_computed_tokens, NO_HIT
     if num_computed == 0:
         hit = get_prefix_hit(config, rules[get_findable_pool](step), request, rules)
-    if hit.junction != request.junction:
-        request = replace(request, junction=hit.junction)
     for look in rules.hooks.hits:
         found = rules[look](step, request, hit)
         if isinstance(found, Verdict):
@@ -222,16 +215,12 @@ def get_slots_at_admission(
 
 
 def get_skipped_at_admission(step: Step, request: RequestState) -> tuple[Pool, RequestState]:
-    """Return pool and request without the blocks that a request with computed tokens skips.
-
-    Source: vLLM 0.19.1 `remove_skipped_blocks`; P8, P14.
-    """
-    config, name = step.state.config, request.request_id
-    if not config.groups or not request.num_computed_tokens:
-        return step.pool, request
-    num_in_doubt = step.state.rules[count_in_doubt](step.state.frames, name)
-    fence = step.get_fence(name)
-    return skip_slots(config, step.pool, request, num_in_doubt, step.state.rules, fence)
+    """Return pool and request without the blocks that it does not need any more. Source: P8,
+    P14."""
+    pool, rules = step.pool, step.state.rules
+    for skip in rules.hooks.skips:
+        pool, request = rules[skip](step, pool, request)
+    return pool, request
 
 
 def allocate_first_slots(
@@ -244,30 +233,8 @@ def allocate_first_slots(
 
 
 def get_findable_pool(step: Step) -> Pool:
-    """Return the pool in which hits are looked for: without states that this very step writes.
-
-    Source: upstream #56525; P4, P15.
-    """
-    unwritten = get_unwritten_states(step) if step.state.config.groups else []
-    return withdraw_blocks(step.pool, unwritten) if unwritten else step.pool
-
-
-def get_unwritten_states(step: Step) -> list[BlockId]:
-    """Return the state blocks that this very step writes: they are excluded from prefix hits.
-
-    KV of a layer is written before any row reads it, but states are read first. States of frames in
-    flight are there, because those frames run before. Upstream makes a request that would hit one
-    wait, and all requests behind it; here it takes a shorter hit. Source: vLLM 0.19.1
-    `cached_blocks_this_step`; upstream #56525; P4, P15.
-    """
-    unwritten: list[BlockId] = []
-    for index, group in enumerate(step.state.config.groups):
-        if group.kind is not GroupKind.RECURRENT:
-            continue
-        for row in step.rows:
-            table = step.requests[row.request_id].block_tables[index]
-            unwritten += without_nulls(table[row.num_computed // group.block_size :])
-    return unwritten
+    """Return the pool in which hits are looked for. Source: seed 001 "Decision 2"; P15."""
+    return step.pool
 
 
 def process_entrance(
@@ -293,9 +260,8 @@ def process_entrance(
     tables = after.block_tables
     is_kept = num_start > num_hit
     hit_tables = request.block_tables if is_kept else hit.block_tables
-    copies = list_copies(request.block_tables, tables) if step.state.config.enable_forks else ()
     name, status = request.request_id, request.status
-    step.add(Scheduled(name, num_start, num_new, tables, hit_tables, drafts, status, copies))
+    step.add(Scheduled(name, num_start, num_new, tables, hit_tables, drafts, status))
 
 
 def get_num_cached_tokens(request: RequestState, num_start: int) -> int:

@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from blockstep.spec.copies import replace
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
-from blockstep.spec.step.work import Scheduled, Step
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockId,
     CachedRow,
-    GroupKind,
-    KVGroup,
     NewRow,
     Plan,
     RequestId,
@@ -27,32 +25,16 @@ def get_frame_rows(step: Step) -> tuple[FrameRow, ...]:
     A row samples if it computes the last token that will be known by then. Source: seed 001
     "_update_after_schedule()"; P12.
     """
-    has_groups, rules = bool(step.state.config.groups), step.state.rules
-    rows = []
+    rules, rows = step.state.rules, []
     for row in step.rows:
         request = step.requests[row.request_id]
         num_promised = request.num_known_tokens + request.num_output_placeholders
         samples = row.num_computed + row.num_scheduled >= num_promised
-        has_mask = samples and request.request.grammar is not None
-        num_in_doubt = rules[get_num_in_doubt](row) if has_groups else 0
-        rows.append(
-            FrameRow(
-                row.request_id,
-                row.drafts,
-                samples,
-                num_in_doubt=num_in_doubt,
-                has_mask=has_mask,
-            )
-        )
+        frame_row = FrameRow(row.request_id, row.drafts, samples)
+        for fill in rules.hooks.rows:
+            frame_row = rules[fill](step, row, frame_row)
+        rows.append(frame_row)
     return tuple(rows)
-
-
-def get_num_in_doubt(row: Scheduled) -> int:
-    """Return the tokens of a row that may have to be computed again: its drafts.
-
-    The window before them is kept. Source: P14.
-    """
-    return len(row.drafts)
 
 
 def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
@@ -72,7 +54,6 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
                     row.new_blocks,
                     row.num_computed,
                     row.num_scheduled,
-                    request.output_token_ids if step.state.config.enable_forks else (),
                 )
             )
             continue
@@ -97,7 +78,7 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         cached=(*cached, *resumed),
         finished_req_ids=step.state.finished_req_ids,
         preempted_req_ids=step.state.rules[list_preempted](step),
-        num_common_prefix_blocks=get_num_common_prefix_blocks(step),
+        num_common_prefix_blocks=step.state.rules[get_num_common_prefix_blocks](step),
     )
     for tell in step.state.rules.hooks.fields:
         plan = step.state.rules[tell](step, frame_rows, plan)
@@ -109,52 +90,6 @@ def list_preempted(step: Step) -> tuple[RequestId, ...]:
     return tuple(sorted(step.preempted))
 
 
-def tell_zeroes(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
-    """Return the plan with the blocks to be zeroed. Source: upstream #48481; P3."""
-    return replace(plan, new_block_ids_to_zero=get_blocks_to_zero(step))
-
-
-def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
-    """Return blocks that the step newly takes for attention from a pool with recurrent groups.
-
-    By group, in the order of the rows, without hit blocks and blocks of an asynchronous load: the
-    worker and the store are not ordered. Upstream zeroes only those under full attention.
-    Source: vLLM 0.19.1 `take_new_block_ids`; upstream #48481; P3, P17.
-    """
-    groups, rules = step.state.config.groups, step.state.rules
-    if not groups or all(map(is_attended, groups)):
-        return ()
-    taken: list[BlockId] = []
-    rows = [row for row in step.granted if rules[has_zeroed_blocks](step, row)]
-    for index, group in enumerate(groups):
-        if not rules[is_zeroed](group):
-            continue
-        for row in rows:
-            num_hit = len(row.hit[index]) if row.hit else 0
-            taken += row.new_blocks[index][num_hit:]
-    return tuple(taken)
-
-
-def has_zeroed_blocks(step: Step, row: Scheduled) -> bool:
-    """Whether the blocks that a request was given are zeroed: if it runs in the step. Source: P17,
-    P26.
-    """
-    return row in step.rows
-
-
-def is_zeroed(group: KVGroup) -> bool:
-    """Whether a group's new blocks are zeroed in a pool with recurrent groups: if it holds KV.
-
-    Source: upstream #48481; P3.
-    """
-    return is_attended(group)
-
-
-def is_attended(group: KVGroup) -> bool:
-    """Whether a group holds KV, not states. Source: vLLM 0.19.1 `take_new_block_ids`; P3."""
-    return group.kind is not GroupKind.RECURRENT
-
-
 def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     """Return, per group, the number of leading blocks that all running requests share.
 
@@ -163,13 +98,8 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     """
     config = step.state.config
     if not step.running or not config.enable_prefix_caching:
-        return (0,) * (len(config.groups) or 1)
-    counts = step.state.rules[list_common_prefixes](step)
-    if not config.groups:
-        return (counts[0],)
-    kinds = [group.kind for group in config.groups]
-    pairs = zip(kinds, counts, strict=True)
-    return tuple([num if kind is GroupKind.FULL else 0 for kind, num in pairs])
+        return (0,) * len(config.block_sizes)
+    return tuple(step.state.rules[list_common_prefixes](step))
 
 
 def list_common_prefixes(step: Step) -> list[int]:
@@ -212,10 +142,10 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
         process_promises(step, frame_rows)
     frames, frame_id = step.state.frames, step.state.next_frame_id
     if frame_rows:
-        sampling = [step.requests[row.request_id].request for row in frame_rows if row.samples]
-        is_structured = any(request.structured_output for request in sampling)
-        loads = tuple([load for load in step.loads if not load.is_async])
-        frames = (*frames, Frame(frame_id, frame_rows, is_structured, loads))
+        frame = Frame(frame_id, frame_rows)
+        for fill in step.state.rules.hooks.frames:
+            frame = step.state.rules[fill](step, frame)
+        frames = (*frames, frame)
     for sent in step.state.rules.hooks.sent:
         step.state.rules[sent](step, frame_rows)
     return step.get_state(

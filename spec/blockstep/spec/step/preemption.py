@@ -13,9 +13,9 @@ needed.
 from __future__ import annotations
 
 from blockstep.spec.copies import replace
-from blockstep.spec.memory.slots import allocate_slots, revoke_slots, skip_slots
+from blockstep.spec.memory.slots import allocate_slots, revoke_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import NOTHING_HELD, RequestState, count_in_doubt
+from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.step.queues import process_prepend, select_victim
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import RequestId, Status
@@ -36,10 +36,8 @@ def process_claim(
     """
     config, rules = step.state.config, step.state.rules
     request = step.requests[step.running[index]]
-    if config.groups:
-        num_in_doubt = rules[count_in_doubt](step.state.frames, request.request_id)
-        fence = step.get_fence(request.request_id)
-        step.pool, request = skip_slots(config, step.pool, request, num_in_doubt, rules, fence)
+    for skip in rules.hooks.skips:
+        step.pool, request = rules[skip](step, step.pool, request)
         step.requests[request.request_id] = request
     while True:
         granted = allocate_slots(

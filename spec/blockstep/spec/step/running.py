@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from blockstep.spec.copies import replace
-from blockstep.spec.memory.forks import list_copies
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.step.preemption import process_claim
@@ -15,7 +14,6 @@ from blockstep.spec.step.share import (
     process_limits,
 )
 from blockstep.spec.step.work import Scheduled, Step
-from blockstep.spec.vocabulary import BlockCopy
 
 
 def process_running_phase(step: Step) -> None:
@@ -88,9 +86,6 @@ def process_grant(
     if request.spec_token_ids:
         after = replace(after, spec_token_ids=())
     step.requests[request.request_id] = after
-    copies: tuple[BlockCopy, ...] = ()
-    if step.state.config.enable_forks:
-        copies = list_copies(request.block_tables, after.block_tables)
     held = zip(request.block_tables, after.block_tables, strict=True)
     gained = tuple([table[len(before) :] for before, table in held])
     step.add(
@@ -98,8 +93,7 @@ def process_grant(
             request_id=request.request_id,
             num_computed=num_computed,
             num_scheduled=num_new,
-            new_blocks=after.block_tables if copies else gained,
+            new_blocks=gained,
             drafts=request.spec_token_ids[:num_drafts],
-            copies=copies,
         )
     )

@@ -14,11 +14,8 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
-    BlockCopy,
     BlockTables,
     FrameId,
-    KVLoad,
-    KVSave,
     RequestId,
     Stats,
     Status,
@@ -56,8 +53,6 @@ class Scheduled:
     drafts: TokenIds = ()
     status: Status = Status.RUNNING
     """The status before: RUNNING, or WAITING or PREEMPTED when the step admits it."""
-    copies: tuple[BlockCopy, ...] = ()
-    """Copies of shared blocks; the request's own blocks replace them in its table."""
 
 
 @dataclass(slots=True)
@@ -79,13 +74,6 @@ class Step:
     notes: dict[str, Any] = field(default_factory=dict)
     """The values that features remember while they plan a row; they never get into a state."""
     rows: list[Scheduled] = field(default_factory=list)
-    granted: list[Scheduled] = field(default_factory=list)
-    """All rows, including withdrawn ones, and requests that are given blocks for a load and compute
-    no token."""
-    loads: list[KVLoad] = field(default_factory=list)
-    """The loads of the step, in the order in which requests were tried."""
-    saves: list[KVSave] = field(default_factory=list)
-    """The KV to save, in the order of preemption."""
     preempted: list[RequestId] = field(default_factory=list)
     passed_over: list[RequestId] = field(default_factory=list)
     """Waiting requests that were skipped, until all have been tried: then they return to a queue.
@@ -97,7 +85,6 @@ class Step:
         """Add a row, and subtract its tokens from the budget."""
         self.budget -= row.num_scheduled
         self.rows.append(row)
-        self.granted.append(row)
 
     def get_fence(self, request_id: RequestId) -> FrameId | None:
         """Return the frame in flight whose commit the blocks of a request wait for. Source: P17."""

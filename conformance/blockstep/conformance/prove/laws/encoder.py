@@ -22,12 +22,12 @@ from blockstep.spec.features.encoder.cache import (
     take_item,
     withdraw_items,
 )
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.groups import (
+from blockstep.spec.features.groups.kinds import (
     compute_max_held_blocks,
     compute_num_skipped_blocks,
     get_num_slots_of,
 )
+from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import compute_num_blocks, compute_num_new_blocks
 from blockstep.spec.vocabulary import GroupKind, KVGroup, MultiModalItem, Request
 

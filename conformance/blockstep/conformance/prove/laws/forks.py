@@ -12,17 +12,17 @@ from typing import Any
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Room
-from blockstep.spec.memory import slots
-from blockstep.spec.memory.forks import (
+from blockstep.spec.features import get_config_rules
+from blockstep.spec.features.forks import (
     compute_num_shared,
     count_common_tokens,
     get_own,
     get_shared,
 )
+from blockstep.spec.memory import slots
 from blockstep.spec.memory.slots import allocate_slots, can_finish
 from blockstep.spec.pool import Pool, free_blocks, get_num_free_blocks
 from blockstep.spec.requests import Holding
-from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import BlockId, Config, KVGroup
 
 ROOM = Room("forks")
@@ -116,7 +116,8 @@ def check_the_estimate_counts_the_copy_and_it_is_taken(
     assert 0 <= num_free <= 3
     runner = h.build_runner("a", 40, num_computed, (1, 2))
     config = build_config(num_blocks=4 + num_free)
-    granted = allocate_slots(config, build_shared_pool(num_holders, num_free), runner, num_new)
+    pool, rules = build_shared_pool(num_holders, num_free), get_config_rules(config)
+    granted = allocate_slots(config, pool, runner, num_new, rules=rules)
     is_copied = num_computed < 8 and num_holders > 1
     num_needed = max(-(-(num_computed + num_new) // 4) - 2, 0) + is_copied
     assert (granted is None) == (num_needed > num_free)
@@ -136,7 +137,7 @@ def check_the_gate_asks_for_the_copy_too(
     pool = build_shared_pool(num_holders, num_free)
     num_needed = -(-num_known // 4) - 2 + (num_computed < 8 and num_holders > 1)
     config = build_config(num_blocks=4 + num_free)
-    admits = can_finish(config, pool, branch, slots.NO_HIT, STRICT_RULES)
+    admits = can_finish(config, pool, branch, slots.NO_HIT, get_config_rules(config))
     assert admits == (num_needed <= num_free)
 
 

@@ -21,6 +21,7 @@ from blockstep.spec.features.structured_output.grammar import (
     get_stands,
     holds,
 )
+from blockstep.spec.features.structured_output.masks import IS_CUT, get_verifiable_drafts
 from blockstep.spec.requests import FrameRow
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Config, Grammar, TokenIds
 
@@ -96,9 +97,9 @@ def check_nobody_can_accept_a_draft_that_a_mask_cut_off(num_accepted: int, num_c
     """A placeholder may stand for any draft if there is no bitmask."""
     assert 0 <= num_accepted <= 3 and 0 <= num_cut <= 3
     drafts = (1,) * num_accepted + (PAD,) * num_cut
-    row = FrameRow("A", drafts, samples=True, has_mask=True, is_masked=True)
-    assert row.verifiable_drafts == drafts[:num_accepted]
-    assert FrameRow("A", drafts, samples=True).verifiable_drafts == drafts
+    row = FrameRow("A", drafts, samples=True)
+    assert get_verifiable_drafts(IS_CUT.put(row, True)) == drafts[:num_accepted]
+    assert get_verifiable_drafts(row) == drafts
 
 
 # Bitmasks.

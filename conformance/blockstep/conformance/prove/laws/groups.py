@@ -11,22 +11,19 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec.hashing import get_group_keys
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.groups import (
+from blockstep.spec.features import get_config_rules
+from blockstep.spec.features.groups import skip_slots
+from blockstep.spec.features.groups.kinds import (
     compute_max_held_blocks,
     compute_num_skipped_blocks,
     compute_num_skipped_tokens,
 )
+from blockstep.spec.hashing import get_group_keys
+from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.prefix import get_prefix_hit
-from blockstep.spec.memory.slots import (
-    allocate_slots,
-    compute_num_blocks,
-    skip_slots,
-)
+from blockstep.spec.memory.slots import allocate_slots, compute_num_blocks
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Hit, Holding, RequestState
-from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import BlockKey, Config, GroupKind, KVGroup
 
 ROOM = Room("groups")
@@ -147,7 +144,7 @@ def check_blocks_behind_the_first_draft_are_freed_from_the_last_to_the_first(
     config = build_config(window(num_tokens, block_size), block_size=block_size, num_blocks=6)
     request = h.build_runner("a", 1, num_computed, (1, 2, 3), 3)
     pool = h.build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3))
-    after, skipped = skip_slots(config, pool, request, num_in_doubt, STRICT_RULES)
+    after, skipped = skip_slots(config, pool, request, num_in_doubt, get_config_rules(config))
     next_token = num_computed - num_in_doubt
     num_left = max(next_token - num_tokens + 1, 0) // block_size
     assert skipped.holdings == (Holding((0,) * num_left + (1, 2, 3)[num_left:], 3),)
@@ -170,7 +167,9 @@ def check_groups_are_granted_what_they_need_together_or_nothing(
     pool = h.build_pool((0, 1, 0, 0, 0, 0, 0, 0, 0, 0), (3, 2, 4, 5, 6, 7, 8, 9), (1, 2, 3))
     request = replace(h.build_request("a", 1), holdings=(Holding(), Holding()))
     hit = Hit(2 * block_size, ((1, 2), (0, 3)))
-    granted = allocate_slots(config, pool, request, num_new, hit=hit)
+    granted = allocate_slots(
+        config, pool, request, num_new, hit=hit, rules=get_config_rules(config)
+    )
     num_each = compute_num_blocks(num_new, block_size)
     assert (granted is None) == (num_each > 3)
     if granted is not None:
@@ -199,7 +198,9 @@ def check_hit_is_the_greatest_length_that_is_valid_for_both_groups(
     assert 1 <= num_known <= 9 and 0 <= num_full <= 2 and 0 <= first <= end <= 2 and 1 <= num_tokens
     config = build_config(KVGroup(FULL, 4), window(num_tokens, 4))
     request = replace(h.build_request("a", num_known), block_keys=CHAIN)
-    hit = get_prefix_hit(config, build_published(num_full, first, end), request, STRICT_RULES)
+    hit = get_prefix_hit(
+        config, build_published(num_full, first, end), request, get_config_rules(config)
+    )
     greatest = 0
     for length in (4, 8):
         num_left = max(length - num_tokens + 1, 0) // 4

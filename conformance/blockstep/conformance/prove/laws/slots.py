@@ -17,6 +17,7 @@ from blockstep.spec.memory.slots import (
     compute_num_slots,
     is_servable,
 )
+from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import MAX_INT, Config, Request
 
 ROOM = Room("slots")
@@ -157,7 +158,9 @@ def check_accepted_request_alone_in_the_pool_always_gets_its_blocks(
     assert 1 <= num_prompt < max_model_len and 1 <= max_tokens
     assert 0 <= num_computed < num_prompt + max_tokens - 1 and num_computed < max_model_len - 1
     config = Config(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
-    accepted = is_servable(config, Request("a", Tokens(num_prompt), max_tokens=max_tokens))
+    accepted = is_servable(
+        config, Request("a", Tokens(num_prompt), max_tokens=max_tokens), STRICT_RULES
+    )
     num_slots = compute_num_slots(num_computed, 1, 0, max_model_len)
     needed = compute_num_new_blocks(num_slots, block_size, 0)
     assert not accepted or needed <= num_blocks - 1
@@ -201,6 +204,6 @@ def check_host_refuses_the_same_requests_for_their_size(
     assert 1 <= num_prompt < max_model_len <= MAX_INT and 1 <= max_tokens
     assert 1 <= block_size <= MAX_INT
     host = build_host(build_config(block_size, max_model_len, num_speculative_tokens=3))
-    most = host._most_blocks(Request("a", Tokens(num_prompt), max_tokens=max_tokens))
+    most = host._most_blocks(Request("a", Tokens(num_prompt), max_tokens=max_tokens), STRICT_RULES)
     num_slots = compute_max_slots(num_prompt, max_tokens, 3, 3, max_model_len)
     assert most == compute_num_blocks(num_slots, block_size)

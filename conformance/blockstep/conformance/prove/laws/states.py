@@ -12,26 +12,23 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.groups import (
-    compute_max_held_blocks,
-    compute_num_skipped_blocks,
-)
-from blockstep.spec.memory.prefix import get_prefix_hit
-from blockstep.spec.memory.slots import compute_num_blocks
-from blockstep.spec.memory.states import (
+from blockstep.spec.features import get_config_rules
+from blockstep.spec.features.groups.kinds import compute_max_held_blocks, compute_num_skipped_blocks
+from blockstep.spec.features.mamba import (
+    compute_aligned_end,
     compute_max_held_states,
     compute_num_certain,
     compute_num_new_states,
     compute_num_state_blocks,
     get_extended_states,
+    get_unwritten_states,
 )
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.prefix import get_prefix_hit
+from blockstep.spec.memory.slots import compute_num_blocks
 from blockstep.spec.pool import Pool
-from blockstep.spec.rules import STRICT_RULES
-from blockstep.spec.step.admission import get_unwritten_states
 from blockstep.spec.step.plans import count_common_blocks
 from blockstep.spec.step.schedule import create_step
-from blockstep.spec.step.share import compute_aligned_end
 from blockstep.spec.step.work import Scheduled
 from blockstep.spec.vocabulary import (
     BlockId,
@@ -261,7 +258,9 @@ def check_hit_is_where_the_state_is_if_attention_has_what_is_before_it(
         groups=(KVGroup(GroupKind.FULL, 4), states(4, 1)),
     )
     request = replace(h.build_request("a", num_known), block_keys=CHAIN)
-    hit = get_prefix_hit(config, build_published(num_full, of_state), request, STRICT_RULES)
+    hit = get_prefix_hit(
+        config, build_published(num_full, of_state), request, get_config_rules(config)
+    )
     end = of_state + 1
     is_hit = end <= 3 and end + num_behind <= num_full and (end + num_behind) * 4 < num_known
     assert hit.num_tokens == (end * 4 if is_hit else 0)

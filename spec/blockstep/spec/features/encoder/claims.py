@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core.parts import Note
 from blockstep.spec.features.encoder.cache import (
     ENCODER,
     NO_ENCODER,
@@ -50,14 +51,8 @@ class Claim(NamedTuple):
     """Whether the row gets no token because an item has no room."""
 
 
-CLAIM: Final = "encoder_claim"
-"""Note of a step: the claim of the row that is being planned."""
-
-
-def get_noted_claim(step: Step) -> Claim:
-    """Return the claim of the row that is being planned. Source: P22."""
-    claim: Claim = step.notes.get(CLAIM, Claim(0))
-    return claim
+CLAIM: Final = Note("encoder_claim", Claim(0))
+"""The claim of the row that is being planned."""
 
 
 def process_items_asked(
@@ -198,7 +193,7 @@ def limit_to_items(step: Step, request: RequestState, num_computed: int, num_new
     its items. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P7, P15, P22.
     """
     claim = step.state.rules[process_items_asked](step, request, num_computed, num_new)
-    step.notes[CLAIM] = claim
+    CLAIM.set(step, claim)
     if claim.lacks_items:
         step.state.rules[process_items_missing](step, request)
     return claim.num_tokens
@@ -210,7 +205,7 @@ def process_items_taken(step: Step, request: RequestState) -> None:
     Source: vLLM 0.19.1 `schedule` ("Allocate the encoder cache"); P9, P22.
     """
     asked = request.request
-    for index in get_noted_claim(step).items:
+    for index in CLAIM.of(step).items:
         holder = step.state.rules[get_item_holder](asked, index)
         ENCODER.set(step, take_item(ENCODER.of(step), asked, index, holder))
     assert ENCODER.of(step).budget >= 0, "the compute is never overdrawn (P9)"

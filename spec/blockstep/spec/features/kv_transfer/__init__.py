@@ -24,7 +24,6 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
 from blockstep.spec.step import admission, giving
-from blockstep.spec.step.saving import process_saving
 from blockstep.spec.vocabulary import (
     Config,
     KVOffer,
@@ -142,7 +141,9 @@ def is_every_load_unpublished(state: State) -> bool:
 
     Only loads of a frame in flight, and asynchronous ones, may be unconfirmed. Source: P4, P19.
     """
-    loads = {load.request_id: load for frame in state.frames for load in frame.loads}
+    planned = {
+        load.request_id: load for frame in state.frames for load in loads.FRAME_LOADS.of(frame)
+    }
     for name, request in sorted(state.requests.items()):
         is_parked = name in TRANSFERS.of(state).parked
         if not request.is_unsettled:
@@ -151,7 +152,7 @@ def is_every_load_unpublished(state: State) -> bool:
             continue
         if is_parked:
             continue
-        load = loads.get(name)
+        load = planned.get(name)
         if load is None or request.status is not Status.RUNNING:
             return False
         for holding, size in zip(request.holdings, state.config.block_sizes, strict=True):
@@ -186,8 +187,8 @@ FEATURE: Final = Feature(
         hits=(loads.look_in_store,),
         stuck=(loads.process_received_behind,),
         admits=(loads.process_admitted,),
-        victims=(process_saving,),
         fields=(loads.tell_transfers,),
+        frames=(loads.fill_loads,),
     ),
     instead={
         admission.process_gates: loads.process_trial,

@@ -14,8 +14,11 @@ Until a load is confirmed only the blocks of the local hit are published (P19).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core.parts import Note, Part
+from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.kv_transfer.transfers import (
     TRANSFERS,
     Transfers,
@@ -26,15 +29,14 @@ from blockstep.spec.features.kv_transfer.transfers import (
     is_under_way,
     start_load,
 )
-from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import compute_num_blocks, release_slots, settle_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import FrameRow, Hit, RequestState
+from blockstep.spec.requests import Frame, FrameRow, Hit, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.step import admission, giving
 from blockstep.spec.step.giving import without_blocks
 from blockstep.spec.step.queues import select_queue
-from blockstep.spec.step.work import Scheduled, Step, Verdict
+from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockTables,
@@ -44,6 +46,11 @@ from blockstep.spec.vocabulary import (
     RequestId,
     Status,
 )
+
+LOADS: Final = Note[tuple[KVLoad, ...]]("loads", ())
+"""The loads of a step, in the order in which requests were tried."""
+FRAME_LOADS: Final = Part[tuple[KVLoad, ...]]("loads", ())
+"""The loads of a frame that end before its rows read them, in the order of the plan."""
 
 
 def asks_store(request: RequestState) -> bool:
@@ -87,7 +94,7 @@ def get_offered_hit(
     tables = hit.block_tables
     if config.groups:
         tables = get_clipped_tables(config, hit, num_start, request.block_tables)
-    hit = Hit(num_start, tables, hit.junction, num_external)
+    hit = Hit(num_start, tables, num_external)
     return hit, offer.is_async
 
 
@@ -125,7 +132,7 @@ def process_load(step: Step, request: RequestState, hit: Hit, is_async: bool) ->
         for table, size in zip(request.block_tables, sizes, strict=True)
     ]
     load = KVLoad(request.request_id, tuple(tables), hit.num_local, hit.num_external, is_async)
-    step.loads.append(load)
+    LOADS.set(step, (*LOADS.of(step), load))
 
 
 def process_return(step: Step, request_id: RequestId) -> None:
@@ -155,8 +162,13 @@ def get_returned(config: Config, pool: Pool, request: RequestState) -> tuple[Poo
 
 
 def tell_transfers(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
-    """Return the plan with the loads and saves of the step. Source: P19, P26."""
-    return replace(plan, kv_loads=tuple(step.loads), kv_saves=tuple(step.saves))
+    """Return the plan with the loads of the step. Source: P19, P26."""
+    return replace(plan, kv_loads=LOADS.of(step))
+
+
+def fill_loads(step: Step, frame: Frame) -> Frame:
+    """Return a frame with the loads that end before its rows read them. Source: P19."""
+    return FRAME_LOADS.put(frame, tuple([load for load in LOADS.of(step) if not load.is_async]))
 
 
 # Admission.
@@ -174,7 +186,7 @@ def look_in_store(
         return Verdict.PASSED_OVER
     hit, is_async = offered
     request = replace(request, is_unsettled=rules[is_unconfirmed](hit, is_async))
-    return process_parking(step, request, hit) if is_async else (request, hit)
+    return rules[process_parking](step, request, hit) if is_async else (request, hit)
 
 
 def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
@@ -191,8 +203,6 @@ def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
     step.pool, after = granted
     after = step.state.rules[get_parked](after, hit)
     step.requests[request.request_id] = after
-    taken = Scheduled(request.request_id, hit.num_tokens, 0, after.block_tables, hit.block_tables)
-    step.granted.append(taken)
     transfers = start_load(TRANSFERS.of(step), request.request_id, request.status)
     TRANSFERS.set(step, transfers)
     process_load(step, after, hit, is_async=True)

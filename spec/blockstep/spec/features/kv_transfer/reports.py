@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.spec.copies import replace
+from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
 from blockstep.spec.features.kv_transfer.transfers import (
     TRANSFERS,
     compute_num_valid,
@@ -20,12 +21,13 @@ from blockstep.spec.features.kv_transfer.transfers import (
     end_sending,
     take_offer,
 )
+from blockstep.spec.features.structured_output.masks import drop_row
 from blockstep.spec.lives import commit as commit_rows
 from blockstep.spec.lives.endings import get_ended, get_error_row
 from blockstep.spec.memory.deferred import free_deferred_blocks, get_fence, give_up_blocks
 from blockstep.spec.memory.slots import compute_num_blocks, settle_slots
 from blockstep.spec.pool import take_events
-from blockstep.spec.requests import Frame, RequestState, drop_row, list_rows_in_flight
+from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.state import State
 from blockstep.spec.step.preemption import process_preemption
 from blockstep.spec.step.schedule import create_step
@@ -175,7 +177,7 @@ def get_failures_of_frame(
     `_handle_invalid_blocks`; P19.
     """
     failed: list[RequestId] = []
-    for load in state.frames[0].loads:
+    for load in FRAME_LOADS.of(state.frames[0]):
         if not is_awaited(state, load):
             continue
         request, sizes = state.requests[load.request_id], state.config.block_sizes
@@ -213,7 +215,9 @@ def is_awaited(state: State, load: KVLoad) -> bool:
         return False
     if request.status is not Status.RUNNING:
         return any(row.samples for row in list_rows_in_flight(frames, name))
-    is_last = all(other.request_id != name for frame in frames[1:] for other in frame.loads)
+    is_last = all(
+        other.request_id != name for frame in frames[1:] for other in FRAME_LOADS.of(frame)
+    )
     return request.is_unsettled and is_last
 
 

@@ -10,18 +10,36 @@ from typing import Final
 from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.features.structured_output.grammar import STAND, get_first_stand
+from blockstep.spec.features.structured_output.grammar import (
+    STAND,
+    get_first_stand,
+    get_next_stand,
+    get_stand_behind,
+    get_stands,
+)
 from blockstep.spec.features.structured_output.masks import (
+    HAS_MASK,
+    fill_mask,
     get_accepted_drafts,
     get_forbidden,
     get_read,
+    get_verifiable_drafts,
     tell_masks,
 )
+from blockstep.spec.lives import commit
 from blockstep.spec.lives.endings import get_ended, get_error_row
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import RequestState, list_rows_in_flight
 from blockstep.spec.state import State
 from blockstep.spec.step.work import Step, Verdict
-from blockstep.spec.vocabulary import Ack, Outputs, RejectCode, Rejected, RequestId, Status
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    Ack,
+    Outputs,
+    RejectCode,
+    Rejected,
+    RequestId,
+    Status,
+)
 
 COMPILING: Final = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
@@ -99,15 +117,46 @@ def process_grammar_failed(state: State, request_id: RequestId) -> tuple[State, 
     return get_ended(state, [request_id]), Outputs((get_error_row(request),))
 
 
+# Every state.
+
+
+def is_every_grammar_in_step(state: State) -> bool:
+    """A grammar state follows from the outputs, and accepts the drafts that follow. Source: P23.
+
+    These are the drafts that are known: stored for the next step, or in a frame that can be
+    committed next.
+    """
+    config = state.config
+    for _, request in sorted(state.requests.items()):
+        grammar, asked = request.request.grammar, request.request
+        if grammar is None:
+            continue
+        first = get_first_stand(config, asked.prompt_token_ids)
+        outputs = request.output_token_ids
+        if get_stand_behind(config, grammar, first, outputs, get_next_stand) != STAND.of(request):
+            return False
+        rows = list_rows_in_flight(state.frames, request.request_id)
+        mine = [get_verifiable_drafts(row) for row in rows if HAS_MASK.of(row)]
+        for drafts in (request.spec_token_ids, *mine[:1]):
+            known = tuple([token for token in drafts if token != DRAFT_PLACEHOLDER])
+            stands = get_stands(config, grammar, STAND.of(request), known, get_next_stand)
+            if len(stands) <= len(known):
+                return False
+    return True
+
+
 FEATURE: Final = Feature(
     "structured_output",
     is_always,
     Hooks(
         arrives=(get_structured_entry,),
         gates=(process_grammar_gate,),
+        rows=(fill_mask,),
         fields=(tell_masks,),
         disputes=(get_forbidden,),
         reads=(get_read,),
         accepts=(get_accepted_drafts,),
     ),
+    instead={commit.get_verifiable_drafts: get_verifiable_drafts},
+    invariants=(is_every_grammar_in_step,),
 )

@@ -10,8 +10,10 @@ remembers it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core.parts import Part
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
     get_mask,
@@ -21,7 +23,7 @@ from blockstep.spec.features.structured_output.grammar import (
 )
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
-from blockstep.spec.step.work import Step
+from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Commit,
@@ -35,6 +37,43 @@ from blockstep.spec.vocabulary import (
     RequestId,
     TokenIds,
 )
+
+HAS_MASK: Final = Part("has_mask", False)
+"""Whether a grammar constrains the tokens of a row in flight."""
+IS_CUT: Final = Part("is_masked", False)
+"""Whether a mask was made with the drafts of a row: remaining placeholders cannot be accepted."""
+
+
+# Rows in flight.
+
+
+def fill_mask(step: Step, row: Scheduled, frame_row: FrameRow) -> FrameRow:
+    """Return a row of a frame, with whether a grammar constrains its tokens. Source: P23."""
+    grammar = step.requests[row.request_id].request.grammar
+    return HAS_MASK.put(frame_row, True) if grammar and frame_row.samples else frame_row
+
+
+def get_verifiable_drafts(row: FrameRow) -> TokenIds:
+    """Return the drafts of a row without those that a mask cut off, which come last. Source: P23,
+    P24."""
+    if not IS_CUT.of(row) or DRAFT_PLACEHOLDER not in row.draft_token_ids:
+        return row.draft_token_ids
+    return row.draft_token_ids[: row.draft_token_ids.index(DRAFT_PLACEHOLDER)]
+
+
+def drop_row(frame: Frame, request_id: RequestId) -> Frame:
+    """Return a frame in flight in which the row of this request, if any, delivers nothing.
+
+    Source: P13.
+    """
+    rows = [
+        HAS_MASK.put(replace(row, is_dropped=True), False) if row.request_id == request_id else row
+        for row in frame.rows
+    ]
+    return replace(frame, rows=tuple(rows))
+
+
+# Masks.
 
 
 def process_bitmask(
@@ -95,7 +134,7 @@ def list_masked(state: State, frame: Frame) -> list[FrameRow]:
 
     Source: vLLM 0.19.1 `get_grammar_bitmask`; P23.
     """
-    return [row for row in frame.rows if row.has_mask and row.request_id in state.requests]
+    return [row for row in frame.rows if HAS_MASK.of(row) and row.request_id in state.requests]
 
 
 def get_behind(
@@ -125,7 +164,7 @@ def get_cut(state: State, row: FrameRow, told: Mapping[RequestId, TokenIds]) -> 
     drafts = told.get(row.request_id, row.draft_token_ids)[:num_drafts]
     accepted = get_accepted_drafts(state, state.requests[row.request_id], drafts)
     padding = (DRAFT_PLACEHOLDER,) * (num_drafts - len(accepted))
-    return replace(row, draft_token_ids=accepted + padding, is_masked=True)
+    return IS_CUT.put(replace(row, draft_token_ids=accepted + padding), True)
 
 
 def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
@@ -160,7 +199,7 @@ def get_forbidden(state: State, frame: Frame, commit: Commit) -> str:
     Upstream logs it and continues, with a grammar state that does not fit the outputs. Source: vLLM
     0.19.1 `update_from_output`; P23.
     """
-    held = {row.request_id for row in frame.rows if row.has_mask and not row.is_dropped}
+    held = {row.request_id for row in frame.rows if HAS_MASK.of(row) and not row.is_dropped}
     for row in commit.sampled if held else ():
         request = state.requests.get(row.request_id) if row.request_id in held else None
         if request is not None and get_advanced(state, request, row.token_ids) is None:
@@ -187,7 +226,7 @@ def get_read(state: State, row: FrameRow, request: RequestState, tokens: TokenId
     """Return the request after its grammar read the new outputs of a row, which a commit has
     checked. Source: vLLM 0.19.1 `update_from_output`; P23.
     """
-    if not row.has_mask:
+    if not HAS_MASK.of(row):
         return request
     advanced = get_advanced(state, request, tokens)
     assert advanced is not None, "forbidden tokens were rejected (P23)"
@@ -198,7 +237,7 @@ def tell_masks(step: Step, frame_rows: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with whether a grammar constrains some of its rows, and whether tokens in
     flight come before. Source: vLLM 0.19.1 `pending_structured_output_tokens`; P23, P26.
     """
-    masked = [step.requests[row.request_id] for row in frame_rows if row.has_mask]
+    masked = [step.requests[row.request_id] for row in frame_rows if HAS_MASK.of(row)]
     if not masked:
         return plan
     return replace(

@@ -1,4 +1,4 @@
-"""Saving: what a store saves of a victim (swap-out), before its blocks are reused.
+"""Offload: what a store saves of a victim (swap-out), before its blocks are reused.
 
     known        |------ prompt ------|-- verified outputs --|
     computed     |-------- KV exists, or will before this step is executed ----------->|
@@ -13,10 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import lcm
+from typing import Final
 
-from blockstep.spec.requests import RequestState
+from blockstep.spec.copies import replace
+from blockstep.spec.core.feature import Feature
+from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.parts import Note
+from blockstep.spec.requests import FrameRow, RequestState
 from blockstep.spec.step.work import Step
-from blockstep.spec.vocabulary import Config, KVSave
+from blockstep.spec.vocabulary import Config, KVSave, Plan
+
+SAVES: Final = Note[tuple[KVSave, ...]]("saves", ())
+"""The KV that a step saves, in the order of preemption."""
 
 
 def compute_num_saved(
@@ -72,4 +80,20 @@ def process_saving(step: Step, victim: RequestState, had_row: bool) -> None:
     del had_row
     save = get_save(step.state.config, victim)
     if save is not None:
-        step.saves.append(save)
+        SAVES.set(step, (*SAVES.of(step), save))
+
+
+def tell_saves(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+    """Return the plan with the KV to save. Source: P17, P26."""
+    return replace(plan, kv_saves=SAVES.of(step))
+
+
+def may_save(config: Config) -> bool:
+    """Whether KV of a victim may be saved. Source: seed 002 "Preemption Strategies: Swap vs
+    Recompute"."""
+    return config.swap_min_tokens > 0
+
+
+FEATURE: Final = Feature(
+    "offload", may_save, Hooks(victims=(process_saving,), fields=(tell_saves,))
+)

@@ -1,1 +1,0 @@
-"""Beside: state machines that a step uses and that know no scheduler state."""

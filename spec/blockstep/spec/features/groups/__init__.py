@@ -1,0 +1,140 @@
+"""Groups: KV groups of several kinds of attention, each with a table of its own.
+
+`kinds` is what the kind of a group decides; `hits` is what is a hit in all groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from blockstep.spec.copies import replace
+from blockstep.spec.core.feature import Feature
+from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.parts import Part
+from blockstep.spec.features.groups import hits, kinds
+from blockstep.spec.features.groups.kinds import KINDS, compute_num_skipped_blocks
+from blockstep.spec.features.mamba import compute_num_certain
+from blockstep.spec.memory import prefix, slots
+from blockstep.spec.memory.deferred import give_up_blocks
+from blockstep.spec.pool import Pool
+from blockstep.spec.requests import (
+    Frame,
+    FrameRow,
+    Holding,
+    RequestState,
+    list_rows_in_flight,
+    without_nulls,
+)
+from blockstep.spec.rules import Rules
+from blockstep.spec.step import plans
+from blockstep.spec.step.work import Scheduled, Step
+from blockstep.spec.vocabulary import NULL_BLOCK, Config, FrameId, KVGroup, RequestId
+
+IN_DOUBT: Final = Part("num_in_doubt", 0)
+"""The computed tokens of a row in flight that may have to be computed again."""
+
+
+# Rows in flight.
+
+
+def note_doubt(step: Step, row: Scheduled, frame_row: FrameRow) -> FrameRow:
+    """Return a row of a frame with the number of its tokens in doubt. Source: P14."""
+    return IN_DOUBT.put(frame_row, step.state.rules[get_num_in_doubt](row))
+
+
+def get_num_in_doubt(row: Scheduled) -> int:
+    """Return the tokens of a row that may have to be computed again: its drafts.
+
+    The window before them is kept. Source: P14.
+    """
+    return len(row.drafts)
+
+
+def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
+    """Return a request's computed tokens that frames in flight may roll back. Source: P14."""
+    return sum([IN_DOUBT.of(row) for row in list_rows_in_flight(frames, request_id)])
+
+
+# Skipped blocks.
+
+
+def process_skipping(step: Step, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
+    """Return pool and request without the blocks to which no later token of it attends.
+
+    Source: vLLM 0.19.1 `remove_skipped_blocks`; P8, P14.
+    """
+    config, rules, name = step.state.config, step.state.rules, request.request_id
+    num_in_doubt = rules[count_in_doubt](step.state.frames, name)
+    return skip_slots(config, pool, request, num_in_doubt, rules, step.get_fence(name))
+
+
+def skip_slots(
+    config: Config,
+    pool: Pool,
+    request: RequestState,
+    num_in_doubt: int,
+    rules: Rules,
+    fence: FrameId | None = None,
+) -> tuple[Pool, RequestState]:
+    """Free the skipped blocks of a running request, to which no later token attends.
+
+    This happens before the request asks for slots, and whether or not it gets them: those blocks
+    are of no use to it. A null block takes the place of each, so that no other one moves; the last
+    is queued first. `num_in_doubt` computed tokens are drafts in flight: if they are rejected, the
+    request rolls back to the first of them, and reads the window before it. Frame `fence`, if
+    given, still reads the blocks: they are free after its commit. Source: vLLM 0.19.1
+    `remove_skipped_blocks`, which forgets drafts in flight; P1, P8, P14.
+    """
+    holdings = [*request.holdings]
+    num_left = 0
+    for index, group in enumerate(config.groups):
+        table = holdings[index].block_table
+        num_certain = rules[compute_num_certain](group, request.num_computed_tokens, num_in_doubt)
+        num_skipped = rules[count_skipped_blocks](group, holdings[index], num_certain)
+        num_skipped = min(num_skipped, len(table))
+        left = without_nulls(table[:num_skipped])
+        if left:
+            num_left += len(left)
+            pool = give_up_blocks(pool, (left,), rules, fence)
+            after = (NULL_BLOCK,) * num_skipped + table[num_skipped:]
+            holdings[index] = Holding(after, holdings[index].num_cached_blocks)
+    return pool, replace(request, holdings=tuple(holdings)) if num_left else request
+
+
+def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
+    """Return the leading blocks of one group that are freed: all skipped ones. Source: P8."""
+    del holding
+    return compute_num_skipped_blocks(group, num_certain)
+
+
+# Plans.
+
+
+def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
+    """Return, per group, the leading blocks that all running requests share, where the attention to
+    them is computed once. Source: vLLM 0.19.1 `get_num_common_prefix_blocks`; P26.
+    """
+    counts = zip(step.state.config.groups, plans.get_num_common_prefix_blocks(step), strict=True)
+    return tuple([num if KINDS[group.kind].has_common_prefix else 0 for group, num in counts])
+
+
+def has_groups(config: Config) -> bool:
+    """Whether there are KV groups. Source: architecture D13."""
+    return bool(config.groups)
+
+
+FEATURE: Final = Feature(
+    "groups",
+    has_groups,
+    Hooks(skips=(process_skipping,), rows=(note_doubt,)),
+    instead={
+        slots.get_num_slots_of: kinds.get_num_slots_of,
+        slots.count_held_at_most: kinds.count_held_at_most,
+        slots.count_taken: kinds.count_taken,
+        slots.get_extended_table: kinds.get_extended_table,
+        slots.count_reserved_blocks: kinds.count_reserved_blocks,
+        prefix.find_hit: hits.get_joint_hit,
+        plans.get_num_common_prefix_blocks: get_num_common_prefix_blocks,
+    },
+)
