@@ -22,6 +22,7 @@ from blockstep.spec import (
     SpecMethod,
 )
 from blockstep.spec.features.groups.kinds import count_reserved_blocks
+from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.features.structured_output.grammar import STAND
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.pool import allocate_blocks, create_pool, touch_blocks
@@ -124,7 +125,7 @@ def test_input_that_came_before_the_stop_is_taken_at_the_stop() -> None:
     oracle.update(session(3, max_tokens=1))
     oracle.update(end())
     oracle.submit(Request("B", (1,), max_tokens=9))
-    assert state_of(oracle).updates == (session(3, max_tokens=1), end())
+    assert UPDATES.of(state_of(oracle)) == (session(3, max_tokens=1), end())
     step(oracle)
     step(oracle)
     assert state_of(oracle).status is Status.WAITING

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from blockstep.spec.memory.telling import get_stored
+from blockstep.spec.features.kv_events import get_stored
 from blockstep.spec.oracle import Oracle
 from blockstep.spec.profiles import Profile
 from blockstep.spec.releases import Quirk
@@ -59,7 +59,7 @@ def test_who_asks_for_no_log_is_told_nothing() -> None:
     oracle = Oracle(replace(CONFIG, enable_kv_cache_events=False))
     oracle.submit(A)
     assert step(oracle, A=7) == ()
-    assert oracle.state.pool.kv_events is None
+    assert oracle.state.pool.journal is None
     oracle.abort("A")
     assert told_by_reset(oracle) == ()
 
@@ -144,7 +144,7 @@ def test_a_reset_is_told_at_once_with_what_came_before_it() -> None:
     oracle.schedule()
     stored = BlockStored((FIRST, SECOND), None, (1, 2, 3, 4), 2)
     assert told_by_reset(oracle, forced=True)[0] == stored
-    assert oracle.state.pool.kv_events == ()
+    assert oracle.state.pool.journal == ()
     assert told_by_reset(oracle) == (AllBlocksCleared(),)
 
 
@@ -274,3 +274,16 @@ def test_a_release_does_not_tell_the_group_of_a_block(quirk: bool) -> None:
 def test_what_is_cleared_has_no_group() -> None:
     quirks = frozenset({Quirk.EVENTS_NAME_NO_GROUP})
     assert told_by_reset(Oracle(CONFIG, Profile("one", quirks))) == (AllBlocksCleared(),)
+
+
+@pytest.mark.parametrize("quirks", [(), (Quirk.NULL_BLOCKS_ARE_TOLD,)])
+def test_blocks_of_a_confirmed_load_are_told_as_others_are(quirks: tuple[Quirk, ...]) -> None:
+    groups = (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2),)
+    config = replace(CONFIG, groups=groups, kv_connector=True)
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    oracle.submit(A)
+    oracle.offer_kv("A", 4)
+    (told,) = step(oracle, A=7)
+    assert isinstance(told, BlockStored)
+    assert told.keys == (SECOND,)
+    assert (told.parent, told.token_ids) == ((None, (1, 2, 3, 4)) if quirks else (FIRST, (3, 4)))

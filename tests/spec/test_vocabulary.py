@@ -5,14 +5,16 @@ import pickle
 import pytest
 
 from blockstep.spec import Config, MultiModalItem, Request, SpecMethod
-from blockstep.spec.hashing import compute_block_key, extend_block_keys
+from blockstep.spec.features import get_config_rules
+from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import BlockKey, Status
+
+RULES = get_config_rules(Config(num_blocks=9))
 
 
 def key_of(request: Request, block_size: int = 2) -> BlockKey:
-    return extend_block_keys(RequestState(request, Status.WAITING), block_size, STRICT_RULES)[-1]
+    return extend_block_keys(RequestState(request, Status.WAITING), block_size, RULES)[-1]
 
 
 def test_equal_content_is_one_key_however_it_was_built() -> None:
@@ -47,9 +49,8 @@ def test_different_content_is_another_key(other: Request) -> None:
 
 def test_keys_of_different_kinds_do_not_collide() -> None:
     """Upstream keeps adapter and salt in one flat list, where "x" is "x" (P6)."""
-    adapter = compute_block_key(Request("A", (1, 2), adapter="x"), (1, 2), 0, None, STRICT_RULES)
-    salt = compute_block_key(Request("A", (1, 2), cache_salt="x"), (1, 2), 0, None, STRICT_RULES)
-    assert adapter != salt
+    adapter, salt = Request("A", (1, 2), adapter="x"), Request("A", (1, 2), cache_salt="x")
+    assert key_of(adapter) != key_of(salt)
 
 
 def test_one_item_at_two_places_is_two_contents() -> None:
@@ -61,14 +62,14 @@ def test_one_item_at_two_places_is_two_contents() -> None:
 
 def test_an_item_marks_only_the_blocks_it_overlaps() -> None:
     request = Request("A", tuple(range(8)), items=(MultiModalItem("cat", 3, 2),))
-    keys = extend_block_keys(RequestState(request, Status.WAITING), 2, STRICT_RULES)
+    keys = extend_block_keys(RequestState(request, Status.WAITING), 2, RULES)
     assert [key.items for key in keys] == [(), (("cat", 1),), (("cat", -1),), ()]
 
 
 def test_outputs_continue_the_chain() -> None:
     whole = Request("A", (1, 2, 3, 4, 5, 6))
     split = RequestState(Request("B", (1, 2, 3)), Status.RUNNING, output_token_ids=(4, 5, 6))
-    assert extend_block_keys(split, 2, STRICT_RULES)[-1] == key_of(whole)
+    assert extend_block_keys(split, 2, RULES)[-1] == key_of(whole)
 
 
 def test_a_long_chain_compares_and_pickles_without_recursion() -> None:

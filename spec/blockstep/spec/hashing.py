@@ -7,58 +7,27 @@ contents ever share a key (P6). Hashes are an engine's optimisation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from blockstep.spec.copies import replace
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import BlockKey, Config, Request, TokenIds
-
-
-def get_item_keys(request: Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
-    """Return the multimodal items that overlap token positions [start, end), with relative offsets.
-
-    The offset matters: one image at two places of otherwise equal placeholder tokens makes two
-    different contents. Source: seed 001 "Block Hash Computation"; upstream #36708; P6.
-    """
-    return tuple(
-        (item.identifier, item.offset - start)
-        for item in request.items
-        if item.offset < end and start < item.offset + item.length
-    )
+from blockstep.spec.vocabulary import BlockKey, Config, TokenIds
 
 
 def compute_block_key(
-    request: Request,
-    token_ids: TokenIds,
-    index: int,
-    parent: BlockKey | None,
-    rules: Rules,
+    request: RequestState, index: int, block_size: int, parent: BlockKey | None, rules: Rules
 ) -> BlockKey:
-    """Return the key of block `index` of a request, whose content is `token_ids`.
+    """Return the key of block `index` of a request: its tokens, behind those of its parent.
 
-    The adapter is part of every block's key, the salt only of the first one's: the chain includes
-    it in later ones. Embeddings sent instead of tokens are part of the keys of their blocks.
-    Source: seed 001 "Block Hash Computation"; seed 003 section 1.2; P6.
+    Whatever else decides its content is part of it. Source: seed 001 "Block Hash Computation"; seed
+    003 section 1.2; P6.
     """
-    start = index * len(token_ids)
-    end = start + len(token_ids)
-    return BlockKey(
-        parent,
-        token_ids,
-        adapter=request.adapter,
-        cache_salt=request.cache_salt if index == 0 else None,
-        items=rules[get_item_keys](request, start, end),
-        embeds=request.prompt_embeds[start:end],
-    )
-
-
-def get_request_of_key(request: RequestState, index: int) -> Request:
-    """Return the request whose adapter, salt and items are part of the key of block `index`.
-
-    Source: seed 001 "Block Hash Computation"; P6.
-    """
-    del index
-    return request.request
+    start, end = index * block_size, (index + 1) * block_size
+    extra: dict[str, Any] = {}
+    for name in rules.hooks.names:
+        extra.update(rules[name](request, index, start, end, rules))
+    return BlockKey(parent, get_tokens(request, start, end), **extra)
 
 
 def extend_block_keys(request: RequestState, block_size: int, rules: Rules) -> tuple[BlockKey, ...]:
@@ -70,9 +39,8 @@ def extend_block_keys(request: RequestState, block_size: int, rules: Rules) -> t
     num_full_blocks = request.num_known_tokens // block_size
     keys = list(request.block_keys)
     for index in range(len(keys), num_full_blocks):
-        asked = rules[get_request_of_key](request, index)
-        tokens = get_tokens(request, index * block_size, (index + 1) * block_size)
-        keys.append(compute_block_key(asked, tokens, index, keys[-1] if keys else None, rules))
+        parent = keys[-1] if keys else None
+        keys.append(compute_block_key(request, index, block_size, parent, rules))
     return tuple(keys)
 
 

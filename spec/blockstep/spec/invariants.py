@@ -20,6 +20,7 @@ from blockstep.spec.features.groups.kinds import (
 )
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.pins import PINS
+from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.requests import (
     NOTHING_HELD,
@@ -205,7 +206,7 @@ def is_every_rest_behind_a_stop(state: State) -> bool:
     """
     return all(
         request.request.resumable
-        and not request.updates
+        and not UPDATES.of(request)
         and not list_rows_in_flight(state.frames, request.request_id)
         and (request.num_output_placeholders, request.spec_token_ids) == (0, ())
         and request.num_computed_tokens in (0, request.num_known_tokens - 1)

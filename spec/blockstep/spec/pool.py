@@ -10,6 +10,7 @@ cache of blocks without holders. Every operation takes a batch, in order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.maps import FrozenMap
@@ -21,8 +22,10 @@ from blockstep.spec.vocabulary import (
     BlockRemoved,
     BlockStored,
     DeferredFree,
-    KVEvent,
 )
+
+Changes: TypeAlias = tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
+"""Blocks that became findable or were lost, in order."""
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -41,14 +44,12 @@ class Pool:
     """Whether the block freed last is reused next."""
     deferred_frees: tuple[DeferredFree, ...] = ()
     """Blocks freed when frames in flight are committed: until then they count as held."""
-    kv_events: tuple[KVEvent, ...] | None = None
-    """Changes of `cached` that were not yet returned as KV events; None if events are off."""
+    journal: Changes | None = None
+    """Changes of `cached` since it was read; None if no feature reads it."""
 
 
-def create_pool(num_blocks: int, *, tells: bool = False, is_lifo: bool = False) -> Pool:
+def create_pool(num_blocks: int, *, is_lifo: bool = False) -> Pool:
     """Return a pool of `num_blocks`, including the null block, all free in order of their ids.
-
-    `tells`: KV events are recorded until they are returned.
 
     Source: seed 001 "Null Block" (the null block leaves the queue for good).
     """
@@ -58,7 +59,6 @@ def create_pool(num_blocks: int, *, tells: bool = False, is_lifo: bool = False) 
         free_queue=tuple(range(NULL_BLOCK + 1, num_blocks)),
         cached=FrozenMap(),
         is_lifo=is_lifo,
-        kv_events=() if tells else None,
     )
 
 
@@ -144,15 +144,15 @@ def publish_blocks(
     pool: Pool,
     block_ids: Sequence[BlockId],
     keys: Sequence[BlockKey],
-    stored: Sequence[BlockStored] = (),
+    changes: Changes = (),
 ) -> Pool:
-    """Publish each block under its key; `stored` are the KV events for it, if events are on.
+    """Publish each block under its key; `changes` are the journal's entries for it, if it is kept.
 
     Block tables only ever grow at their end, so a block is not swapped for an equal one that is
     published already: one key may have several blocks. Source: seed 003 sections 2.3 and 3.1; P3.
     """
     if not block_ids:
-        return get_telling(pool, stored)  # only with a quirk
+        return with_changes(pool, changes)  # only with a quirk
     block_keys = list(pool.block_keys)
     cached = pool.cached.to_dict()
     for block_id, key in zip(block_ids, keys, strict=True):
@@ -160,11 +160,11 @@ def publish_blocks(
         block_keys[block_id] = key
         cached[key] = (*cached.get(key, ()), block_id)
     pool = replace(pool, block_keys=tuple(block_keys), cached=FrozenMap(cached))
-    return get_telling(pool, stored)
+    return with_changes(pool, changes)
 
 
 def withdraw_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
-    """Remove the keys of these blocks; equal blocks stay cached. One KV event for each block.
+    """Remove the keys of these blocks; equal blocks stay cached. One entry for each block.
 
     Source: seed 001 "Eviction during Allocation"; for work that will not run, P4, upstream #43569;
     vLLM 0.19.1 `_maybe_evict_cached_block`; P20.
@@ -173,7 +173,7 @@ def withdraw_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
         return pool
     block_keys = list(pool.block_keys)
     cached = pool.cached.to_dict()
-    removed: list[KVEvent] = []
+    removed: list[BlockRemoved] = []
     for block_id in block_ids:
         key = block_keys[block_id]
         if key is None:
@@ -186,7 +186,7 @@ def withdraw_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
         else:
             del cached[key]
     pool = replace(pool, block_keys=tuple(block_keys), cached=FrozenMap(cached))
-    return get_telling(pool, removed)
+    return with_changes(pool, tuple(removed))
 
 
 def withdraw_all(pool: Pool) -> Pool:
@@ -195,26 +195,18 @@ def withdraw_all(pool: Pool) -> Pool:
     Source: seed 001 "Reset Prefix Cache"; P20, P25.
     """
     pool = replace(pool, block_keys=(None,) * len(pool.block_keys), cached=FrozenMap())
-    return get_telling(pool, (AllBlocksCleared(),))
+    return with_changes(pool, (AllBlocksCleared(),))
 
 
-def get_telling(pool: Pool, kv_events: Sequence[KVEvent]) -> Pool:
-    """Record KV events, if events are on.
+def with_changes(pool: Pool, changes: Changes) -> Pool:
+    """Return the pool with entries in its journal, if it keeps one.
 
     Source: vLLM 0.19.1 `BlockPool.kv_event_queue`; P20.
     """
     # no-mutate clause: without the shortcut nothing is added
-    if pool.kv_events is None or not kv_events:
+    if pool.journal is None or not changes:
         return pool
-    return replace(pool, kv_events=(*pool.kv_events, *kv_events))
-
-
-def take_events(pool: Pool) -> tuple[Pool, tuple[KVEvent, ...]]:
-    """Return the recorded KV events, and the pool without them.
-
-    Source: vLLM 0.19.1 `take_events`; P20.
-    """
-    return (replace(pool, kv_events=()), pool.kv_events) if pool.kv_events else (pool, ())
+    return replace(pool, journal=(*pool.journal, *changes))
 
 
 def find_block(pool: Pool, key: BlockKey) -> BlockId | None:

@@ -16,7 +16,6 @@ from blockstep.spec.vocabulary import (
     Request,
     RequestId,
     Status,
-    TokenId,
     TokenIds,
 )
 
@@ -43,14 +42,13 @@ class Hit:
     block_tables: BlockTables
     """Per group: null blocks for skipped ones, then the blocks to share. Empty if there is no hit.
     """
-    num_external: int = 0
-    """Number of its last tokens that a store loads into blocks still to be taken. Blocks that are
-    skipped after these are null, too."""
+    num_pending: int = 0
+    """Number of its last tokens whose KV is written from outside into blocks still to be taken."""
 
     @property
     def num_local(self) -> int:
         """Number of tokens of the local hit, in cached blocks."""
-        return self.num_tokens - self.num_external
+        return self.num_tokens - self.num_pending
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -81,14 +79,8 @@ class RequestState:
     """Keys of its full blocks of known tokens: they follow from the tokens (see `hashing`)."""
     num_cached_tokens: int = -1
     num_preemptions: int = 0
-    grammar_ready: bool = False
-    last_stop_token_id: TokenId | None = None
-    """The stop token of a session that was reported at the end of its last input."""
-    updates: tuple[Request, ...] = ()
-    """The waiting inputs of a session, oldest first; one that is not resumable is the last."""
     is_unsettled: bool = False
-    """Whether KV that a store loads for it is unconfirmed: until it is confirmed, no loaded block
-    is published (P19)."""
+    """Whether some of its KV is unconfirmed: until it is confirmed, no block is published (P19)."""
     parts: Parts = NO_PARTS
     """Values of features and releases."""
 

@@ -8,6 +8,8 @@ from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder, count_free, count_freeable
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS, is_received
 from blockstep.spec.features.pins import PINS, Pins
+from blockstep.spec.features.sessions import UPDATES
+from blockstep.spec.features.structured_output import GRAMMAR_READY
 from blockstep.spec.features.structured_output.grammar import STAND
 from blockstep.spec.lives.idle import has_work
 from blockstep.spec.requests import RequestState
@@ -112,9 +114,9 @@ def get_request_snapshot(request: RequestState) -> RequestSnapshot:
         num_cached_blocks=tuple([holding.num_cached_blocks for holding in request.holdings]),
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
-        grammar_ready=request.grammar_ready,
+        grammar_ready=GRAMMAR_READY.of(request),
         prompt_token_ids=request.request.prompt_token_ids if request.request.resumable else (),
-        num_streaming_updates=len(request.updates),
+        num_streaming_updates=len(UPDATES.of(request)),
         grammar_state=STAND.of(request).state,
         reasoning_ended=STAND.of(request).reasoning_ended,
     )

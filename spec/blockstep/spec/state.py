@@ -60,7 +60,6 @@ def create_state(config: Config, rules: Rules) -> State:
         rules=rules,
         pool=create_pool(
             config.num_blocks,
-            tells=config.enable_kv_cache_events,
             is_lifo=config.pool_order is PoolOrder.LIFO,
         ),
         requests=FrozenMap(),

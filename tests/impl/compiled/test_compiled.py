@@ -24,7 +24,7 @@ from blockstep.impl.compiled import state as state_of_engine
 from blockstep.impl.compiled.state import FREE_SEAT, NEXT_SEAT, NONE, NUM_FREE_NODES
 from blockstep.impl.host import HostEngine
 from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
-from blockstep.spec.hashing import get_item_keys
+from blockstep.spec.features.identity import get_item_keys
 from blockstep.spec.vocabulary import (
     Abort,
     Ack,

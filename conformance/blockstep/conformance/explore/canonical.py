@@ -27,11 +27,14 @@ from blockstep.spec.features.groups import IN_DOUBT
 from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.pins import PINS
+from blockstep.spec.features.sessions import UPDATES
+from blockstep.spec.features.structured_output import GRAMMAR_READY
 from blockstep.spec.features.structured_output.grammar import STAND
 from blockstep.spec.features.structured_output.masks import HAS_MASK, IS_CUT
 from blockstep.spec.releases.failures import NUM_SCHEDULED
 from blockstep.spec.releases.flight import list_reset_victims
 from blockstep.spec.releases.grammars import IS_STRUCTURED
+from blockstep.spec.releases.sessions import LAST_STOP
 from blockstep.spec.releases.states import JUNCTION
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
@@ -104,7 +107,7 @@ class Canonicaliser:
             _NO_KEY if key is None else self._content(key)
             for key in (pool.block_keys[block_id] for block_id in places)
         ]
-        told = pool.kv_events or ()
+        told = pool.journal or ()
         contents += [self._content(key) for event in told for key in _get_keys(event)]
         frames: Form = tuple(
             tuple(
@@ -221,7 +224,7 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         *(tuple(places[block_id] for block_id in table) for table in request.block_tables),
         *(held.num_cached_blocks for held in request.holdings),
         request.num_cached_tokens,
-        request.grammar_ready,
+        GRAMMAR_READY.of(request),
         *_get_more(
             STAND.of(request).state, STAND.of(request).reasoning_ended, JUNCTION.of(request)
         ),
@@ -251,9 +254,9 @@ def _session_form(request: RequestState) -> Form:
     asked = request.request
     if not asked.resumable:
         return ()
-    chunks = [(one.prompt_token_ids, one.max_tokens, one.resumable) for one in request.updates]
+    chunks = [(one.prompt_token_ids, one.max_tokens, one.resumable) for one in UPDATES.of(request)]
     ends = (
-        request.last_stop_token_id,
+        LAST_STOP.of(request),
         asked.min_tokens,
         asked.eos_token_id,
         asked.stop_token_ids,

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from blockstep.conformance.explore.canonical import Digest
 from blockstep.conformance.explore.probe import Moment
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS, get_offer, is_moving
+from blockstep.spec.features.structured_output import GRAMMAR_READY
 from blockstep.spec.vocabulary import (
     Commit,
     Outputs,
@@ -51,7 +52,7 @@ def get_no_progress(moment: Moment, is_loop: bool) -> bool:
     return any(
         get_offer(TRANSFERS.of(state), request.request_id).num_tokens is not None
         and request.status is not Status.WAITING_FOR_STREAMING_REQ
-        and (request.grammar_ready or request.status is not GRAMMAR)
+        and (GRAMMAR_READY.of(request) or request.status is not GRAMMAR)
         for request in state.requests.values()
     )
 

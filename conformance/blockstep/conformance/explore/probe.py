@@ -27,6 +27,8 @@ from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
+from blockstep.spec.features.sessions import UPDATES
+from blockstep.spec.features.structured_output import GRAMMAR_READY
 from blockstep.spec.features.structured_output.masks import IS_CUT, get_verifiable_drafts
 from blockstep.spec.lives.idle import has_work
 from blockstep.spec.releases import Quirk, get_rules
@@ -85,7 +87,7 @@ def get_ledger(state: State) -> Ledger:
         life.tokens.extend(request.output_token_ids)
         life.drafts = request.spec_token_ids
         life.num_cached_tokens = request.num_cached_tokens
-        life.grammar_ready = request.grammar_ready
+        life.grammar_ready = GRAMMAR_READY.of(request)
         has_begun = request.status in (v.Status.RUNNING, v.Status.PREEMPTED)
         life.admitted_in = 0 if has_begun else -1
         is_new = request.status is v.Status.WAITING and not request.request.resumable
@@ -95,7 +97,7 @@ def get_ledger(state: State) -> Ledger:
             life.automaton = Automaton(state.config, request.request)
         if life.session is not None:
             ledger.has_sessions = True
-            life.session.updates = [*request.updates]
+            life.session.updates = [*UPDATES.of(request)]
             life.session.is_resting = request.status is v.Status.WAITING_FOR_STREAMING_REQ
     behind: dict[v.RequestId, int] = {}
     for frame in reversed(state.frames):
@@ -159,7 +161,7 @@ def _get_follower(state: State) -> Follower:
     """Return a follower of the event log so far: the cached blocks, without the events not yet
     sent.
     """
-    cached, untold = state.pool.cached, state.pool.kv_events
+    cached, untold = state.pool.cached, state.pool.journal
     copies = Counter[v.BlockKey]()
     if untold is not None:
         copies.update({key: len(blocks) for key, blocks in cached.items()})

@@ -7,15 +7,26 @@ The tuples of a state are made once, from the features that its config asks for,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from blockstep.spec.vocabulary import Commit, KVGroup, Plan, Rejected, Request, RequestId, TokenIds
+from blockstep.spec.vocabulary import (
+    BlockId,
+    Commit,
+    Config,
+    KVGroup,
+    Plan,
+    Rejected,
+    Request,
+    RequestId,
+    TokenIds,
+)
 
 if TYPE_CHECKING:  # a state has rules, which have hooks, which are functions of a step of a state
-    from blockstep.spec.pool import Pool
+    from blockstep.spec.pool import Changes, Pool
     from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
+    from blockstep.spec.rules import Rules
     from blockstep.spec.state import State
     from blockstep.spec.step.work import Scheduled, Step, Verdict
 
@@ -37,6 +48,10 @@ Look: TypeAlias = "Callable[[Step, RequestState, Hit], tuple[RequestState, Hit] 
 """Returns a waiting request and its hit, which may be longer; or why it is not admitted now."""
 Skip: TypeAlias = "Callable[[Step, Pool, RequestState], tuple[Pool, RequestState]]"
 """Returns pool and request without blocks that the request does not need any more."""
+Spare: TypeAlias = "Callable[[Step], int]"
+"""Returns the free blocks that an admission must leave."""
+Name: TypeAlias = "Callable[[RequestState, int, int, int, Rules], Mapping[str, Any]]"
+"""Returns fields of a block's key: (.., index of the block, its first position, its end, rules)."""
 Need: TypeAlias = "Callable[[Pool, KVGroup, Holding, int], int]"
 """Returns the blocks that a request needs besides new ones to continue after computed tokens."""
 Own: TypeAlias = "Callable[[Pool, KVGroup, Holding, int], tuple[Pool, Holding]]"
@@ -65,6 +80,10 @@ FillFrame: TypeAlias = "Callable[[Step, Frame], Frame]"
 """Returns a frame with what a feature must know until its commit."""
 Sent: TypeAlias = "Callable[[Step, Sequence[FrameRow]], None]"
 """Updates a step whose plan is made: its tokens count as computed."""
+Publish: TypeAlias = "Callable[[Config, RequestState, int, Sequence[BlockId], int], Changes]"
+"""Returns the journal's entries for blocks of a table: (.., group, blocks, index of the first)."""
+Take: TypeAlias = "Callable[[State], tuple[State, Changes]]"
+"""Returns the state without the entries of the journal, and these."""
 Leave: TypeAlias = "Callable[[State, RequestState], State]"
 """Returns the state after a request has finished."""
 Stop: TypeAlias = "Callable[[State, RequestId], State]"
@@ -85,10 +104,16 @@ class Hooks:
     """Submission of a request that is not rejected."""
     accepts: tuple[Accept, ...] = ()
     """Proposal of drafts."""
+    names: tuple[Name, ...] = ()
+    """The key of a block."""
+    publishes: tuple[Publish, ...] = ()
+    """Blocks of a group that are published."""
     gates: tuple[Gate, ...] = ()
     """Admission, before budget and pool are considered: the first verdict decides."""
     hits: tuple[Look, ...] = ()
     """Admission, after the prefix cache: each extends what the one before it found."""
+    spares: tuple[Spare, ...] = ()
+    """Admission: blocks that must be left."""
     skips: tuple[Skip, ...] = ()
     """A request, before it has slots: each frees blocks."""
     needs: tuple[Need, ...] = ()
@@ -129,10 +154,14 @@ class Hooks:
     """A commit, for each row that delivers."""
     stops: tuple[Stop, ...] = ()
     """A commit, for each request that it ends, in the order of the rows."""
+    tells: tuple[Take, ...] = ()
+    """The answer to a commit, a reset or a report."""
     leaves: tuple[Leave, ...] = ()
     """Each request that finishes for whatever reason."""
     ends: tuple[Change, ...] = ()
     """Requests, after some have finished and are gone."""
+    clears: tuple[Begin, ...] = ()
+    """A forced reset, in a step in which nothing runs any more."""
     resets: tuple[Change, ...] = ()
     """A reset of the prefix cache: what does not prevent it ends with it."""
 

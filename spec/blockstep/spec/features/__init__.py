@@ -16,11 +16,14 @@ from blockstep.spec.features import (
     encoder,
     forks,
     groups,
+    identity,
+    kv_events,
     kv_transfer,
     lora,
     mamba,
     offload,
     pins,
+    reclaim,
     sessions,
     structured_output,
 )
@@ -29,18 +32,22 @@ from blockstep.spec.step.admission import process_flight_gate
 from blockstep.spec.vocabulary import Config
 
 FEATURES: Final[tuple[Feature, ...]] = (
+    identity.FEATURE,
     structured_output.FEATURE,
     Feature("async", is_always, Hooks(gates=(process_flight_gate,))),
     lora.FEATURE,
     encoder.FEATURE,
     groups.FEATURE,
     mamba.FEATURE,
+    kv_transfer.ABSENT,
     kv_transfer.FEATURE,
     offload.FEATURE,
     forks.FEATURE,
-    admission_control.FEATURE,
+    *admission_control.FEATURES,
+    kv_events.FEATURE,
     pins.FEATURE,
     sessions.FEATURE,
+    reclaim.FEATURE,
 )
 
 

@@ -56,9 +56,26 @@ def process_pressure(step: Step) -> bool:
     return closed
 
 
+def has_watermark(config: Config) -> bool:
+    """Whether an admission leaves some blocks free. Source: seed 002 "The Watermark"."""
+    return config.watermark_blocks > 0
+
+
 def has_limit(config: Config) -> bool:
     """Whether admission may close. Source: seed 002 "Memory Pressure Signals"."""
     return config.admission_high_blocks > 0
 
 
-FEATURE: Final = Feature("admission_control", has_limit, Hooks(closes=(process_pressure,)))
+def get_watermark(step: Step) -> int:
+    """Return the free blocks that an admission leaves to other running requests (watermark).
+
+    Upstream leaves none. With no running request there is no watermark, so no request waits without
+    need. Source: seed 002 "The Watermark", which applies to an empty engine, too; P8, P10.
+    """
+    return step.state.config.watermark_blocks if step.running else 0
+
+
+FEATURES: Final = (
+    Feature("admission_control", has_limit, Hooks(closes=(process_pressure,))),
+    Feature("watermark", has_watermark, Hooks(spares=(get_watermark,))),
+)

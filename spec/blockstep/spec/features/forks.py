@@ -17,6 +17,7 @@ from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.parts import Note
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
+from blockstep.spec.features.structured_output import GRAMMAR_READY
 from blockstep.spec.features.structured_output.grammar import STAND, get_first_stand
 from blockstep.spec.features.structured_output.masks import get_advanced
 from blockstep.spec.hashing import get_keyed
@@ -111,9 +112,9 @@ def get_branch(state: State, fork: Fork) -> RequestState | None:
         Status.WAITING,
         holdings=NOTHING_HELD * len(config.block_sizes),
         num_cached_tokens=parent.num_cached_tokens,
-        grammar_ready=parent.grammar_ready,
     )
-    branch, row = get_extended(branch, outputs, config.max_model_len, state.rules)
+    branch = GRAMMAR_READY.put(branch, GRAMMAR_READY.of(parent))
+    branch, row = state.rules[get_extended](branch, outputs, config.max_model_len, state.rules)
     if row.finish_reason is not None:
         return None
     if asked.grammar is not None:

@@ -75,14 +75,14 @@ def compute_num_new_states(
 def take_states(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
     """Return the blocks that a recurrent group takes from the queue in a step. Source: P8."""
     num_blocks = compute_num_state_blocks(group, growth.num_tokens, growth.num_slots)
-    return compute_num_new_states(group, num_blocks, num_held, num_hit, growth.is_loaded)
+    return compute_num_new_states(group, num_blocks, num_held, num_hit, growth.is_pending)
 
 
 def extend_states(group: KVGroup, growth: Growth, held: Table, found: Table, new: Table) -> Table:
     """Return the table of a recurrent group after a step. Source: P2, P8."""
     num_blocks = compute_num_state_blocks(group, growth.num_tokens, growth.num_slots)
     is_begun = bool(held)
-    return get_extended_states(group, held + found, is_begun, num_blocks, new, growth.is_loaded)
+    return get_extended_states(group, held + found, is_begun, num_blocks, new, growth.is_pending)
 
 
 def get_extended_states(

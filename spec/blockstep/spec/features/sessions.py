@@ -19,11 +19,13 @@ from typing import Final
 from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.parts import Part
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
+from blockstep.spec.features.reclaim import without_blocks
 from blockstep.spec.features.structured_output.grammar import STAND, Stand, get_first_stand
 from blockstep.spec.features.structured_output.masks import drop_row
 from blockstep.spec.hashing import get_keyed
-from blockstep.spec.lives import commit
+from blockstep.spec.lives import commit, idle
 from blockstep.spec.lives.endings import get_ended
 from blockstep.spec.lives.lifecycle import get_feature_problem, get_size_problem
 from blockstep.spec.memory.deferred import get_fence
@@ -32,7 +34,6 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
-from blockstep.spec.step.giving import process_giving, without_blocks
 from blockstep.spec.step.queues import is_blocked, process_append, waits_apart
 from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import (
@@ -43,6 +44,7 @@ from blockstep.spec.vocabulary import (
     Config,
     FrameId,
     GroupKind,
+    PauseState,
     Policy,
     RejectCode,
     Rejected,
@@ -56,6 +58,8 @@ from blockstep.spec.vocabulary.constants import shown
 _LEFT_OUT = Request("", ())
 """A request whose fields have the values that count as left out."""
 RESTING = Status.WAITING_FOR_STREAMING_REQ
+UPDATES: Final = Part[tuple[Request, ...]]("updates", ())
+"""The waiting inputs of a session, oldest first; one that is not resumable is the last."""
 
 
 # Input.
@@ -84,7 +88,7 @@ def process_streaming_update(
     if is_resting:
         request = get_continued(state.config, request, update, state.rules)
     else:
-        request = replace(request, updates=(*request.updates, update))
+        request = UPDATES.put(request, (*UPDATES.of(request), update))
     state = replace(state, requests=state.requests.having(name, request))
     if is_resting and state.config.policy is Policy.PRIORITY:
         state = get_queued(state, name, is_apart=state.rules[waits_apart](request, is_blocked=True))
@@ -102,7 +106,8 @@ def get_update_problem(state: State, request: RequestState, update: Request) -> 
     if not request.request.resumable:
         detail = f"{name!r} was submitted without resumable"
         return Rejected(RejectCode.NOT_RESUMABLE, detail)
-    if request.updates and not request.updates[-1].resumable:
+    updates = UPDATES.of(request)
+    if updates and not updates[-1].resumable:
         detail = f"the input of {name!r} has ended; submit it again when it has finished"
         return Rejected(RejectCode.NOT_RESUMABLE, detail)
     if not update.resumable:
@@ -139,7 +144,7 @@ def get_longest_request(state: State, request: RequestState, update: Request) ->
     if request.status is not RESTING:
         num_least = len(asked.prompt_token_ids)
         longest = compute_longest(num_least, asked.max_tokens, max_model_len)
-    for chunk in (*request.updates, update):
+    for chunk in (*UPDATES.of(request), update):
         kept = (0,) * compute_num_kept(longest)
         asked = get_joined(asked, chunk, kept, num_least, state.rules)
         num_least += len(chunk.prompt_token_ids)
@@ -253,7 +258,8 @@ def goes_on(request: RequestState) -> bool:
 
     Source: vLLM 0.19.1 `_handle_stopped_request`; P13.
     """
-    is_over = bool(request.updates) and not request.updates[0].resumable
+    updates = UPDATES.of(request)
+    is_over = bool(updates) and not updates[0].resumable
     return request.request.resumable and not is_over
 
 
@@ -266,9 +272,9 @@ def get_chunk_ended(state: State, request_id: RequestId) -> State:
     config, rules, request = state.config, state.rules, state.requests[request_id]
     fence = rules[get_fence](config, state.frames, request_id)
     pool, request = rules[get_stopped](config, state.pool, request, rules, fence)
-    if request.updates:
-        update, *others = request.updates
-        request = get_continued(config, replace(request, updates=tuple(others)), update, rules)
+    if UPDATES.of(request):
+        update, *others = UPDATES.of(request)
+        request = get_continued(config, UPDATES.put(request, tuple(others)), update, rules)
     else:
         request = replace(request, status=RESTING)
     requests = state.requests.having(request_id, request)
@@ -351,9 +357,23 @@ def process_idle_gate(step: Step, request: RequestState) -> Verdict | None:
     return Verdict.PASSED_OVER if request.status is RESTING else None
 
 
+def has_runnable(state: State) -> bool:
+    """Whether there is a request that a plan may schedule: not only idle sessions.
+
+    Source: vLLM 0.19.1 `get_num_unfinished_requests`; P10.
+    """
+    is_all = state.pause_state is PauseState.UNPAUSED
+    if is_all and all(request.status is RESTING for request in state.requests.values()):
+        return False
+    return idle.has_runnable(state)
+
+
 FEATURE: Final = Feature(
     "sessions",
     is_always,
-    Hooks(gates=(process_idle_gate,), givers=(process_giving,)),
-    instead={commit.get_request_ended: get_request_ended},
+    Hooks(gates=(process_idle_gate,)),
+    instead={
+        commit.get_request_ended: get_request_ended,
+        idle.has_runnable: has_runnable,
+    },
 )

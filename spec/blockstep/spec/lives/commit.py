@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
-from blockstep.spec.lives.endings import get_ended, get_extended
+from blockstep.spec.lives.endings import get_ended, get_extended, take_changes
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.deferred import free_deferred_blocks
 from blockstep.spec.memory.slots import publish_slots
-from blockstep.spec.pool import Pool, take_events
+from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
@@ -49,12 +50,14 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         problem = problem or state.rules[dispute](state, frame, commit)
     if problem:
         return Rejected(RejectCode.BAD_RESULT, problem)
+    # pool
+    pool = free_deferred_blocks(state.pool, frame.frame_id, state.rules)
+    state = state if pool is state.pool else replace(state, pool=pool)
     # requests
     state, outputs = state.rules[get_committed](state, commit)
     # observe
-    pool, kv_events = state.rules[take_events](state.pool)
-    state = state if pool is state.pool else replace(state, pool=pool)
-    return state, Outputs(tuple(outputs), kv_events)
+    state, changes = take_changes(state)
+    return state, Outputs(tuple(outputs), changes)
 
 
 def get_committed(state: State, commit: Commit) -> tuple[State, list[OutputRow]]:
@@ -76,6 +79,7 @@ def get_rows_committed(
     """
     pool, stats, requests = state.pool, state.stats, state.requests.to_dict()
     outputs: list[OutputRow] = []
+    extend = state.rules[get_extended]
     for row in frame.rows:
         request, tokens = requests.get(row.request_id), sampled[row.request_id]
         if request is None or row.is_dropped or not tokens:
@@ -83,7 +87,7 @@ def get_rows_committed(
         request = get_fulfilled(state.config, request, len(row.draft_token_ids))
         request = get_rolled_back(request, len(row.draft_token_ids), len(tokens))
         stats = count_drafts(stats, len(state.rules[get_verifiable_drafts](row)), len(tokens))
-        request, output = get_extended(request, tokens, state.config.max_model_len, state.rules)
+        request, output = extend(request, tokens, state.config.max_model_len, state.rules)
         for read in state.rules.hooks.reads:
             request = state.rules[read](state, row, request, output.new_token_ids)
         outputs.append(output)

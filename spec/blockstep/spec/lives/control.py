@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from blockstep.spec.copies import replace
-from blockstep.spec.pool import Pool, get_num_free_blocks, take_events, withdraw_all
-from blockstep.spec.rules import Rules
+from blockstep.spec.lives.endings import take_changes
+from blockstep.spec.pool import Changes, Pool, get_num_free_blocks, withdraw_all
 from blockstep.spec.state import State
-from blockstep.spec.step.giving import find_giver, process_gift
 from blockstep.spec.step.preemption import process_preemption
 from blockstep.spec.step.schedule import create_step
-from blockstep.spec.vocabulary import Ack, KVEvent, PauseState, Reset, ResetDone
+from blockstep.spec.vocabulary import Ack, PauseState, Reset, ResetDone
 
 
 def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
@@ -32,8 +31,7 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     P17, P25.
     """
     # refuse
-    is_refused = reset.reset_connector or not (reset.reset_running_requests or is_idle(state))
-    if is_refused:
+    if not (reset.reset_running_requests or is_idle(state)):
         return state, ResetDone(False)
     # requests
     if reset.reset_running_requests:
@@ -44,8 +42,8 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     # pool
     pool = withdraw_all(state.pool)
     # observe
-    pool, kv_events = state.rules[take_reset_events](pool, state.rules)
-    return replace(state, pool=pool), ResetDone(True, kv_events)
+    state, changes = state.rules[take_reset_changes](replace(state, pool=pool))
+    return state, ResetDone(True, changes)
 
 
 def is_idle(state: State) -> bool:
@@ -60,9 +58,10 @@ def get_reset_parts(state: State) -> State:
     return state
 
 
-def take_reset_events(pool: Pool, rules: Rules) -> tuple[Pool, tuple[KVEvent, ...]]:
-    """Return the KV events of a reset, and the pool without them. Source: P20, P25."""
-    return rules[take_events](pool)
+def take_reset_changes(state: State) -> tuple[State, Changes]:
+    """Return the state, and the changes of a reset that its answer reports: all. Source: P20,
+    P25."""
+    return take_changes(state)
 
 
 def is_held_besides(pool: Pool) -> bool:
@@ -81,7 +80,7 @@ def process_forced_preemption(state: State) -> State:
     # pool, requests
     while step.running:
         process_preemption(step, len(step.running) - 1)
-    while (giver_id := find_giver(step)) is not None:
-        state.rules[process_gift](step, giver_id)
+    for clear in state.rules.hooks.clears:
+        state.rules[clear](step)
     # observe
     return replace(step.get_state(), prev_scheduled_req_ids=())

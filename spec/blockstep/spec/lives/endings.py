@@ -9,6 +9,7 @@ from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.deferred import get_fence
 from blockstep.spec.memory.slots import release_slots
+from blockstep.spec.pool import Changes
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
@@ -18,7 +19,6 @@ from blockstep.spec.vocabulary import (
     RepetitionDetection,
     Request,
     RequestId,
-    TokenId,
     TokenIds,
 )
 
@@ -54,19 +54,10 @@ def get_extended(
         request.request_id,
         delivered,
         finish_reason=reason,
-        stop_token_id=rules[get_told_stop](stop_token_id, request, reason),
+        stop_token_id=stop_token_id,
         num_cached_tokens=max(request.num_cached_tokens, 0),
     )
-    last = request.last_stop_token_id if reason is None else row.stop_token_id
-    return replace(request, output_token_ids=outputs + delivered, last_stop_token_id=last), row
-
-
-def get_told_stop(
-    stop_token_id: TokenId | None, request: RequestState, reason: FinishReason | None
-) -> TokenId | None:
-    """Return the stop token to report: the one that ended the request now. Source: P13."""
-    del request, reason
-    return stop_token_id
+    return replace(request, output_token_ids=outputs + delivered), row
 
 
 def get_error_row(request: RequestState) -> OutputRow:
@@ -158,3 +149,14 @@ def get_released(state: State, request: RequestState) -> State:
     `_free_blocks`; P1, P17."""
     fence = state.rules[get_fence](state.config, state.frames, request.request_id)
     return replace(state, pool=release_slots(state.pool, request, state.rules, fence))
+
+
+def take_changes(state: State) -> tuple[State, Changes]:
+    """Return the state, and the changes of the prefix cache that the next answer reports.
+
+    Source: P20.
+    """
+    changes: Changes = ()
+    for take in state.rules.hooks.tells:
+        state, changes = state.rules[take](state)
+    return state, changes

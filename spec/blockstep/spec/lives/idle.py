@@ -1,13 +1,13 @@
 """Idle: whether the loop that drives a scheduler must continue planning, or may sleep.
 
-A loop that sleeps while a request could run, or while the end of a transfer is awaited, never wakes
-up for it: nothing else asks the workers. One that never sleeps wastes a core.
+A loop that sleeps while a request could run never wakes up for it: nothing else asks the workers.
+One that never sleeps wastes a core.
 """
 
 from __future__ import annotations
 
 from blockstep.spec.state import State
-from blockstep.spec.vocabulary import PauseState, Status
+from blockstep.spec.vocabulary import PauseState
 
 
 def has_work(state: State) -> bool:
@@ -15,7 +15,7 @@ def has_work(state: State) -> bool:
 
     Source: vLLM 0.19.1 `has_requests`; P10, P17.
     """
-    return bool(state.finished_req_ids) or has_runnable(state)
+    return bool(state.finished_req_ids) or state.rules[has_runnable](state)
 
 
 def has_runnable(state: State) -> bool:
@@ -27,5 +27,4 @@ def has_runnable(state: State) -> bool:
         return False
     if state.pause_state is PauseState.PAUSED_NEW:
         return bool(state.running)
-    resting = Status.WAITING_FOR_STREAMING_REQ
-    return any(request.status is not resting for request in state.requests.values())
+    return bool(state.requests)

@@ -17,7 +17,7 @@ from blockstep.spec.vocabulary import (
     Request,
     RequestId,
     Status,
-    item_problem,
+    request_problem,
 )
 
 
@@ -62,7 +62,7 @@ def get_size_problem(state: State, request: Request) -> Rejected | None:
     Source: upstream #52520; P11.
     """
     config, rules = state.config, state.rules
-    problem = item_problem(config, request)
+    problem = request_problem(config, request)
     if problem is not None:
         return problem
     request_id, num_prompt = request.request_id, len(request.prompt_token_ids)

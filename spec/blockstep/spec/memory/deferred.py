@@ -3,13 +3,6 @@
     plan 0 names block 3 | abort: block 3 released |  ...  | commit 0: block 3 is free
     frame 0 runs         |<----- it may still write block 3 ----->|
 
-Steps are executed in the order of their plans, so a row of a later plan may have such a block at
-once. A store is not ordered after frames: it could load KV into the block, and the frame then
-overwrites it, or reads what was loaded for another request. With a store, blocks of a request with
-rows in frames in flight therefore wait for the newest of these frames, whatever released them: a
-finish, a preemption, a sliding window, a session that stopped or was reclaimed, the end of a
-transfer.
-
 Each wait has an owner, which is the frame, and an end, which is its commit (P17). Until then the
 blocks keep their ref counts: they are not given to other requests, and cached ones can be hit.
 Source: upstream #45357, #47728, #48481; vLLM 0.33.0 `deferred_frees`, which waits for the newest of
@@ -28,17 +21,12 @@ from blockstep.spec.vocabulary import BlockTables, Config, DeferredFree, FrameId
 
 
 def get_fence(config: Config, frames: Sequence[Frame], request_id: RequestId) -> FrameId | None:
-    """Return the newest frame in flight with a row of a request, whose commit its blocks wait for.
+    """Return the frame in flight whose commit the blocks of a request wait for: none.
 
-    None if they need not wait: no frame has a row of the request, there is no store, or no load can
-    begin before the only frame in flight is committed. Source: vLLM 0.33.0
-    `_request_blocks_can_be_freed`; P17.
+    Steps are executed in the order of their plans, so a row of a later plan may have such a block
+    at once. Source: vLLM 0.19.1 `_free_blocks`; P17.
     """
-    if not config.kv_connector or config.max_frames_in_flight == 1:
-        return None
-    for frame in reversed(frames):
-        if any(row.request_id == request_id for row in frame.rows):
-            return frame.frame_id
+    del config, frames, request_id
     return None
 
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.deferred import give_up_blocks
-from blockstep.spec.memory.telling import get_stored
 from blockstep.spec.pool import (
+    Changes,
     Pool,
     allocate_blocks,
     count_free,
@@ -34,7 +34,6 @@ from blockstep.spec.rules import STRICT_RULES, Rules
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
-    BlockStored,
     BlockTables,
     Config,
     FrameId,
@@ -52,8 +51,8 @@ class Growth(NamedTuple):
     """Computed tokens after the step."""
     num_slots: int
     """Slots of the table, lookahead included."""
-    is_loaded: bool
-    """Whether the last tokens behind the hit are loaded."""
+    is_pending: bool
+    """Whether KV behind the hit is written from outside."""
 
 
 def compute_num_blocks(num_tokens: int, block_size: int) -> int:
@@ -271,7 +270,7 @@ def allocate_slots(
     num_needed, nums_new, growths = 0, [], []
     for group, holding, found in groups:
         num_owned = slots_of(group, num_slots, request.request)
-        growths.append(Growth(num_computed + num_new, num_owned, hit.num_external > 0))
+        growths.append(Growth(num_computed + num_new, num_owned, hit.num_pending > 0))
         nums_new.append(count(group, growths[-1], len(holding.block_table), len(found)))
         num_needed += nums_new[-1] + count_free_hits(pool, found)
         num_needed += count_copies(pool, group, holding, num_computed, rules)
@@ -292,7 +291,7 @@ def allocate_slots(
         new_blocks = taken + new_blocks
         table = extend(group, growth, holding.block_table, found, new_blocks)
         num_settled = len(found)
-        if hit.num_external:
+        if hit.num_pending:
             num_settled = rules[count_settled](group, hit, found)
         holdings.append(Holding(table, holding.num_cached_blocks + num_settled))
     # requests
@@ -356,18 +355,18 @@ def publish_slots(
         keys = get_group_keys(request.block_keys, group, num_links, first, num_full)
         if len(keys) != len(block_ids):
             keys = tuple([k for k, b in zip(keys, fresh, strict=True) if b != NULL_BLOCK])
-        stored: tuple[BlockStored, ...] = ()
-        if pool.kv_events is not None:
-            stored = rules[get_stored](config, request, group, fresh, settled[group])
-        pool = publish_blocks(pool, block_ids, keys, stored)
+        changes: Changes = ()
+        for tell in rules.hooks.publishes:
+            changes += rules[tell](config, request, group, fresh, settled[group])
+        pool = publish_blocks(pool, block_ids, keys, changes)
         holdings.append(Holding(holding.block_table, max(settled[group], num_full)))
     return pool, replace(request, holdings=tuple(holdings))
 
 
 def settle_slots(
-    config: Config, pool: Pool, request: RequestState, num_there: int
+    config: Config, pool: Pool, request: RequestState, num_there: int, rules: Rules
 ) -> tuple[Pool, RequestState]:
-    """Confirm a load of `num_there` tokens in total, and publish their blocks.
+    """Confirm the KV of `num_there` tokens in total, and publish their blocks.
 
     Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
     """
@@ -375,7 +374,8 @@ def settle_slots(
     if not config.enable_prefix_caching:
         return pool, request
     num_there = min(num_there, request.num_known_tokens)
-    return publish_slots(config, pool, request, [num_there // size for size in config.block_sizes])
+    nums_full = [num_there // size for size in config.block_sizes]
+    return publish_slots(config, pool, request, nums_full, rules)
 
 
 def release_slots(

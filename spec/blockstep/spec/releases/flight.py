@@ -41,13 +41,7 @@ def resumed_before_its_token(rules: Rules, _config: Config) -> Rules:
 
 def frames_hold_no_blocks(rules: Rules, _config: Config) -> Rules:
     """Blocks are free while a frame in flight writes them, and a store loads KV into them."""
-    return rules.replacing(deferred.get_fence, get_fence)
-
-
-def get_fence(config: Config, frames: Sequence[Frame], request_id: RequestId) -> FrameId | None:
-    """Modified `deferred.get_fence`: no blocks wait."""
-    del config, frames, request_id
-    return None
+    return rules.replacing(deferred.get_fence, deferred.get_fence)  # that of the core
 
 
 def reset_drops_tokens(rules: Rules, _config: Config) -> Rules:

@@ -7,7 +7,7 @@ from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Part
-from blockstep.spec.features.sessions import get_num_kept
+from blockstep.spec.features.sessions import UPDATES, get_num_kept
 from blockstep.spec.features.structured_output import grammar as automaton
 from blockstep.spec.features.structured_output import masks
 from blockstep.spec.features.structured_output.grammar import (
@@ -169,7 +169,7 @@ def reasoning_is_sought_in_the_next_chunk(rules: Rules, _config: Config) -> Rule
         state: State, row: FrameRow, request: RequestState, tokens: TokenIds
     ) -> RequestState:
         config, before = state.config, STAND.of(request)
-        chunk = request.updates[0] if request.updates else None
+        chunk = next(iter(UPDATES.of(request)), None)
         is_last = not masks.HAS_MASK.of(row) or chunk is None or not chunk.resumable
         if is_last or holds(config, before):
             return rules[masks.get_read](state, row, request, tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.spec import hashing
+from blockstep.spec.features import identity
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
@@ -21,35 +21,35 @@ def output_blocks_name_the_last_item(rules: Rules, _config: Config) -> Rules:
     block."""
 
     def get_request_of_key(request: RequestState, index: int) -> Request:
-        asked = rules[hashing.get_request_of_key](request, index)
+        asked = rules[identity.get_request_of_key](request, index)
         if not _is_behind_outputs(request, index):
             return asked
         return replace(asked, items=asked.items[-1:])
 
-    return rules.replacing(hashing.get_request_of_key, get_request_of_key)
+    return rules.replacing(identity.get_request_of_key, get_request_of_key)
 
 
 def items_named_without_place(rules: Rules, _config: Config) -> Rules:
     """The key of a block has the identifier of an item, but not the item's offset."""
 
     def get_item_keys(request: Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
-        return tuple((name, 0) for name, _ in rules[hashing.get_item_keys](request, start, end))
+        return tuple((name, 0) for name, _ in rules[identity.get_item_keys](request, start, end))
 
-    return rules.replacing(hashing.get_item_keys, get_item_keys)
+    return rules.replacing(identity.get_item_keys, get_item_keys)
 
 
 def touching_item_names_an_output_block(rules: Rules, _config: Config) -> Rules:
     """A block completed by outputs has an item in its key that ends where the block begins."""
 
     def get_request_of_key(request: RequestState, index: int) -> Request:
-        asked = rules[hashing.get_request_of_key](request, index)
+        asked = rules[identity.get_request_of_key](request, index)
         if not asked.items or not _is_behind_outputs(request, index):
             return asked
         last = asked.items[-1]
         longer = replace(last, length=last.length + 1)
         return replace(asked, items=(*asked.items[:-1], longer))
 
-    return rules.replacing(hashing.get_request_of_key, get_request_of_key)
+    return rules.replacing(identity.get_request_of_key, get_request_of_key)
 
 
 STORIES = (

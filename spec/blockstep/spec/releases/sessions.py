@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
-from blockstep.spec.features import sessions
+from blockstep.spec.core.parts import Part
+from blockstep.spec.features import reclaim, sessions
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.structured_output.grammar import STAND, Stand
 from blockstep.spec.lives import endings
@@ -14,17 +16,19 @@ from blockstep.spec.releases import memory
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, Hit, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission, giving, plans
+from blockstep.spec.step import admission, plans
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
     FinishReason,
     FrameId,
+    OutputRow,
     Request,
     RequestId,
     Status,
     TokenId,
+    TokenIds,
 )
 
 
@@ -33,10 +37,10 @@ def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
 
     def list_queued(step: Step) -> list[RequestId]:
         parked = Status.WAITING_FOR_REMOTE_KVS
-        queued = rules[giving.list_queued](step)
+        queued = rules[reclaim.list_queued](step)
         return [name for name in queued if step.requests[name].status is parked]
 
-    return rules.replacing(giving.list_queued, list_queued)
+    return rules.replacing(reclaim.list_queued, list_queued)
 
 
 def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
@@ -194,14 +198,20 @@ def session_tells_its_last_stop_token(rules: Rules, _config: Config) -> Rules:
     """Once a stop token has ended an input, it is reported with each output of the following
     inputs."""
 
-    def get_told_stop(
-        stop_token_id: TokenId | None, request: RequestState, reason: FinishReason | None
-    ) -> TokenId | None:
-        told = rules[endings.get_told_stop](stop_token_id, request, reason)
-        is_forgotten = told is not None or reason is FinishReason.REPETITION
-        return told if is_forgotten else request.last_stop_token_id
+    def get_extended(
+        request: RequestState, tokens: TokenIds, max_model_len: int, within: Rules
+    ) -> tuple[RequestState, OutputRow]:
+        extend, last = rules[endings.get_extended], LAST_STOP.of(request)
+        after, row = extend(request, tokens, max_model_len, within)
+        if row.stop_token_id is None and row.finish_reason is not FinishReason.REPETITION:
+            row = replace(row, stop_token_id=last)
+        return LAST_STOP.put(after, last if row.finish_reason is None else row.stop_token_id), row
 
-    return rules.replacing(endings.get_told_stop, get_told_stop)
+    return rules.replacing(endings.get_extended, get_extended)
+
+
+LAST_STOP: Final = Part[TokenId | None]("last_stop", None)
+"""The stop token of a session that was reported at the end of its last input."""
 
 
 STORIES = (

@@ -4,35 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
-from blockstep.spec import pool as pools
+from blockstep.spec.features import kv_events
 from blockstep.spec.hashing import get_group_keys, get_tokens
 from blockstep.spec.lives import control
-from blockstep.spec.memory import telling
-from blockstep.spec.pool import Pool
+from blockstep.spec.pool import Changes, Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
+from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
+    AllBlocksCleared,
     BlockId,
     BlockKey,
     BlockRemoved,
     BlockStored,
     Config,
-    KVEvent,
 )
+
+Change: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def resets_are_told_late(rules: Rules, _config: Config) -> Rules:
     """The event of a reset is returned by the next commit, however late."""
-    return rules.replacing(control.take_reset_events, take_reset_events)
+    return rules.replacing(control.take_reset_changes, take_reset_changes)
 
 
-def take_reset_events(pool: Pool, rules: Rules) -> tuple[Pool, tuple[KVEvent, ...]]:
-    """Modified `control.take_reset_events`: none yet."""
-    del rules
-    return pool, ()
+def take_reset_changes(state: State) -> tuple[State, Changes]:
+    """Modified `control.take_reset_changes`: none yet."""
+    return state, ()
 
 
 def null_blocks_are_told(rules: Rules, _config: Config) -> Rules:
@@ -57,20 +59,20 @@ def null_blocks_are_told(rules: Rules, _config: Config) -> Rules:
             ),
         )
 
-    return rules.replacing(telling.get_stored, get_stored)
+    return rules.replacing(kv_events.get_stored, get_stored)
 
 
 def events_name_no_group(rules: Rules, _config: Config) -> Rules:
     """KV events name blocks by their tokens alone, so the keys of all groups look alike."""
 
-    def take_events(pool: Pool) -> tuple[Pool, tuple[KVEvent, ...]]:
-        pool, events = rules[pools.take_events](pool)
+    def take_events(pool: Pool) -> tuple[Pool, Changes]:
+        pool, events = rules[kv_events.take_events](pool)
         return pool, tuple(map(without_group, events))
 
-    return rules.replacing(pools.take_events, take_events)
+    return rules.replacing(kv_events.take_events, take_events)
 
 
-def without_group(event: KVEvent) -> KVEvent:
+def without_group(event: Change) -> Change:
     """Returns the event with each key as it would be in the first group. Source: #37688."""
     match event:
         case BlockStored(keys=keys, parent=parent):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.spec.copies import replace
-from blockstep.spec.features import kv_transfer
+from blockstep.spec.features import kv_transfer, reclaim
 from blockstep.spec.features.groups import count_in_doubt, skip_slots
 from blockstep.spec.features.groups.kinds import compute_num_skipped_tokens
 from blockstep.spec.features.kv_transfer import loads
@@ -23,7 +23,7 @@ from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Hit, RequestState, without_nulls
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
-from blockstep.spec.step import admission, giving
+from blockstep.spec.step import admission
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockId,
@@ -74,10 +74,10 @@ def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
         return compute(num_offered, num_known + is_async, num_local, is_async)
 
     def get_returned(
-        config: Config, pool: Pool, request: RequestState
+        config: Config, pool: Pool, request: RequestState, within: Rules
     ) -> tuple[Pool, RequestState]:
         num_computed = min(request.num_computed_tokens, request.num_known_tokens - 1)
-        pool, after = rules[loads.get_returned](config, pool, request)
+        pool, after = rules[loads.get_returned](config, pool, request, within)
         return pool, replace(after, num_computed_tokens=num_computed)
 
     return rules.replacing(machine.compute_num_external, compute_num_external).replacing(
@@ -101,9 +101,9 @@ def returned_though_refused(rules: Rules, _config: Config) -> Rules:
     """
 
     def get_returned(
-        config: Config, pool: Pool, request: RequestState
+        config: Config, pool: Pool, request: RequestState, within: Rules
     ) -> tuple[Pool, RequestState]:
-        pool, after = rules[loads.get_returned](config, pool, request)
+        pool, after = rules[loads.get_returned](config, pool, request, within)
         num_loaded = compute_num_blocks(request.num_computed_tokens, config.block_sizes[0])
         num_loaded += config.kv_groups[0].num_speculative_blocks
         if request.num_cached_tokens >= 0 or num_loaded < len(request.block_tables[0]):
@@ -137,10 +137,10 @@ def loaded_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
 
     def list_queued(step: Step) -> list[RequestId]:
         parked = Status.WAITING_FOR_REMOTE_KVS
-        queued = rules[giving.list_queued](step)
+        queued = rules[reclaim.list_queued](step)
         return [name for name in queued if step.requests[name].status is not parked]
 
-    return rules.replacing(giving.list_queued, list_queued)
+    return rules.replacing(reclaim.list_queued, list_queued)
 
 
 def compute_num_loaded(group: KVGroup, num_tokens: int, num_found: int) -> int:
@@ -164,7 +164,7 @@ def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
     def take_hit(
         config: Config, pool: Pool, request: RequestState, hit: Hit
     ) -> tuple[Pool, BlockTables]:
-        if not hit.num_external or any(request.block_tables):
+        if not hit.num_pending or any(request.block_tables):
             return rules[slots.take_hit](config, pool, request, hit)
         early: list[tuple[BlockId, ...]] = []
         hit_tables = hit.block_tables or ((),) * len(request.holdings)

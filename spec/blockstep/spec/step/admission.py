@@ -196,14 +196,11 @@ def get_slots_at_admission(
 ) -> tuple[Pool, RequestState] | Verdict:
     """Return pool and request with slots for its first tokens, or NO_BLOCKS if it does not fit.
 
-    While other requests run it must leave them some free blocks (watermark); upstream leaves none.
-    With no running request there is no watermark, so no request waits without need. Source: seed
-    001 "Full ISL reservation"; seed 002 "The Watermark", which applies to an empty engine, too; P7,
-    P8, P10.
+    Source: seed 001 "Full ISL reservation"; P7, P8, P10.
     """
     config, rules = step.state.config, step.state.rules
     pool, request = rules[get_skipped_at_admission](step, request)
-    num_spared = config.watermark_blocks if step.running else 0
+    num_spared = sum([rules[spare](step) for spare in rules.hooks.spares])
     if config.scheduler_reserve_full_isl and not rules[can_finish](
         config, pool, request, hit, rules, num_spared
     ):

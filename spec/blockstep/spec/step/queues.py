@@ -29,11 +29,7 @@ def is_blocked(request: RequestState) -> bool:
 
     Source: seed 001 "RequestStatus Lifecycle" (the three waiting sub-states).
     """
-    return request.status in (
-        Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
-        Status.WAITING_FOR_REMOTE_KVS,
-        Status.WAITING_FOR_STREAMING_REQ,
-    )
+    return request.status not in (Status.WAITING, Status.PREEMPTED)
 
 
 def waits_apart(request: RequestState, is_blocked: bool) -> bool:

@@ -38,7 +38,7 @@ from blockstep.spec.vocabulary.events import (
     TransfersReported,
 )
 from blockstep.spec.vocabulary.forks import BlockCopy, Fork
-from blockstep.spec.vocabulary.items import item_problem, refuse_other_size
+from blockstep.spec.vocabulary.items import item_problem, refuse_other_size, request_problem
 from blockstep.spec.vocabulary.keys import BlockKey
 from blockstep.spec.vocabulary.kv_events import (
     MEDIUM_GPU,
@@ -192,4 +192,5 @@ __all__ = [
     "event_problem",
     "item_problem",
     "refuse_other_size",
+    "request_problem",
 ]

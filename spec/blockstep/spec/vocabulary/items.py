@@ -49,6 +49,11 @@ def find_encoder_rule(config: Config) -> BrokenRule | None:
     return None
 
 
+def request_problem(config: Config, request: Request) -> Rejected | None:
+    """Return why a request can never be served under a config, whatever its length; or None."""
+    return item_problem(config, request)
+
+
 def item_problem(config: Config, request: Request) -> Rejected | None:
     """Return why the items of a request can never be served under a config, or None.
 

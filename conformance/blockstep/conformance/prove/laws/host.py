@@ -15,7 +15,7 @@ from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.hosts import HOST, build_host
 from blockstep.conformance.prove.law import Room
 from blockstep.spec import vocabulary as v
-from blockstep.spec.hashing import get_item_keys
+from blockstep.spec.features.identity import get_item_keys
 from blockstep.spec.lives.endings import compute_stop, is_repeating
 from blockstep.spec.pool import allocate_blocks, free_blocks, touch_blocks
 from blockstep.spec.requests import RequestState

@@ -13,7 +13,9 @@ from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.hosts import HOST
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec import vocabulary as v
-from blockstep.spec.hashing import extend_block_keys, get_item_keys, get_tokens
+from blockstep.spec.features import get_config_rules
+from blockstep.spec.features.identity import get_item_keys
+from blockstep.spec.hashing import extend_block_keys, get_tokens
 from blockstep.spec.lives.endings import Stop, compute_stop, get_extended, is_repeating
 from blockstep.spec.releases.identity import (
     output_blocks_name_the_last_item as last_item_names_outputs,
@@ -150,7 +152,7 @@ def check_block_that_an_output_completes_names_every_item_in_it(
     items = (v.MultiModalItem("x", offset, 1), v.MultiModalItem("y", next_offset, 1))
     asked = v.Request("a", (1, 1, 1, 1, 1, 1, 1), items=items)
     request = replace(h.build_request("a", 1), request=asked, output_token_ids=(2,))
-    keys = extend_block_keys(request, 4, STRICT_RULES)
+    keys = extend_block_keys(request, 4, get_config_rules(h.build_config()))
     assert len(keys) == 2
     assert keys[1].items == (("x", offset - 4), ("y", next_offset - 4))
 

@@ -10,6 +10,7 @@ from typing import cast
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Room, instead
+from blockstep.spec.features.reclaim import process_giving
 from blockstep.spec.features.sessions import (
     compute_longest,
     compute_num_kept,
@@ -20,7 +21,6 @@ from blockstep.spec.features.sessions import (
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Holding, RequestState
 from blockstep.spec.rules import STRICT_RULES
-from blockstep.spec.step.giving import process_giving
 from blockstep.spec.vocabulary import BlockKey, Status
 
 ROOM = Room("sessions")

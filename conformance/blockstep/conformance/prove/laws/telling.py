@@ -16,8 +16,8 @@ from blockstep.conformance.prove.hosts import LINEAGE, LOG
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec import pool as pools
 from blockstep.spec import vocabulary as v
-from blockstep.spec.memory.telling import get_stored
-from blockstep.spec.pool import Pool, publish_blocks, take_events, withdraw_all, withdraw_blocks
+from blockstep.spec.features.kv_events import get_stored, take_events
+from blockstep.spec.pool import Pool, publish_blocks, withdraw_all, withdraw_blocks
 from blockstep.spec.requests import RequestState
 
 ROOM = Room("telling")
@@ -78,7 +78,7 @@ def tokens_of_absent_blocks_are_told(
 @instead(publish_blocks)
 def second_copy_is_not_told(right: Right[Pool], pool: Pool, keys: Sequence[v.BlockKey]) -> Pool:
     """A block is not reported if its key is cached already."""
-    return right(stored=()) if all(key in pool.cached for key in keys) else right()
+    return right(changes=()) if all(key in pool.cached for key in keys) else right()
 
 
 @instead(withdraw_blocks)
@@ -87,8 +87,8 @@ def every_block_that_is_taken_is_told(
 ) -> Pool:
     """A removal is reported even for a block without a key."""
     gone = [v.BlockRemoved((pool.block_keys[b] or KEYS[0],)) for b in block_ids]
-    told = () if pool.kv_events is None else pool.kv_events
-    return replace(right(), kv_events=(*told, *gone))
+    told = () if pool.journal is None else pool.journal
+    return replace(right(), journal=(*told, *gone))
 
 
 @instead(take_events)
@@ -96,7 +96,7 @@ def told_again_with_the_next_answer(
     pool: Pool,
 ) -> tuple[Pool, tuple[v.KVEvent, ...]]:
     """The events stay in the log and are returned again."""
-    return pool, pool.kv_events or ()
+    return pool, pool.journal or ()
 
 
 # Blocks that become cached.
@@ -197,7 +197,7 @@ def publish_block(pool: Pool, block_id: v.BlockId, name: int) -> Pool:
 
 def publish_each(*names: int) -> Pool:
     """Return a pool with KV events whose first blocks are published one by one."""
-    pool = pools.create_pool(len(names) + 1, tells=True)
+    pool = replace(pools.create_pool(len(names) + 1), journal=())
     for block_id, name in enumerate(names, 1):
         pool = publish_block(pool, block_id, name)
     return pool

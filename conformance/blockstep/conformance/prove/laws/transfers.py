@@ -154,7 +154,7 @@ def check_only_full_blocks_of_what_has_come_are_findable(
     request = h.build_runner("a", num_known, num_there, (1, 2, 3))
     request = replace(request, block_keys=keys, is_unsettled=True)
     config = h.build_config(block_size, num_blocks=4, enable_prefix_caching=True)
-    pool, after = settle_slots(config, pool, request, num_there)
+    pool, after = settle_slots(config, pool, request, num_there, STRICT_RULES)
     (holding,) = after.holdings
     num_settled = holding.num_cached_blocks
     assert num_settled * block_size <= num_there < (num_settled + 1) * block_size

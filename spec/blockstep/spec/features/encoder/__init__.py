@@ -28,6 +28,7 @@ from blockstep.spec.features.encoder.claims import (
     process_items_taken,
     tell_items,
 )
+from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Ack, Config, Rejected, Request, refuse_other_size
 
@@ -83,7 +84,7 @@ def get_other_size_problem(state: State, request: Request) -> Rejected | None:
     sizes = {identifier: entries[identifier].num_embeds for identifier in sorted(entries)}
     for request_id in sorted(state.requests):
         other = state.requests[request_id]
-        for asked in (other.request, *other.updates):
+        for asked in (other.request, *UPDATES.of(other)):
             sizes |= {item.identifier: item.num_embeds for item in asked.items}
     for item in request.items:
         if sizes.get(item.identifier, item.num_embeds) != item.num_embeds:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.features import reclaim
 from blockstep.spec.features.kv_transfer import loads, reports
 from blockstep.spec.features.kv_transfer.transfers import (
     NO_OFFERS,
@@ -20,12 +22,14 @@ from blockstep.spec.features.kv_transfer.transfers import (
     is_under_way,
 )
 from blockstep.spec.lives import commit, control, endings, idle, lifecycle
+from blockstep.spec.memory import deferred
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
-from blockstep.spec.step import admission, giving
+from blockstep.spec.step import admission
 from blockstep.spec.vocabulary import (
     Config,
+    FrameId,
     KVOffer,
     RejectCode,
     Rejected,
@@ -41,7 +45,25 @@ def has_store(config: Config) -> bool:
     return config.kv_connector
 
 
-# Ends of requests.
+# Blocks of requests.
+
+
+def get_fence(config: Config, frames: Sequence[Frame], request_id: RequestId) -> FrameId | None:
+    """Return the newest frame in flight with a row of a request, whose commit its blocks wait for.
+
+    A store is not ordered after frames: it could load KV into a block, and the frame then
+    overwrites it, or reads what was loaded for another request. So blocks wait whatever released
+    them: a finish, a preemption, a sliding window, a session that stopped or was reclaimed, the end
+    of a transfer. None if no frame has a row of the request, or no load can begin before the only
+    frame in flight is committed. Source: upstream #45357, #47728, #48481; vLLM 0.33.0
+    `_request_blocks_can_be_freed`, which waits for the newest of all frames; P17.
+    """
+    if config.max_frames_in_flight == 1:
+        return None
+    for frame in reversed(frames):
+        if any(row.request_id == request_id for row in frame.rows):
+            return frame.frame_id
+    return None
 
 
 def get_id_problem(state: State, request_id: RequestId) -> Rejected | None:
@@ -180,6 +202,20 @@ def is_every_offer_of_an_unfinished_request(state: State) -> bool:
     )
 
 
+def process_reset_without_store(state: State, reset: Reset) -> tuple[State, ResetDone]:
+    """Empty the prefix cache; with `reset_connector` nothing happens. Source: P25."""
+    done = (state, ResetDone(False))
+    return done if reset.reset_connector else control.process_reset(state, reset)
+
+
+def has_no_store(config: Config) -> bool:
+    """Whether there is no store. Source: vLLM 0.19.1 `KVTransferConfig`; P17."""
+    return not config.kv_connector
+
+
+ABSENT: Final = Feature(
+    "no_store", has_no_store, instead={control.process_reset: process_reset_without_store}
+)
 FEATURE: Final = Feature(
     "kv_transfer",
     has_store,
@@ -191,9 +227,10 @@ FEATURE: Final = Feature(
         frames=(loads.fill_loads,),
     ),
     instead={
+        deferred.get_fence: get_fence,
         admission.process_gates: loads.process_trial,
-        giving.list_queued: loads.list_queued,
-        giving.process_gift: loads.process_gift,
+        reclaim.list_queued: loads.list_queued,
+        reclaim.process_gift: loads.process_gift,
         commit.get_committed: reports.get_committed,
         endings.get_released: get_released,
         lifecycle.get_id_problem: get_id_problem,

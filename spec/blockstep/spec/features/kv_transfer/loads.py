@@ -5,8 +5,8 @@
     back      |       computed     |   new   |     it asks neither cache nor store
 
 A request whose asynchronous load has ended holds blocks until it is admitted, and two of them could
-each lack the blocks of the other: they are reclaimed like those of a session (`step.giving`). A
-load under way is not: it ends by itself.
+each lack the blocks of the other: they are reclaimed like those of a session (`features.reclaim`).
+Those of a load under way are not: it ends by itself.
 
 Until a load is confirmed only the blocks of the local hit are published (P19).
 """
@@ -18,6 +18,7 @@ from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Note, Part
+from blockstep.spec.features import reclaim
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.kv_transfer.transfers import (
     TRANSFERS,
@@ -29,12 +30,12 @@ from blockstep.spec.features.kv_transfer.transfers import (
     is_under_way,
     start_load,
 )
+from blockstep.spec.features.reclaim import without_blocks
 from blockstep.spec.memory.slots import compute_num_blocks, release_slots, settle_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, FrameRow, Hit, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission, giving
-from blockstep.spec.step.giving import without_blocks
+from blockstep.spec.step import admission
 from blockstep.spec.step.queues import select_queue
 from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import (
@@ -101,7 +102,7 @@ def get_offered_hit(
 def is_unconfirmed(hit: Hit, is_async: bool) -> bool:
     """Whether no block of a request is published until its load is confirmed. Source: P19."""
     del is_async
-    return hit.num_external > 0
+    return hit.num_pending > 0
 
 
 def get_clipped_tables(config: Config, hit: Hit, num_start: int, held: BlockTables) -> BlockTables:
@@ -131,7 +132,7 @@ def process_load(step: Step, request: RequestState, hit: Hit, is_async: bool) ->
         table[: compute_num_blocks(hit.num_tokens, size)]
         for table, size in zip(request.block_tables, sizes, strict=True)
     ]
-    load = KVLoad(request.request_id, tuple(tables), hit.num_local, hit.num_external, is_async)
+    load = KVLoad(request.request_id, tuple(tables), hit.num_local, hit.num_pending, is_async)
     LOADS.set(step, (*LOADS.of(step), load))
 
 
@@ -149,16 +150,18 @@ def process_return(step: Step, request_id: RequestId) -> None:
         request = without_blocks(request)
     else:
         get = step.state.rules[get_returned]
-        step.pool, request = get(step.state.config, step.pool, request)
+        step.pool, request = get(step.state.config, step.pool, request, step.state.rules)
     step.requests[request_id] = request
 
 
-def get_returned(config: Config, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
+def get_returned(
+    config: Config, pool: Pool, request: RequestState, rules: Rules
+) -> tuple[Pool, RequestState]:
     """Return pool and request after its asynchronous load: all loaded tokens are computed.
 
     Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
     """
-    return settle_slots(config, pool, request, request.num_computed_tokens)
+    return settle_slots(config, pool, request, request.num_computed_tokens, rules)
 
 
 def tell_transfers(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
@@ -271,7 +274,7 @@ def process_received_behind(step: Step, head_id: RequestId) -> None:
 
 def process_admitted(step: Step, request: RequestState, after: RequestState, hit: Hit) -> None:
     """Load the external part of an admitted request's hit, and count it. Source: P17, P21."""
-    if hit.num_external:
+    if hit.num_pending:
         process_load(step, after, hit, is_async=False)
     process_asked(step, request, hit)
 
@@ -285,7 +288,7 @@ def process_asked(step: Step, request: RequestState, hit: Hit) -> None:
     step.stats = replace(
         stats,
         external_prefix_cache_queries=stats.external_prefix_cache_queries + num_behind,
-        external_prefix_cache_hits=stats.external_prefix_cache_hits + hit.num_external,
+        external_prefix_cache_hits=stats.external_prefix_cache_hits + hit.num_pending,
     )
 
 
@@ -298,13 +301,13 @@ def list_queued(step: Step) -> list[RequestId]:
     Source: P10, P17.
     """
     transfers = TRANSFERS.of(step)
-    return [name for name in giving.list_queued(step) if not is_under_way(transfers, name)]
+    return [name for name in reclaim.list_queued(step) if not is_under_way(transfers, name)]
 
 
 def process_gift(step: Step, giver_id: RequestId) -> None:
     """Take the blocks of a request that does not run; an ended load is forgotten. Source: P10,
     P17."""
-    giving.process_gift(step, giver_id)
+    reclaim.process_gift(step, giver_id)
     if step.requests[giver_id].status is Status.WAITING_FOR_REMOTE_KVS:
         step.requests[giver_id] = get_unparked(step.requests[giver_id], TRANSFERS.of(step))
         TRANSFERS.set(step, forget_load(TRANSFERS.of(step), giver_id))

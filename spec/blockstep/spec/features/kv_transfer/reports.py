@@ -23,10 +23,9 @@ from blockstep.spec.features.kv_transfer.transfers import (
 )
 from blockstep.spec.features.structured_output.masks import drop_row
 from blockstep.spec.lives import commit as commit_rows
-from blockstep.spec.lives.endings import get_ended, get_error_row
-from blockstep.spec.memory.deferred import free_deferred_blocks, get_fence, give_up_blocks
+from blockstep.spec.lives.endings import get_ended, get_error_row, take_changes
+from blockstep.spec.memory.deferred import get_fence, give_up_blocks
 from blockstep.spec.memory.slots import compute_num_blocks, settle_slots
-from blockstep.spec.pool import take_events
 from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.state import State
 from blockstep.spec.step.preemption import process_preemption
@@ -65,8 +64,8 @@ def process_transfers_reported(state: State, transfers: KVTransfers) -> tuple[St
     state, failed = state.rules[get_failures](state, transfers.invalid_block_ids, None)
     state, rows = get_reported(state, transfers, failed)
     # observe
-    pool, kv_events = state.rules[take_events](state.pool)
-    return replace(state, pool=pool), Outputs(rows, kv_events)
+    state, changes = take_changes(state)
+    return state, Outputs(rows, changes)
 
 
 def get_reported(
@@ -92,25 +91,14 @@ def get_reported(
 def get_committed(state: State, commit: Commit) -> tuple[State, list[OutputRow]]:
     """Return the state after a commit with a report of a store, and what it delivers.
 
-    Source: vLLM 0.19.1 `update_from_output`; P13, P17, P19.
+    Before the rows are processed, the loads of the frame are confirmed, or have failed.
+    Source: vLLM 0.33.0 `update_from_output`; P13, P17, P19.
     """
-    state, failed = get_state_after_store(state, commit)
+    invalid = commit.transfers.invalid_block_ids
+    state, failed = state.rules[get_failures](state, invalid, state.frames[0])
     state, outputs = commit_rows.get_committed(state, commit)
     state, rows = get_reported(state, commit.transfers, failed)
     return state, [*outputs, *rows]
-
-
-def get_state_after_store(state: State, commit: Commit) -> tuple[State, tuple[RequestId, ...]]:
-    """Return the state before the rows are processed, and the requests that fail by policy.
-
-    Blocks that waited for the frame are freed, and its loads are confirmed, or have failed. Source:
-    vLLM 0.33.0 `update_from_output`; P17, P19.
-    """
-    pool = free_deferred_blocks(state.pool, commit.frame_id, state.rules)
-    state, invalid = replace(state, pool=pool), commit.transfers.invalid_block_ids
-    failed: tuple[RequestId, ...]
-    state, failed = state.rules[get_failures](state, invalid, state.frames[0])
-    return state, failed
 
 
 # Failures.
@@ -223,7 +211,7 @@ def is_awaited(state: State, load: KVLoad) -> bool:
 
 def get_settled(state: State, request: RequestState, num_there: int) -> State:
     """Return the state with a load confirmed, up to a number of tokens. Source: P4, P19."""
-    pool, request = settle_slots(state.config, state.pool, request, num_there)
+    pool, request = settle_slots(state.config, state.pool, request, num_there, state.rules)
     requests = state.requests.having(request.request_id, request)
     return replace(state, pool=pool, requests=requests)
 

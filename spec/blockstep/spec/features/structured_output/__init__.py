@@ -10,6 +10,7 @@ from typing import Final
 from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.parts import Part
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
     get_first_stand,
@@ -42,6 +43,8 @@ from blockstep.spec.vocabulary import (
 )
 
 COMPILING: Final = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+GRAMMAR_READY: Final = Part("grammar_ready", False)
+"""Whether the grammar of a request is compiled."""
 
 
 def get_structured_entry(state: State, entry: RequestState) -> RequestState:
@@ -64,7 +67,7 @@ def process_grammar_gate(step: Step, request: RequestState) -> Verdict | None:
     """
     if request.status is not COMPILING:
         return None
-    if not request.grammar_ready:
+    if not GRAMMAR_READY.of(request):
         return Verdict.PASSED_OVER
     step.requests[request.request_id] = replace(request, status=Status.WAITING)
     return None
@@ -83,7 +86,7 @@ def process_grammar_ready(state: State, request_id: RequestId) -> tuple[State, A
     if isinstance(request, Rejected):
         return request
     # requests
-    requests = state.requests.having(request_id, replace(request, grammar_ready=True))
+    requests = state.requests.having(request_id, GRAMMAR_READY.put(request, True))
     return replace(state, requests=requests), Ack()
 
 

@@ -1,4 +1,4 @@
-"""Telling: KV events for blocks that are published.
+"""KV events: what became findable in the prefix cache, or was lost.
 
 |  cached  |  null  |  stored  |  null  |  stored  |
            ^ parent ^          ^ parent ^             one event for each run of blocks
@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Final
 
+from blockstep.spec.copies import replace
+from blockstep.spec.core.feature import Feature
+from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.hashing import get_group_keys, get_tokens
+from blockstep.spec.pool import Changes, Pool
 from blockstep.spec.requests import RequestState
+from blockstep.spec.state import State
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockStored, Config
 
 
@@ -41,3 +47,34 @@ def get_stored(
             )
         )
     return tuple(stored)
+
+
+def take_events(pool: Pool) -> tuple[Pool, Changes]:
+    """Return the entries of the journal, and the pool without them.
+
+    Source: vLLM 0.19.1 `take_events`; P20.
+    """
+    return (replace(pool, journal=()), pool.journal) if pool.journal else (pool, ())
+
+
+def tell_changes(state: State) -> tuple[State, Changes]:
+    """Return the KV events since the last answer. Source: vLLM 0.19.1 `take_events`; P20."""
+    pool, changes = state.rules[take_events](state.pool)
+    return (state if pool is state.pool else replace(state, pool=pool)), changes
+
+
+def get_state_with_journal(state: State) -> State:
+    """Return the state before the first event with a journal. Source: P20."""
+    return replace(state, pool=replace(state.pool, journal=()))
+
+
+def has_events(config: Config) -> bool:
+    """Whether KV events are on. Source: vLLM 0.19.1 `KVEventsConfig`; P20."""
+    return config.enable_kv_cache_events
+
+
+FEATURE: Final = Feature(
+    "kv_events",
+    has_events,
+    Hooks(creates=(get_state_with_journal,), publishes=(get_stored,), tells=(tell_changes,)),
+)

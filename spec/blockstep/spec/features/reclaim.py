@@ -1,4 +1,4 @@
-"""Giving: blocks are reclaimed from requests that hold some without running.
+"""Reclaim: blocks are taken from requests that hold some without running.
 
 Between two inputs a session keeps its blocks for an unknown time: a client that never continues
 would keep them for ever, and two waiting sessions could each lack the blocks that the other holds
@@ -15,8 +15,11 @@ again, as after a preemption; but it did not run, so it does not count as one.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core.feature import Feature, is_always
+from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.step.queues import Requests, get_rank
@@ -79,3 +82,14 @@ def without_blocks(request: RequestState) -> RequestState:
     """Return a request without blocks: it computes all of it again. Source: P10, P17."""
     held = NOTHING_HELD * len(request.holdings)
     return replace(request, num_computed_tokens=0, holdings=held)
+
+
+def process_clearing(step: Step) -> None:
+    """Take the blocks of all requests that hold some without running. Source: P17, P25."""
+    while (giver_id := find_giver(step)) is not None:
+        step.state.rules[process_gift](step, giver_id)
+
+
+FEATURE: Final = Feature(
+    "reclaim", is_always, Hooks(givers=(process_giving,), clears=(process_clearing,))
+)
