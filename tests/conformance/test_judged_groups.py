@@ -26,11 +26,10 @@ from blockstep.conformance.search import episodes
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
-from blockstep.spec.features import groups, mamba
+from blockstep.spec.features import common_prefix, groups, mamba
 from blockstep.spec.features.groups import hits
 from blockstep.spec.features.groups import kinds as spec_groups
 from blockstep.spec.memory import prefix, slots
-from blockstep.spec.step import plans
 
 FULL, WINDOW = v.GroupKind.FULL, v.GroupKind.SLIDING_WINDOW
 CHUNKS, STATES = v.GroupKind.CHUNKED_LOCAL, v.GroupKind.RECURRENT
@@ -207,7 +206,7 @@ DEFECTS: list[Defect] = [
      without_more_ado),
     ("block_of_a_state_is_zeroed_for_attention", with_states, (), mamba.get_blocks_to_zero,
      to_nothing),
-    ("common_prefix_is_of_every_row", with_window, (), plans.get_num_common_prefix_blocks,
+    ("common_prefix_is_of_every_row", with_window, (), common_prefix.get_num_common_prefix_blocks,
      one_more),
     ("published_block_holds_the_right_prefix", with_states, ("caching",), mamba.compute_aligned_end,
      through),

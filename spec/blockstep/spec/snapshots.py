@@ -11,7 +11,7 @@ from blockstep.spec.features.pins import PINS, Pins
 from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.features.structured_output import GRAMMAR_READY
 from blockstep.spec.features.structured_output.grammar import STAND
-from blockstep.spec.lives.idle import has_work
+from blockstep.spec.lives.lifecycle import has_work
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (

@@ -13,19 +13,13 @@ from blockstep.spec.features.encoder import process_encoder_offer, process_encod
 from blockstep.spec.features.forks import process_fork
 from blockstep.spec.features.kv_transfer.reports import process_kv_offer, process_transfers_reported
 from blockstep.spec.features.pins import process_clock, process_estimate
+from blockstep.spec.features.resets import process_reset
 from blockstep.spec.features.sessions import process_streaming_update
 from blockstep.spec.features.structured_output import process_grammar_failed, process_grammar_ready
 from blockstep.spec.features.structured_output.masks import process_bitmask
 from blockstep.spec.lives.commit import process_commit
-from blockstep.spec.lives.control import (
-    process_pause,
-    process_reset,
-)
 from blockstep.spec.lives.drafts import process_drafts
-from blockstep.spec.lives.lifecycle import (
-    process_abort,
-    process_submit,
-)
+from blockstep.spec.lives.lifecycle import process_abort, process_pause, process_submit
 from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
 

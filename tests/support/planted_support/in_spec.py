@@ -14,6 +14,7 @@ from blockstep.conformance.engine import ALL_CAPABILITIES, Capability, EngineFac
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
 from blockstep.spec.features.encoder.cache import free_items
+from blockstep.spec.features.full_isl import can_finish
 from blockstep.spec.features.identity import get_item_keys
 from blockstep.spec.features.kv_events import get_stored
 from blockstep.spec.features.kv_transfer.transfers import compute_num_external
@@ -21,7 +22,6 @@ from blockstep.spec.features.mamba import is_zeroed
 from blockstep.spec.features.sessions import get_num_kept
 from blockstep.spec.features.structured_output.masks import list_masked
 from blockstep.spec.lives.endings import compute_stop
-from blockstep.spec.memory.slots import can_finish
 from blockstep.spec.pool import free_blocks
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.rules import Rules

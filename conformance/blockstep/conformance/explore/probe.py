@@ -30,7 +30,7 @@ from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.features.structured_output import GRAMMAR_READY
 from blockstep.spec.features.structured_output.masks import IS_CUT, get_verifiable_drafts
-from blockstep.spec.lives.idle import has_work
+from blockstep.spec.lives.lifecycle import has_work
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import get_request_snapshot, get_request_snapshots, get_snapshot

@@ -50,6 +50,8 @@ Skip: TypeAlias = "Callable[[Step, Pool, RequestState], tuple[Pool, RequestState
 """Returns pool and request without blocks that the request does not need any more."""
 Spare: TypeAlias = "Callable[[Step], int]"
 """Returns the free blocks that an admission must leave."""
+Reserve: TypeAlias = "Callable[[Step, Pool, RequestState, Hit, int], bool]"
+"""Returns whether a waiting request may have slots: (.., blocks that must be left)."""
 Name: TypeAlias = "Callable[[RequestState, int, int, int, Rules], Mapping[str, Any]]"
 """Returns fields of a block's key: (.., index of the block, its first position, its end, rules)."""
 Need: TypeAlias = "Callable[[Pool, KVGroup, Holding, int], int]"
@@ -114,6 +116,8 @@ class Hooks:
     """Admission, after the prefix cache: each extends what the one before it found."""
     spares: tuple[Spare, ...] = ()
     """Admission: blocks that must be left."""
+    reserves: tuple[Reserve, ...] = ()
+    """Admission of a request, before it has slots: all must agree."""
     skips: tuple[Skip, ...] = ()
     """A request, before it has slots: each frees blocks."""
     needs: tuple[Need, ...] = ()

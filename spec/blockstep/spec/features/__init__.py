@@ -13,8 +13,10 @@ from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.features import (
     admission_control,
+    common_prefix,
     encoder,
     forks,
+    full_isl,
     groups,
     identity,
     kv_events,
@@ -33,6 +35,8 @@ from blockstep.spec.vocabulary import Config
 
 FEATURES: Final[tuple[Feature, ...]] = (
     identity.FEATURE,
+    common_prefix.FEATURE,
+    full_isl.FEATURE,
     structured_output.FEATURE,
     Feature("async", is_always, Hooks(gates=(process_flight_gate,))),
     lora.FEATURE,

@@ -25,7 +25,7 @@ from blockstep.spec.features.reclaim import without_blocks
 from blockstep.spec.features.structured_output.grammar import STAND, Stand, get_first_stand
 from blockstep.spec.features.structured_output.masks import drop_row
 from blockstep.spec.hashing import get_keyed
-from blockstep.spec.lives import commit, idle
+from blockstep.spec.lives import commit, lifecycle
 from blockstep.spec.lives.endings import get_ended
 from blockstep.spec.lives.lifecycle import get_feature_problem, get_size_problem
 from blockstep.spec.memory.deferred import get_fence
@@ -365,7 +365,7 @@ def has_runnable(state: State) -> bool:
     is_all = state.pause_state is PauseState.UNPAUSED
     if is_all and all(request.status is RESTING for request in state.requests.values()):
         return False
-    return idle.has_runnable(state)
+    return lifecycle.has_runnable(state)
 
 
 FEATURE: Final = Feature(
@@ -374,6 +374,6 @@ FEATURE: Final = Feature(
     Hooks(gates=(process_idle_gate,)),
     instead={
         commit.get_request_ended: get_request_ended,
-        idle.has_runnable: has_runnable,
+        lifecycle.has_runnable: has_runnable,
     },
 )

@@ -1,4 +1,8 @@
-"""Lifecycle: submission and abort."""
+"""Lifecycle: submission and abort, pauses, and whether work is left.
+
+A loop that drives a scheduler sleeps while no work is left: if it sleeps while a request could run,
+it never wakes up for it, because nothing else asks the workers.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from blockstep.spec.step.queues import is_blocked, process_append, waits_apart
 from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
+    PauseState,
     RejectCode,
     Rejected,
     Request,
@@ -113,3 +118,28 @@ def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[Sta
     ended = tuple([name for name in dict.fromkeys(request_ids) if name in state.requests])
     # observe
     return get_ended(state, ended), Aborted(ended)
+
+
+def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
+    """Set what the next Schedule may schedule. Source: seed 001 "Unified Token Budget"; P16."""
+    return replace(state, pause_state=pause_state), Ack()
+
+
+def has_work(state: State) -> bool:
+    """Whether a further plan may do anything before the next event.
+
+    Source: vLLM 0.19.1 `has_requests`; P10, P17.
+    """
+    return bool(state.finished_req_ids) or state.rules[has_runnable](state)
+
+
+def has_runnable(state: State) -> bool:
+    """Whether there is a request that a plan may schedule in the present pause state.
+
+    Source: vLLM 0.19.1 `get_num_unfinished_requests`; P10.
+    """
+    if state.pause_state is PauseState.PAUSED_ALL:
+        return False
+    if state.pause_state is PauseState.PAUSED_NEW:
+        return bool(state.running)
+    return bool(state.requests)

@@ -188,64 +188,6 @@ def count_copies(
     return sum([rules[need](pool, group, holding, num_computed) for need in rules.hooks.needs])
 
 
-def can_finish(
-    config: Config, pool: Pool, request: RequestState, hit: Hit, rules: Rules, num_spared: int = 0
-) -> bool:
-    """Whether the free blocks suffice for all known tokens of a waiting request, and leave some.
-
-    Blocks of its hit are counted; `num_spared` blocks must be left. Source: seed 001 "Full ISL
-    reservation"; P8, P11.
-    """
-    num_slots = min(request.num_known_tokens, config.max_model_len)
-    hit_tables = hit.block_tables or ((),) * len(request.holdings)
-    count, slots_of, num_needed = rules[count_reserved_blocks], rules[get_num_slots_of], 0
-    for group, found, held in zip(config.kv_groups, hit_tables, request.holdings, strict=True):
-        num_copies = count_copies(pool, group, held, request.num_computed_tokens, rules)
-        num_owned = slots_of(group, num_slots, request.request)
-        num_needed += count(config, pool, group, num_owned, found, held, num_copies)
-    return num_needed + num_spared <= get_num_free_blocks(pool)
-
-
-def count_reserved_blocks(
-    config: Config,
-    pool: Pool,
-    group: KVGroup,
-    num_slots: int,
-    hit: tuple[BlockId, ...],
-    holding: Holding,
-    num_copies: int = 0,
-) -> int:
-    """Return the free blocks of one group that a waiting request needs for `num_slots`, after its
-    hit.
-
-    Source: seed 001 "Full ISL reservation"; P8, P11.
-    """
-    del config
-    num_blocks = compute_num_blocks(num_slots, group.block_size)
-    return count_lacking(pool, num_blocks, num_blocks, hit, holding, num_copies)
-
-
-def count_lacking(
-    pool: Pool,
-    num_blocks: int,
-    num_at_once: int,
-    hit: tuple[BlockId, ...],
-    holding: Holding,
-    num_copies: int,
-) -> int:
-    """Return the free blocks that a table of `num_blocks` lacks after its hit.
-
-    What it lacks, and copies of shared blocks, but no more than it ever holds at once: the blocks
-    that the request has kept become free again, unless others hold them too. Upstream charges all
-    of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P10, P11.
-    """
-    kept = holding.block_table
-    num_new_blocks = max(num_blocks - len(kept) - len(hit), 0)
-    num_lacking = num_new_blocks + count_free_hits(pool, hit) + num_copies
-    num_own = sum([pool.ref_counts[block_id] == 1 for block_id in without_nulls(kept)])
-    return max(min(num_lacking, num_at_once - num_own), 0)
-
-
 def allocate_slots(
     config: Config,
     pool: Pool,
@@ -361,21 +303,6 @@ def publish_slots(
         pool = publish_blocks(pool, block_ids, keys, changes)
         holdings.append(Holding(holding.block_table, max(settled[group], num_full)))
     return pool, replace(request, holdings=tuple(holdings))
-
-
-def settle_slots(
-    config: Config, pool: Pool, request: RequestState, num_there: int, rules: Rules
-) -> tuple[Pool, RequestState]:
-    """Confirm the KV of `num_there` tokens in total, and publish their blocks.
-
-    Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
-    """
-    request = replace(request, is_unsettled=False)
-    if not config.enable_prefix_caching:
-        return pool, request
-    num_there = min(num_there, request.num_known_tokens)
-    nums_full = [num_there // size for size in config.block_sizes]
-    return publish_slots(config, pool, request, nums_full, rules)
 
 
 def release_slots(

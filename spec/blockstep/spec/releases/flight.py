@@ -7,7 +7,7 @@ from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Part
-from blockstep.spec.lives import control
+from blockstep.spec.features import resets
 from blockstep.spec.memory import deferred
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
@@ -48,7 +48,7 @@ def reset_drops_tokens(rules: Rules, _config: Config) -> Rules:
     """A forced reset discards the tokens of frames in flight; they are sampled again."""
 
     def process_forced_preemption(state: State) -> State:
-        after = rules[control.process_forced_preemption](state)
+        after = rules[resets.process_forced_preemption](state)
         frames, requests = after.frames, after.requests
         for name in state.running:
             frames = tuple([_without_answer(frame, name) for frame in frames])
@@ -56,7 +56,7 @@ def reset_drops_tokens(rules: Rules, _config: Config) -> Rules:
             requests = requests.having(name, request)
         return replace(after, frames=frames, requests=requests)
 
-    return rules.replacing(control.process_forced_preemption, process_forced_preemption)
+    return rules.replacing(resets.process_forced_preemption, process_forced_preemption)
 
 
 def _without_answer(frame: Frame, request_id: RequestId) -> Frame:
@@ -72,7 +72,7 @@ def reset_names_its_victims(rules: Rules, _config: Config) -> Rules:
     """The plan after a forced reset names the requests that the reset preempted."""
 
     def process_forced_preemption(state: State) -> State:
-        after = rules[control.process_forced_preemption](state)
+        after = rules[resets.process_forced_preemption](state)
         names = (*list_reset_victims(state), *state.running)
         return _VICTIMS.put(after, (state.next_frame_id, names) if names else _NO_VICTIMS)
 
@@ -80,7 +80,7 @@ def reset_names_its_victims(rules: Rules, _config: Config) -> Rules:
         preempted = rules[plans.list_preempted](step)
         return tuple(sorted({*preempted, *list_reset_victims(step.state)}))
 
-    return rules.replacing(control.process_forced_preemption, process_forced_preemption).replacing(
+    return rules.replacing(resets.process_forced_preemption, process_forced_preemption).replacing(
         plans.list_preempted, list_preempted
     )
 

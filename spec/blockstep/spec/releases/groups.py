@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import TypeAlias
 
-from blockstep.spec.features import groups
+from blockstep.spec.features import full_isl, groups
 from blockstep.spec.features.groups.hits import count_runs, is_valid_hit
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks, count_taken
 from blockstep.spec.hashing import get_group_keys
-from blockstep.spec.memory import prefix, slots
+from blockstep.spec.memory import prefix
 from blockstep.spec.memory.slots import Growth, count_free_hits
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
@@ -222,7 +222,7 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
         del config, num_copies
         return count_needed(pool, group, num_slots, len(holding.block_table), hit)
 
-    return rules.replacing(slots.count_reserved_blocks, count_reserved_blocks)
+    return rules.replacing(full_isl.count_reserved_blocks, count_reserved_blocks)
 
 
 def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
@@ -248,7 +248,7 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
             num_slots = min(num_slots, num_blocks * group.block_size)
         return count_needed(pool, group, num_slots, len(holding.block_table), hit)
 
-    return rules.replacing(slots.count_reserved_blocks, count_reserved_blocks)
+    return rules.replacing(full_isl.count_reserved_blocks, count_reserved_blocks)
 
 
 def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:

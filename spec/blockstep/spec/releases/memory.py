@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec import pool as pools
+from blockstep.spec.features import full_isl
 from blockstep.spec.lives import commit
 from blockstep.spec.memory import slots
 from blockstep.spec.pool import Pool
@@ -54,13 +55,13 @@ def revoke_slots(
 
 def nothing_reserved(rules: Rules, _config: Config) -> Rules:
     """A request is admitted when its first chunk fits, even with scheduler_reserve_full_isl."""
-    return rules.replacing(slots.can_finish, can_finish)
+    return rules.replacing(full_isl.can_finish, can_finish)
 
 
 def can_finish(
     config: Config, pool: Pool, request: RequestState, hit: Hit, rules: Rules, num_spared: int = 0
 ) -> bool:
-    """Modified `slots.can_finish`: whatever it needs later."""
+    """Modified `full_isl.can_finish`: whatever it needs later."""
     del config, pool, request, hit, rules, num_spared
     return True
 

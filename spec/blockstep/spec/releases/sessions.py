@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from blockstep.spec.core.parts import Part
-from blockstep.spec.features import reclaim, sessions
+from blockstep.spec.features import common_prefix, reclaim, sessions
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.structured_output.grammar import STAND, Stand
 from blockstep.spec.lives import endings
@@ -16,7 +16,7 @@ from blockstep.spec.releases import memory
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, Hit, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission, plans
+from blockstep.spec.step import admission
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockId,
@@ -171,12 +171,11 @@ def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
 
 def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
     """Common prefix blocks of running requests are counted only if idle sessions hold them, too."""
-    return rules.replacing(plans.list_common_prefixes, list_common_prefixes)
+    return rules.replacing(common_prefix.list_common_prefixes, list_common_prefixes)
 
 
 def list_common_prefixes(step: Step) -> list[int]:
-    """Modified `plans.list_common_prefixes`: the leading blocks that all requests with blocks
-    hold."""
+    """Modified `common_prefix.list_common_prefixes`: those that all requests with blocks hold."""
     return [count_held_by_all(step, table) for table in step.requests[step.running[0]].block_tables]
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from blockstep.spec.features import kv_events
+from blockstep.spec.features import kv_events, resets
 from blockstep.spec.hashing import get_group_keys, get_tokens
-from blockstep.spec.lives import control
 from blockstep.spec.pool import Changes, Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
@@ -29,11 +28,11 @@ Change: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 def resets_are_told_late(rules: Rules, _config: Config) -> Rules:
     """The event of a reset is returned by the next commit, however late."""
-    return rules.replacing(control.take_reset_changes, take_reset_changes)
+    return rules.replacing(resets.take_reset_changes, take_reset_changes)
 
 
 def take_reset_changes(state: State) -> tuple[State, Changes]:
-    """Modified `control.take_reset_changes`: none yet."""
+    """Modified `resets.take_reset_changes`: none yet."""
     return state, ()
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.spec.copies import replace
-from blockstep.spec.features import kv_transfer, reclaim
+from blockstep.spec.features import kv_transfer, reclaim, resets
 from blockstep.spec.features.groups import count_in_doubt, skip_slots
 from blockstep.spec.features.groups.kinds import compute_num_skipped_tokens
 from blockstep.spec.features.kv_transfer import loads
 from blockstep.spec.features.kv_transfer import transfers as machine
 from blockstep.spec.features.kv_transfer.transfers import NO_OFFERS, TRANSFERS, Transfers
-from blockstep.spec.lives import control, idle
+from blockstep.spec.lives import lifecycle
 from blockstep.spec.memory import slots
 from blockstep.spec.memory.slots import compute_num_blocks
 from blockstep.spec.pool import Pool, allocate_blocks, touch_blocks
@@ -279,19 +279,19 @@ def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
 
     def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
         if not reset.reset_connector:
-            return rules[control.process_reset](state, reset)
+            return rules[resets.process_reset](state, reset)
         of_pool = replace(reset, reset_connector=False)
-        state, done = rules[control.process_reset](state, of_pool)
+        state, done = rules[resets.process_reset](state, of_pool)
         state = TRANSFERS.put(state, replace(TRANSFERS.of(state), offers=NO_OFFERS))
         return state, replace(done, success=done.success and state.config.kv_connector)
 
-    return rules.replacing(control.process_reset, process_reset)
+    return rules.replacing(resets.process_reset, process_reset)
 
 
 def transfers_are_no_work(rules: Rules, _config: Config) -> Rules:
     """The loop sleeps while a store reads blocks of a finished request, or, in a pause, loads
     some."""
-    return rules.replacing(idle.has_work, idle.has_work)  # that of the core
+    return rules.replacing(lifecycle.has_work, lifecycle.has_work)  # that of the core
 
 
 STORIES = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
-from blockstep.spec.memory.slots import NO_HIT, allocate_slots, can_finish
+from blockstep.spec.memory.slots import NO_HIT, allocate_slots
 from blockstep.spec.pool import Pool, get_num_free_blocks
 from blockstep.spec.requests import (
     Frame,
@@ -198,11 +198,11 @@ def get_slots_at_admission(
 
     Source: seed 001 "Full ISL reservation"; P7, P8, P10.
     """
-    config, rules = step.state.config, step.state.rules
+    rules = step.state.rules
     pool, request = rules[get_skipped_at_admission](step, request)
     num_spared = sum([rules[spare](step) for spare in rules.hooks.spares])
-    if config.scheduler_reserve_full_isl and not rules[can_finish](
-        config, pool, request, hit, rules, num_spared
+    if not all(
+        rules[reserve](step, pool, request, hit, num_spared) for reserve in rules.hooks.reserves
     ):
         return Verdict.NO_BLOCKS
     granted = rules[allocate_first_slots](step, pool, request, num_new, hit)

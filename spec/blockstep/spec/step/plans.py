@@ -10,7 +10,6 @@ from blockstep.spec.state import State
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
-    BlockId,
     CachedRow,
     NewRow,
     Plan,
@@ -78,7 +77,6 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         cached=(*cached, *resumed),
         finished_req_ids=step.state.finished_req_ids,
         preempted_req_ids=step.state.rules[list_preempted](step),
-        num_common_prefix_blocks=step.state.rules[get_num_common_prefix_blocks](step),
     )
     for tell in step.state.rules.hooks.fields:
         plan = step.state.rules[tell](step, frame_rows, plan)
@@ -88,43 +86,6 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
 def list_preempted(step: Step) -> tuple[RequestId, ...]:
     """Return the requests that the step preempted, for the plan. Source: P26."""
     return tuple(sorted(step.preempted))
-
-
-def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
-    """Return, per group, the number of leading blocks that all running requests share.
-
-    Tables are compared; upstream counts holders, which need not run. Source: vLLM 0.19.1
-    `get_num_common_prefix_blocks`; P26.
-    """
-    config = step.state.config
-    if not step.running or not config.enable_prefix_caching:
-        return (0,) * len(config.block_sizes)
-    return tuple(step.state.rules[list_common_prefixes](step))
-
-
-def list_common_prefixes(step: Step) -> list[int]:
-    """Return, per group, the leading blocks that the tables of all running requests share.
-
-    Source: P26.
-    """
-    running = [step.requests[name].block_tables for name in step.running]
-    return [count_common_blocks(of_group) for of_group in zip(*running, strict=True)]
-
-
-def count_common_blocks(tables: Sequence[tuple[BlockId, ...]]) -> int:
-    """Return the leading blocks that all tables share; the least and the greatest decide.
-
-    Source: P26.
-    """
-    least, greatest = min(tables), max(tables)
-    if least == greatest:
-        return len(least)
-    num_common = 0
-    for mine, theirs in zip(least, greatest, strict=False):
-        if mine != theirs:
-            break
-        num_common += 1
-    return num_common
 
 
 def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:

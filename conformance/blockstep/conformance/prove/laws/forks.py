@@ -19,8 +19,9 @@ from blockstep.spec.features.forks import (
     get_own,
     get_shared,
 )
+from blockstep.spec.features.full_isl import can_finish
 from blockstep.spec.memory import slots
-from blockstep.spec.memory.slots import allocate_slots, can_finish
+from blockstep.spec.memory.slots import allocate_slots
 from blockstep.spec.pool import Pool, free_blocks, get_num_free_blocks
 from blockstep.spec.requests import Holding
 from blockstep.spec.vocabulary import BlockId, Config, KVGroup

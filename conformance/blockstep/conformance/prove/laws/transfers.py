@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.features.kv_transfer.loads import settle_slots
 from blockstep.spec.features.kv_transfer.transfers import (
     NO_STORE,
     TRANSFERS,
@@ -19,7 +20,6 @@ from blockstep.spec.features.kv_transfer.transfers import (
     take_offer,
 )
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.slots import settle_slots
 from blockstep.spec.releases.transfers import compute_num_loaded, loads_publish_at_once
 from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.step.admission import process_waiting_phase

@@ -12,6 +12,7 @@ from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.parts import Part
+from blockstep.spec.features import common_prefix, full_isl
 from blockstep.spec.features.groups import hits, kinds
 from blockstep.spec.features.groups.kinds import KINDS, compute_num_skipped_blocks
 from blockstep.spec.features.mamba import compute_num_certain
@@ -27,7 +28,6 @@ from blockstep.spec.requests import (
     without_nulls,
 )
 from blockstep.spec.rules import Rules
-from blockstep.spec.step import plans
 from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import NULL_BLOCK, Config, FrameId, KVGroup, RequestId
 
@@ -115,8 +115,9 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     """Return, per group, the leading blocks that all running requests share, where the attention to
     them is computed once. Source: vLLM 0.19.1 `get_num_common_prefix_blocks`; P26.
     """
-    counts = zip(step.state.config.groups, plans.get_num_common_prefix_blocks(step), strict=True)
-    return tuple([num if KINDS[group.kind].has_common_prefix else 0 for group, num in counts])
+    groups, counts = step.state.config.groups, common_prefix.get_num_common_prefix_blocks(step)
+    pairs = zip(groups, counts, strict=True)
+    return tuple([num if KINDS[group.kind].has_common_prefix else 0 for group, num in pairs])
 
 
 def has_groups(config: Config) -> bool:
@@ -133,8 +134,8 @@ FEATURE: Final = Feature(
         slots.count_held_at_most: kinds.count_held_at_most,
         slots.count_taken: kinds.count_taken,
         slots.get_extended_table: kinds.get_extended_table,
-        slots.count_reserved_blocks: kinds.count_reserved_blocks,
+        full_isl.count_reserved_blocks: kinds.count_reserved_blocks,
         prefix.find_hit: hits.get_joint_hit,
-        plans.get_num_common_prefix_blocks: get_num_common_prefix_blocks,
+        common_prefix.get_num_common_prefix_blocks: get_num_common_prefix_blocks,
     },
 )

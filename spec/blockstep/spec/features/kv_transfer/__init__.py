@@ -11,7 +11,7 @@ from typing import Final
 from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.features import reclaim
+from blockstep.spec.features import reclaim, resets
 from blockstep.spec.features.kv_transfer import loads, reports
 from blockstep.spec.features.kv_transfer.transfers import (
     NO_OFFERS,
@@ -21,7 +21,7 @@ from blockstep.spec.features.kv_transfer.transfers import (
     is_moving,
     is_under_way,
 )
-from blockstep.spec.lives import commit, control, endings, idle, lifecycle
+from blockstep.spec.lives import commit, endings, lifecycle
 from blockstep.spec.memory import deferred
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, RequestState
@@ -110,7 +110,7 @@ def has_work(state: State) -> bool:
     Upstream does not count transfers: a loop then forgets a finished request whose blocks a store
     reads, and the blocks are never freed. Source: vLLM 0.19.1 `has_requests`; P10, P17.
     """
-    return has_transfers(state) or idle.has_work(state)
+    return has_transfers(state) or lifecycle.has_work(state)
 
 
 def has_transfers(state: State) -> bool:
@@ -125,10 +125,10 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     With `reset_connector` the store's offers are removed, too. Source: vLLM 0.19.1
     `reset_connector_cache`; P17, P25.
     """
-    if state.rules[is_awaiting_transfers](state, control.is_idle(state)):
+    if state.rules[is_awaiting_transfers](state, resets.is_idle(state)):
         return state, ResetDone(False)
     of_pool = replace(reset, reset_connector=False)
-    state, done = control.process_reset(state, of_pool)
+    state, done = resets.process_reset(state, of_pool)
     if done.success and reset.reset_connector:
         state = TRANSFERS.put(state, replace(TRANSFERS.of(state), offers=NO_OFFERS))
     return state, done
@@ -205,7 +205,7 @@ def is_every_offer_of_an_unfinished_request(state: State) -> bool:
 def process_reset_without_store(state: State, reset: Reset) -> tuple[State, ResetDone]:
     """Empty the prefix cache; with `reset_connector` nothing happens. Source: P25."""
     done = (state, ResetDone(False))
-    return done if reset.reset_connector else control.process_reset(state, reset)
+    return done if reset.reset_connector else resets.process_reset(state, reset)
 
 
 def has_no_store(config: Config) -> bool:
@@ -214,7 +214,7 @@ def has_no_store(config: Config) -> bool:
 
 
 ABSENT: Final = Feature(
-    "no_store", has_no_store, instead={control.process_reset: process_reset_without_store}
+    "no_store", has_no_store, instead={resets.process_reset: process_reset_without_store}
 )
 FEATURE: Final = Feature(
     "kv_transfer",
@@ -234,8 +234,8 @@ FEATURE: Final = Feature(
         commit.get_committed: reports.get_committed,
         endings.get_released: get_released,
         lifecycle.get_id_problem: get_id_problem,
-        control.process_reset: process_reset,
-        idle.has_work: has_work,
+        resets.process_reset: process_reset,
+        lifecycle.has_work: has_work,
     },
     invariants=(
         is_every_load_of_who_is_parked,

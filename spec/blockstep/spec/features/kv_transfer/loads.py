@@ -31,7 +31,7 @@ from blockstep.spec.features.kv_transfer.transfers import (
     start_load,
 )
 from blockstep.spec.features.reclaim import without_blocks
-from blockstep.spec.memory.slots import compute_num_blocks, release_slots, settle_slots
+from blockstep.spec.memory.slots import compute_num_blocks, publish_slots, release_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, FrameRow, Hit, RequestState
 from blockstep.spec.rules import Rules
@@ -152,6 +152,21 @@ def process_return(step: Step, request_id: RequestId) -> None:
         get = step.state.rules[get_returned]
         step.pool, request = get(step.state.config, step.pool, request, step.state.rules)
     step.requests[request_id] = request
+
+
+def settle_slots(
+    config: Config, pool: Pool, request: RequestState, num_there: int, rules: Rules
+) -> tuple[Pool, RequestState]:
+    """Confirm the KV of `num_there` tokens in total, and publish their blocks.
+
+    Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
+    """
+    request = replace(request, is_unsettled=False)
+    if not config.enable_prefix_caching:
+        return pool, request
+    num_there = min(num_there, request.num_known_tokens)
+    nums_full = [num_there // size for size in config.block_sizes]
+    return publish_slots(config, pool, request, nums_full, rules)
 
 
 def get_returned(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.spec.copies import replace
-from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
+from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS, settle_slots
 from blockstep.spec.features.kv_transfer.transfers import (
     TRANSFERS,
     compute_num_valid,
@@ -25,7 +25,7 @@ from blockstep.spec.features.structured_output.masks import drop_row
 from blockstep.spec.lives import commit as commit_rows
 from blockstep.spec.lives.endings import get_ended, get_error_row, take_changes
 from blockstep.spec.memory.deferred import get_fence, give_up_blocks
-from blockstep.spec.memory.slots import compute_num_blocks, settle_slots
+from blockstep.spec.memory.slots import compute_num_blocks
 from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.state import State
 from blockstep.spec.step.preemption import process_preemption

@@ -1,4 +1,4 @@
-"""Control: pausing, and resets of the caches."""
+"""Reset: the prefix cache is emptied, so that nothing computed before can be hit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from blockstep.spec.pool import Changes, Pool, get_num_free_blocks, withdraw_all
 from blockstep.spec.state import State
 from blockstep.spec.step.preemption import process_preemption
 from blockstep.spec.step.schedule import create_step
-from blockstep.spec.vocabulary import Ack, PauseState, Reset, ResetDone
-
-
-def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
-    """Set what the next Schedule may schedule. Source: seed 001 "Unified Token Budget"; P16."""
-    return replace(state, pause_state=pause_state), Ack()
+from blockstep.spec.vocabulary import Reset, ResetDone
 
 
 def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
@@ -24,11 +19,9 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     without `reset_running_requests` nothing happens while any block is held. With it the running
     requests are preempted first, the last one first, so that they wait in the order in which they
     ran; then sessions that do not run release their blocks, where upstream stops with an error.
-    Pins do not prevent a reset: they end. Blocks
-    that wait for frames in flight count as held, but do not prevent a forced reset, as in vLLM
-    0.33.0: they lose their keys, and are not reused before those frames are committed. With
-    `reset_connector` nothing happens if there is no store. Source: seed 001 "Reset Prefix Cache";
-    P17, P25.
+    Pins do not prevent a reset: they end. Blocks that wait for frames in flight count as held, but
+    do not prevent a forced reset, as in vLLM 0.33.0: they lose their keys, and are not reused
+    before those frames are committed. Source: seed 001 "Reset Prefix Cache"; P17, P25.
     """
     # refuse
     if not (reset.reset_running_requests or is_idle(state)):
