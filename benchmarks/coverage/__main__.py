@@ -1,6 +1,6 @@
 """Branches of the specification that `blockstep check` reaches, without any test.
 
-    python -m benchmarks.coverage [--events N] [--seed N] [--only spec/pool.py] [--json FILE]
+    python -m benchmarks.coverage [--events N] [--seed N] [--only spec/core/slots.py] [--json FILE]
 
 Plays what `check` plays, in this process and under coverage.py, and writes
 benchmarks/coverage/reached.json: per module what was reached, and every line and branch that was

@@ -6,7 +6,7 @@ A mutant is one function with one small change. Tests, laws, runs in lock-step a
 should notice it. Each survivor is printed: write a test that notices it, or end its line with
 `# no-mutate: reason` if no program can tell it from the original.
 
-    python -m benchmarks.mutation spec --only spec/pool.py --trials 'law pool' --trials 'play host'
+    python -m benchmarks.mutation spec --only spec/core/slots.py --trials 'law slots'
     python -m benchmarks.mutation judges --sample 100 --seed 7 --json FILE
 
 With --journal FILE a campaign continues after an interruption; with --again too, and survivors are

@@ -75,7 +75,7 @@ def test_each_way_not_taken_is_one_entry(tmp_path: Path) -> None:
 
 
 MODULE = Module(
-    "spec/pool.py",
+    "spec/core/block_pool.py",
     10,
     9,
     4,
@@ -104,8 +104,8 @@ def test_results_are_read_as_they_were_written() -> None:
 
 
 def test_what_has_no_reason_stands_out() -> None:
-    reasons = [Reason("spec/pool.py", "f", "Nobody asks for it.", code="if a | b:")]
-    assert get_unexplained([MODULE], reasons) == [("spec/pool.py", MODULE.unreached[1])]
+    reasons = [Reason("spec/core/block_pool.py", "f", "Nobody asks for it.", code="if a | b:")]
+    assert get_unexplained([MODULE], reasons) == [("spec/core/block_pool.py", MODULE.unreached[1])]
     page = render_page(make_results(MODULE), reasons)
     assert "| `f`: `` if a \\| b: `` continues to `` return 1 `` | Nobody asks for it. |" in page
     assert "| `f`: `` if c: `` leaves the function | **UNEXPLAINED** |" in page
@@ -113,18 +113,18 @@ def test_what_has_no_reason_stands_out() -> None:
 
 
 def test_a_reason_may_be_about_one_way_only_and_may_become_idle() -> None:
-    reasons = [Reason("spec/pool.py", "f", "No.", code="if c:", to="return 2")]
+    reasons = [Reason("spec/core/block_pool.py", "f", "No.", code="if c:", to="return 2")]
     assert len(get_unexplained([MODULE], reasons)) == 2
     page = render_page(make_results(MODULE), reasons)
-    assert "Explains nothing any more: `spec/pool.py`, `` if c: ``." in page
+    assert "Explains nothing any more: `spec/core/block_pool.py`, `` if c: ``." in page
 
 
 def test_a_reason_may_be_about_a_class_and_is_said_once() -> None:
     ways = (Unreached(3, "C.f", "a", AWAY), Unreached(5, "C.g", "b", AWAY))
-    reasons = [Reason("spec/pool.py", "C", "Nobody asks for it.")]
-    page = render_page(make_results(Module("spec/pool.py", 10, 9, 4, 2, ways)), reasons)
+    reasons = [Reason("spec/core/block_pool.py", "C", "Nobody asks for it.")]
+    page = render_page(make_results(Module("spec/core/block_pool.py", 10, 9, 4, 2, ways)), reasons)
     assert page.count("Nobody asks for it.") == 1
-    assert not reasons[0].is_about("spec/pool.py", Unreached(7, "Cd", "b", AWAY))
+    assert not reasons[0].is_about("spec/core/block_pool.py", Unreached(7, "Cd", "b", AWAY))
 
 
 def test_what_is_written_about_the_unreached_is_well_formed() -> None:

@@ -108,7 +108,7 @@ def test_lines_that_run_are_recorded() -> None:
 
 def test_a_mutant_is_noticed_by_the_first_trial_with_another_result() -> None:
     def find(function: str, kind: str) -> Mutant:
-        (source,) = read_sources(TARGETS["spec"], ["spec/pool.py"])
+        (source,) = read_sources(TARGETS["spec"], ["spec/core/block_pool.py"])
         changes = [one for one in find_changes(source.text) if one.function == function]
         return Mutant(source, next(one for one in changes if one.kind == kind))
 
@@ -240,4 +240,4 @@ def test_the_page_has_scores_survivors_and_reasons() -> None:
 
 def test_a_module_that_does_not_exist_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["spec", "--only", "spec/no.py"]) == 2
-    assert "spec/pool.py" in capsys.readouterr().err
+    assert "spec/core/block_pool.py" in capsys.readouterr().err

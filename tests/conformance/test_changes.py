@@ -9,7 +9,7 @@ import pytest
 from blockstep.conformance.prove import changes as c
 from blockstep.conformance.prove.laws import LAWS
 from blockstep.conformance.prove.mutants import find_subjects, try_mutants
-from blockstep.spec import pool
+from blockstep.spec.core import block_pool as pool
 
 
 def list_new(body: str) -> list[str]:

@@ -24,8 +24,8 @@ from blockstep.conformance.protocol.features import (
     without_states,
 )
 from blockstep.conformance.protocol.wishes import Wish, make_wish
+from blockstep.spec.core.slots import is_servable
 from blockstep.spec.features import get_config_rules
-from blockstep.spec.memory.slots import is_servable
 from blockstep.spec.vocabulary import (
     Config,
     GroupKind,

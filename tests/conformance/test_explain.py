@@ -161,7 +161,7 @@ def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
         ("situations", "prefix_hit: an admitted request found"),
         ("sentences", "P2 written_block_is_in_one_place: A block that a row writes"),
         ("features", "caching: prefix caching"),
-        ("allocate_slots", "memory.slots.allocate_slots("),
+        ("allocate_slots", "core.slots.allocate_slots("),
         ("remote_kv", "The asynchronous load has not ended."),
         ("grammar", "The grammar is not compiled yet."),
         ("WaitingReason.GATE", "one of: paused, closed, grammar"),

@@ -26,11 +26,13 @@ from blockstep.conformance.judge.properties import Ledger, Step
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.requests import Frame, FrameRow, Holding, RequestState
+from blockstep.spec.core.state import State
 from blockstep.spec.features.encoder.cache import Encoder, Entry
 from blockstep.spec.features.kv_transfer.transfers import Load, Transfers
 from blockstep.spec.features.pins import Pins
 from blockstep.spec.features.structured_output.grammar import Stand
-from blockstep.spec.pool import Pool
 from blockstep.spec.profiles import (
     QUIRKS,
     Profile,
@@ -40,9 +42,7 @@ from blockstep.spec.profiles import (
     initial_state,
 )
 from blockstep.spec.releases.encoder import STORIES as ENCODER_STORIES
-from blockstep.spec.requests import Frame, FrameRow, Holding, RequestState
 from blockstep.spec.snapshots import get_snapshot
-from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 
 QUICK = (

@@ -20,8 +20,8 @@ from blockstep.conformance.search.check import check
 from blockstep.conformance.search.floor import look, missing_witnesses
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.profiles import QUIRKS, Profile, Quirk
-from blockstep.spec.rules import STRICT_RULES
 
 STATES = (v.KVGroup(v.GroupKind.FULL, 4), v.KVGroup(v.GroupKind.RECURRENT, 4))
 

@@ -15,14 +15,14 @@ from blockstep.impl.host.kinds import Extent
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
 from blockstep.impl.host.table import Holding
+from blockstep.spec.core.block_pool import allocate_blocks, create_pool, free_blocks, touch_blocks
+from blockstep.spec.core.requests import Holding as Held
+from blockstep.spec.core.requests import RequestState, without_nulls
+from blockstep.spec.core.slots import compute_num_new_blocks
 from blockstep.spec.features import mamba as states
 from blockstep.spec.features.groups import kinds as rules
 from blockstep.spec.features.groups.kinds import count_reserved_blocks
 from blockstep.spec.features.mamba import get_aligned_share
-from blockstep.spec.memory.slots import compute_num_new_blocks
-from blockstep.spec.pool import allocate_blocks, create_pool, free_blocks, touch_blocks
-from blockstep.spec.requests import Holding as Held
-from blockstep.spec.requests import RequestState, without_nulls
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,

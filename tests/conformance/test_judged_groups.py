@@ -26,10 +26,12 @@ from blockstep.conformance.search import episodes
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core import prefix_cache as prefix
+from blockstep.spec.core import slots
+from blockstep.spec.core.requests import NO_HIT
 from blockstep.spec.features import common_prefix, groups, mamba
 from blockstep.spec.features.groups import hits
 from blockstep.spec.features.groups import kinds as spec_groups
-from blockstep.spec.memory import prefix, slots
 
 FULL, WINDOW = v.GroupKind.FULL, v.GroupKind.SLIDING_WINDOW
 CHUNKS, STATES = v.GroupKind.CHUNKED_LOCAL, v.GroupKind.RECURRENT
@@ -257,6 +259,6 @@ def test_a_world_shows_what_is_given_back_too_early(plant: Any) -> None:
 
 def test_a_world_shows_that_a_hit_is_not_the_longest(plant: Any) -> None:
     """No hit is taken where there was one."""
-    plant(prefix.get_prefix_hit, lambda _rule: lambda *_: slots.NO_HIT)
+    plant(prefix.get_prefix_hit, lambda _rule: lambda *_: NO_HIT)
     walked = walk(Task(replace(WORLDS["narrow"], expected=None)))
     assert any("P5 hit_is_the_longest_there_is" in line for line in walked.found)

@@ -18,7 +18,7 @@ from blockstep.conformance.protocol.program import Action, Answer, Drain, Progra
 from blockstep.conformance.protocol.registry import MUSEUM, SpecEngine, load_engine
 from blockstep.conformance.search.episodes import draw_options, fit_depth, play_episode, start_run
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.pool import free_blocks
+from blockstep.spec.core.block_pool import free_blocks
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.vocabulary import Config, Request, Schedule, Submit
 

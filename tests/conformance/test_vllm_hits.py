@@ -11,13 +11,12 @@ from vllm_support.installed import RELEASE, VERSION, needs, quiet
 
 from blockstep.conformance.engines.adapters.vllm_groups import fit_groups
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.block_pool import create_pool, publish_blocks
+from blockstep.spec.core.prefix_cache import extend_block_keys, get_group_keys, get_prefix_hit
+from blockstep.spec.core.requests import RequestState
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
-from blockstep.spec.hashing import extend_block_keys, get_group_keys
-from blockstep.spec.memory.prefix import get_prefix_hit
-from blockstep.spec.pool import create_pool, publish_blocks
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.releases import get_rules
-from blockstep.spec.requests import RequestState
 
 HELD = ("0.11.0", "0.19.1", "0.33.0")
 """Releases whose hits are followed exactly, in the mixes that they take."""

@@ -16,9 +16,9 @@ from blockstep.spec import (
     Status,
     Submit,
 )
+from blockstep.spec.core.async_ import is_past_max_tokens
+from blockstep.spec.core.requests import RequestState
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.requests import RequestState
-from blockstep.spec.step.share import is_past_max_tokens
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     CachedRow,

@@ -10,7 +10,7 @@ import pickle
 import pytest
 
 from blockstep.spec.copies import replace, wide_dataclass
-from blockstep.spec.requests import RequestState
+from blockstep.spec.core.requests import RequestState
 from blockstep.spec.vocabulary import Config, Request, Status
 
 REQUEST = RequestState(Request("A", (1, 2, 3)), Status.RUNNING, (7,), num_computed_tokens=3)

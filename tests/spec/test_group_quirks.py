@@ -9,13 +9,12 @@ import pytest
 from groups_support import chunks, full, window
 
 from blockstep.spec import Config, Oracle, Rejected, Request, SpecMethod, Status, Submit
-from blockstep.spec.hashing import extend_block_keys, get_group_keys
-from blockstep.spec.memory.prefix import get_prefix_hit
-from blockstep.spec.pool import create_pool, publish_blocks
+from blockstep.spec.core.block_pool import create_pool, publish_blocks
+from blockstep.spec.core.prefix_cache import extend_block_keys, get_group_keys, get_prefix_hit
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.releases import get_rules
-from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockTables, KVGroup
 
 Found = tuple[int, BlockTables]

@@ -23,15 +23,15 @@ from groups_support import (
 )
 
 from blockstep.spec import Config, Oracle, Policy, Rejected, Request, SpecMethod, Submit
+from blockstep.spec.core.block_pool import create_pool
+from blockstep.spec.core.prefix_cache import extend_block_keys
+from blockstep.spec.core.rules import STRICT_RULES
+from blockstep.spec.core.slots import compute_max_blocks, publish_slots, revoke_slots
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.features.groups.kinds import compute_max_held_blocks, compute_max_reach
-from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.memory.slots import compute_max_blocks, publish_slots, revoke_slots
-from blockstep.spec.pool import create_pool
 from blockstep.spec.releases.sessions import count_held_by_all
-from blockstep.spec.rules import STRICT_RULES
-from blockstep.spec.state import State
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockTables,
     GroupKind,

@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockstep.spec import Config, Request, SpecMethod, Status
+from blockstep.spec.core.block_pool import Pool, create_pool, publish_blocks
+from blockstep.spec.core.prefix_cache import extend_block_keys, get_prefix_hit
+from blockstep.spec.core.requests import Hit, RequestState
+from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.features import get_config_rules
-from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.prefix import get_prefix_hit
-from blockstep.spec.pool import Pool, create_pool, publish_blocks
-from blockstep.spec.requests import Hit, RequestState
-from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockKey, KVGroup
 
 Published = frozenset[tuple[int, int]]

@@ -11,11 +11,10 @@ from groups_support import attends, chunks, full, window
 from walks_support import GroupsWalk
 
 from blockstep.spec import Config, Policy, SpecMethod, State
-from blockstep.spec.memory import slots
-from blockstep.spec.pool import Pool, get_num_free_blocks
-from blockstep.spec.requests import Hit, RequestState
-from blockstep.spec.rules import STRICT_RULES, Rules
-from blockstep.spec.step import admission, preemption
+from blockstep.spec.core import admission, preemption, slots
+from blockstep.spec.core.block_pool import Pool, get_num_free_blocks
+from blockstep.spec.core.requests import NO_HIT, Hit, RequestState
+from blockstep.spec.core.rules import STRICT_RULES, Rules
 from blockstep.spec.vocabulary import NULL_BLOCK, Plan
 
 MIXES = (
@@ -88,7 +87,7 @@ def _estimates(monkeypatch: pytest.MonkeyPatch) -> None:
         request: RequestState,
         num_new: int,
         num_lookahead: int = 0,
-        hit: Hit = slots.NO_HIT,
+        hit: Hit = NO_HIT,
         rules: Rules = STRICT_RULES,
     ) -> tuple[Pool, RequestState] | None:
         granted = slots.allocate_slots(config, pool, request, num_new, num_lookahead, hit, rules)

@@ -25,6 +25,7 @@ from blockstep.spec import (
     SpecMethod,
     Submit,
 )
+from blockstep.spec.core.state import State
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
     Stand,
@@ -35,7 +36,6 @@ from blockstep.spec.features.structured_output.grammar import (
 )
 from blockstep.spec.features.structured_output.masks import get_verifiable_drafts
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     Ack,
     FinishReason,

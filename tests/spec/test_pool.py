@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockstep.spec.pool import (
+from blockstep.spec.core.block_pool import (
     Pool,
     allocate_blocks,
     create_pool,

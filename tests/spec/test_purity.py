@@ -465,7 +465,7 @@ IMPURE = {
 
 PURE = {
     "imports": "from __future__ import annotations\nimport collections.abc\nimport math",
-    "own_import": "from blockstep.spec.vocabulary import Config\nimport blockstep.spec.pool",
+    "own_import": "from blockstep.spec.vocabulary import Config\nimport blockstep.spec.core.slots",
     "sorted_set": "def f(xs):\n    for x in sorted({x for x in xs}):\n        pass",
     "membership": "def f(xs, y):\n    return y in {x for x in xs}",
     "order_free": "def f(xs):\n    s = set(xs)\n    return sum(x for x in s), max(s), len(s)",

@@ -14,10 +14,10 @@ import pytest
 import blockstep.spec
 from blockstep.spec import Config, Oracle, Policy, Request
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.rules import STRICT_RULES, Rules
 from blockstep.spec.features import FEATURES
 from blockstep.spec.profiles import RELEASES, Profile, initial_state
 from blockstep.spec.releases import QUIRKS, Quirk, QuirkStory, get_rules
-from blockstep.spec.rules import STRICT_RULES, Rules
 from blockstep.spec.transition import Accepted, transition
 from blockstep.spec.vocabulary import GroupKind, KVGroup, Schedule, Submit
 

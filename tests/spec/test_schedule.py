@@ -15,9 +15,9 @@ from blockstep.spec import (
     SpecMethod,
     Status,
 )
-from blockstep.spec.memory.slots import compute_max_slots, compute_num_blocks
-from blockstep.spec.step.queues import select_victim
-from blockstep.spec.step.share import compute_share
+from blockstep.spec.core.queues import select_victim
+from blockstep.spec.core.slots import compute_max_slots, compute_num_blocks
+from blockstep.spec.core.token_budget import compute_share
 from blockstep.spec.vocabulary import RowTokens
 
 CONFIG = Config(num_blocks=21, block_size=4, max_model_len=64)

@@ -21,13 +21,13 @@ from blockstep.spec import (
     Request,
     SpecMethod,
 )
+from blockstep.spec.core.block_pool import allocate_blocks, create_pool, touch_blocks
+from blockstep.spec.core.requests import Holding, RequestState
 from blockstep.spec.features.groups.kinds import count_reserved_blocks
 from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.features.structured_output.grammar import STAND
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.pool import allocate_blocks, create_pool, touch_blocks
 from blockstep.spec.profiles import Profile, Quirk
-from blockstep.spec.requests import Holding, RequestState
 from blockstep.spec.vocabulary import (
     SESSION_FIELDS,
     FinishReason,

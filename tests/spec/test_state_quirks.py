@@ -9,7 +9,7 @@ import pytest
 from groups_support import full, recurrent, window
 
 from blockstep.spec import Config, Oracle, Policy, Request, SpecMethod
-from blockstep.spec.pool import withdraw_blocks
+from blockstep.spec.core.block_pool import withdraw_blocks
 from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import MambaCacheMode, Plan
 

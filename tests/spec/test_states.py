@@ -8,6 +8,11 @@ import pytest
 from groups_support import ALIGN, ALL, NONE, chunks, full, recurrent, window
 
 from blockstep.spec import Config, Oracle, Request, SpecMethod
+from blockstep.spec.core.block_pool import create_pool, find_block
+from blockstep.spec.core.prefix_cache import extend_block_keys, get_group_keys
+from blockstep.spec.core.requests import Holding, RequestState
+from blockstep.spec.core.rules import STRICT_RULES
+from blockstep.spec.core.slots import publish_slots
 from blockstep.spec.features.groups.kinds import (
     compute_max_doubt,
     compute_max_held_blocks,
@@ -20,12 +25,7 @@ from blockstep.spec.features.mamba import (
     get_aligned_share,
     get_extended_states,
 )
-from blockstep.spec.hashing import extend_block_keys, get_group_keys
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.memory.slots import publish_slots
-from blockstep.spec.pool import create_pool, find_block
-from blockstep.spec.requests import Holding, RequestState
-from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import (
     Ack,
     BlockTables,

@@ -5,9 +5,9 @@ import pickle
 import pytest
 
 from blockstep.spec import Config, MultiModalItem, Request, SpecMethod
+from blockstep.spec.core.prefix_cache import extend_block_keys
+from blockstep.spec.core.requests import RequestState
 from blockstep.spec.features import get_config_rules
-from blockstep.spec.hashing import extend_block_keys
-from blockstep.spec.requests import RequestState
 from blockstep.spec.vocabulary import BlockKey, Status
 
 RULES = get_config_rules(Config(num_blocks=9))

@@ -19,8 +19,8 @@ from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.host import HostEngine
 from blockstep.impl.plain import PlainEngine
 from blockstep.spec import Oracle
+from blockstep.spec.core.state import State
 from blockstep.spec.profiles import STRICT, Profile
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     Config,
     ConfigError,

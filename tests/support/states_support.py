@@ -1,6 +1,6 @@
 """Random walks with recurrent groups, and a worker that knows which tokens a state is behind.
 
-The worker knows no table but what plans have told it. It writes where the words of `memory.states`
+The worker knows no table but what plans have told it. It writes where the words of `mamba`
 say, and each state that a row goes on from must be that of the row's tokens.
 """
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from random import Random
 
 from blockstep.spec import Config, Oracle, Outputs, Request, SpecMethod, State
+from blockstep.spec.core import slots
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.memory import slots
 from blockstep.spec.vocabulary import Plan, RequestId, TokenIds
 
 

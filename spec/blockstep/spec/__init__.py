@@ -1,16 +1,14 @@
 """The executable specification of an LLM-inference scheduler and its paged KV memory.
 
-`transition(state, event)` is all of it; `Oracle` wraps it for everyday use. Read the packages in
-this order: `vocabulary`; the values `pool`, `requests`, `rules`, `state` and `hashing`; `memory`
-(blocks and prefix cache), `step` (one Schedule), `lives` (all other events); `transition`,
-`invariants` and `strict`. The deviations of released engines are separate, in `releases` and
-`profiles`.
+`transition(state, event)` is all of it; `Oracle` wraps it for everyday use. Read `vocabulary`, then
+`core` in the order that it names, then the `features` that you need, `transition` and
+`invariants`. The deviations of released engines are separate, in `releases` and `profiles`.
 """
 
+from blockstep.spec.core.state import State
 from blockstep.spec.oracle import Oracle, RejectedEvent
 from blockstep.spec.profiles import initial_state
 from blockstep.spec.snapshots import get_snapshot
-from blockstep.spec.state import State
 from blockstep.spec.transition import Accepted, transition
 from blockstep.spec.vocabulary import (
     Abort,

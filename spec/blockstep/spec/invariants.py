@@ -9,6 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+from blockstep.spec.core.prefix_cache import get_group_keys
+from blockstep.spec.core.queues import get_rank
+from blockstep.spec.core.requests import (
+    NOTHING_HELD,
+    FrameRow,
+    Holding,
+    RequestState,
+    list_rows_in_flight,
+    without_nulls,
+)
+from blockstep.spec.core.state import State
 from blockstep.spec.features import FEATURES
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.groups.kinds import (
@@ -21,17 +32,6 @@ from blockstep.spec.features.groups.kinds import (
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.features.sessions import UPDATES
-from blockstep.spec.hashing import get_group_keys
-from blockstep.spec.requests import (
-    NOTHING_HELD,
-    FrameRow,
-    Holding,
-    RequestState,
-    list_rows_in_flight,
-    without_nulls,
-)
-from blockstep.spec.state import State
-from blockstep.spec.step.queues import get_rank
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,

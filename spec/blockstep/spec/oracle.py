@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from blockstep.spec import vocabulary as v
-from blockstep.spec.hashing import get_keyed
-from blockstep.spec.memory.prefix import get_prefix_hit
-from blockstep.spec.pool import get_num_free_blocks
+from blockstep.spec.core.block_pool import get_num_free_blocks
+from blockstep.spec.core.prefix_cache import get_keyed, get_prefix_hit
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.state import State
 from blockstep.spec.profiles import STRICT, Profile, initial_state
-from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import get_snapshot
-from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 
 Answer = TypeVar("Answer")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
+from blockstep.spec.core.state import State, create_state
 from blockstep.spec.releases import QUIRKS, Quirk, QuirkStory, get_rules
-from blockstep.spec.state import State, create_state
 from blockstep.spec.vocabulary import Config
 
 __all__ = ["PROFILES", "QUIRKS", "RELEASES", "STRICT", "Profile", "Quirk", "QuirkStory"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from blockstep.spec.core.lifecycle import has_work
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.state import State
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder, count_free, count_freeable
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS, is_received
@@ -11,9 +14,6 @@ from blockstep.spec.features.pins import PINS, Pins
 from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.features.structured_output import GRAMMAR_READY
 from blockstep.spec.features.structured_output.grammar import STAND
-from blockstep.spec.lives.lifecycle import has_work
-from blockstep.spec.requests import RequestState
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     EncoderEntry,
     EncoderSnapshot,

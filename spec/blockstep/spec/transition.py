@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.commit import process_commit
+from blockstep.spec.core.lifecycle import process_abort, process_pause, process_submit
+from blockstep.spec.core.schedule import process_schedule
+from blockstep.spec.core.speculation import process_drafts
+from blockstep.spec.core.state import State
 from blockstep.spec.features.encoder import process_encoder_offer, process_encoder_reset
 from blockstep.spec.features.forks import process_fork
 from blockstep.spec.features.kv_transfer.reports import process_kv_offer, process_transfers_reported
@@ -17,11 +22,6 @@ from blockstep.spec.features.resets import process_reset
 from blockstep.spec.features.sessions import process_streaming_update
 from blockstep.spec.features.structured_output import process_grammar_failed, process_grammar_ready
 from blockstep.spec.features.structured_output.masks import process_bitmask
-from blockstep.spec.lives.commit import process_commit
-from blockstep.spec.lives.drafts import process_drafts
-from blockstep.spec.lives.lifecycle import process_abort, process_pause, process_submit
-from blockstep.spec.state import State
-from blockstep.spec.step.schedule import process_schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,13 @@ from typing import Any
 from blockstep.conformance.engine import ALL_CAPABILITIES, Capability, EngineFactory
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.admission import count_seats, get_num_cached_tokens, list_passed_over
+from blockstep.spec.core.block_pool import free_blocks
+from blockstep.spec.core.endings import compute_stop
+from blockstep.spec.core.preemption import get_preempted
+from blockstep.spec.core.queues import select_victim
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.token_budget import get_threshold
 from blockstep.spec.features.encoder.cache import free_items
 from blockstep.spec.features.full_isl import can_finish
 from blockstep.spec.features.identity import get_item_keys
@@ -21,14 +28,7 @@ from blockstep.spec.features.kv_transfer.transfers import compute_num_external
 from blockstep.spec.features.mamba import is_zeroed
 from blockstep.spec.features.sessions import get_num_kept
 from blockstep.spec.features.structured_output.masks import list_masked
-from blockstep.spec.lives.endings import compute_stop
-from blockstep.spec.pool import free_blocks
 from blockstep.spec.profiles import get_profile
-from blockstep.spec.rules import Rules
-from blockstep.spec.step.admission import count_seats, get_num_cached_tokens, list_passed_over
-from blockstep.spec.step.preemption import get_preempted
-from blockstep.spec.step.queues import select_victim
-from blockstep.spec.step.share import get_threshold
 from planted_support import Planted, make_list
 
 PROFILE = "vllm-0.19.1"

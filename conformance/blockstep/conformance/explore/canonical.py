@@ -21,6 +21,8 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
+from blockstep.spec.core.requests import Frame, FrameRow, RequestState
+from blockstep.spec.core.state import State
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder
 from blockstep.spec.features.groups import IN_DOUBT
@@ -36,8 +38,6 @@ from blockstep.spec.releases.flight import list_reset_victims
 from blockstep.spec.releases.grammars import IS_STRUCTURED
 from blockstep.spec.releases.sessions import LAST_STOP
 from blockstep.spec.releases.states import JUNCTION
-from blockstep.spec.requests import Frame, FrameRow, RequestState
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     AllBlocksCleared,
     BlockId,

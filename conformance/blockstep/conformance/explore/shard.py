@@ -26,9 +26,9 @@ from blockstep.conformance.explore.probe import Hits, Moment, get_moment
 from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.spec.core.state import State
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import STRICT, Profile, Quirk, initial_state
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Event, Rejected, Submit
 
 OUT_OF_NOTHING = "only after events in this state that must change nothing"

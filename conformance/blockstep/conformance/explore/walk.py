@@ -34,8 +34,8 @@ from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.episodes import list_changes
 from blockstep.conformance.search.processes import follow_parent
+from blockstep.spec.core.state import State
 from blockstep.spec.profiles import initial_state
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Event, Observation, Rejected
 
 

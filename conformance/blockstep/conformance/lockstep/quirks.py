@@ -21,6 +21,9 @@ from typing import Any
 
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.features import get_config_rules
 from blockstep.spec.profiles import QUIRKS, Profile, Quirk
 from blockstep.spec.releases import (
@@ -36,9 +39,6 @@ from blockstep.spec.releases import (
     telling,
     transfers,
 )
-from blockstep.spec.rules import Rules
-from blockstep.spec.state import State
-from blockstep.spec.step.work import Step
 from blockstep.spec.transition import Accepted, transition
 
 

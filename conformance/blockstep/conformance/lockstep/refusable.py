@@ -20,7 +20,7 @@ from blockstep.conformance.protocol.findings import Finding, violated
 from blockstep.conformance.protocol.program import describe_observation
 from blockstep.conformance.protocol.sessions import find_problem_of_chunk, get_longest
 from blockstep.spec import vocabulary as v
-from blockstep.spec.state import State
+from blockstep.spec.core.state import State
 from blockstep.spec.transition import transition
 
 ILL_FORMED = frozenset((v.RejectCode.MALFORMED_EVENT, v.RejectCode.BAD_REQUEST))

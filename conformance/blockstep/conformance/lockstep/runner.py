@@ -24,7 +24,7 @@ from blockstep.conformance.protocol.program import (
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.transfers import list_failed
 from blockstep.spec import vocabulary as v
-from blockstep.spec.lives.drafts import can_take_drafts
+from blockstep.spec.core.speculation import can_take_drafts
 from blockstep.spec.transition import transition
 
 

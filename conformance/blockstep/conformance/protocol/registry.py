@@ -25,14 +25,14 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.protocol.findings import tell_error
 from blockstep.spec import Oracle
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.state import State
 from blockstep.spec.profiles import STRICT, Profile
-from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import (
     get_request_snapshot,
     get_request_snapshots,
     get_snapshot,
 )
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Config, RequestSnapshot, Snapshot
 
 MEMO_SIZE_MAX = 512

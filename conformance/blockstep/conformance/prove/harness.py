@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.requests import Holding, RequestState
+from blockstep.spec.core.schedule import process_schedule
+from blockstep.spec.core.state import State
 from blockstep.spec.features import get_config_rules
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Holding, RequestState
-from blockstep.spec.state import State
-from blockstep.spec.step.schedule import process_schedule
 
 MANY = 1_000_000
 """A number of output tokens that no request reaches."""

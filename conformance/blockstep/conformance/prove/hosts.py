@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.spec.requests import RequestState
+from blockstep.spec.core.requests import RequestState
 from blockstep.spec.vocabulary import Config, Status
 
 HOST: Any = load_engine("host")

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from blockstep.spec import features
-from blockstep.spec.rules import STRICT_RULES
+from blockstep.spec.core.rules import STRICT_RULES
 
 R = TypeVar("R")
 

@@ -10,7 +10,7 @@ from blockstep.spec.core.hooks import NO_HOOKS, Hooks
 from blockstep.spec.vocabulary import Config
 
 if TYPE_CHECKING:
-    from blockstep.spec.state import State
+    from blockstep.spec.core.state import State
 
 
 @dataclass(frozen=True, slots=True, eq=False)

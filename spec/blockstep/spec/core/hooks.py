@@ -24,11 +24,11 @@ from blockstep.spec.vocabulary import (
 )
 
 if TYPE_CHECKING:  # a state has rules, which have hooks, which are functions of a step of a state
-    from blockstep.spec.pool import Changes, Pool
-    from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
-    from blockstep.spec.rules import Rules
-    from blockstep.spec.state import State
-    from blockstep.spec.step.work import Scheduled, Step, Verdict
+    from blockstep.spec.core.block_pool import Changes, Pool
+    from blockstep.spec.core.requests import Frame, FrameRow, Hit, Holding, RequestState
+    from blockstep.spec.core.rules import Rules
+    from blockstep.spec.core.state import State
+    from blockstep.spec.core.work import Scheduled, Step, Verdict
 
 Create: TypeAlias = "Callable[[State], State]"
 """Returns the state before the first event with the initial values of a feature."""

@@ -9,8 +9,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Final
 
+from blockstep.spec.core.async_ import process_flight_gate
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.rules import STRICT_RULES, Rules
 from blockstep.spec.features import (
     admission_control,
     common_prefix,
@@ -29,8 +31,6 @@ from blockstep.spec.features import (
     sessions,
     structured_output,
 )
-from blockstep.spec.rules import STRICT_RULES, Rules
-from blockstep.spec.step.admission import process_flight_gate
 from blockstep.spec.vocabulary import Config
 
 FEATURES: Final[tuple[Feature, ...]] = (

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from blockstep.spec.core.block_pool import get_num_free_blocks
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.parts import Part
-from blockstep.spec.pool import get_num_free_blocks
-from blockstep.spec.step.work import Step
+from blockstep.spec.core.work import Step
 from blockstep.spec.vocabulary import Config
 
 ADMISSION_CLOSED: Final = Part("admission_closed", False)

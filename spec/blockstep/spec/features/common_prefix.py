@@ -11,8 +11,8 @@ from typing import Final
 from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.requests import FrameRow
-from blockstep.spec.step.work import Step
+from blockstep.spec.core.requests import FrameRow
+from blockstep.spec.core.work import Step
 from blockstep.spec.vocabulary import BlockId, Plan
 
 

@@ -13,22 +13,28 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core.block_pool import Pool, allocate_blocks, free_blocks, touch_blocks
+from blockstep.spec.core.endings import get_extended
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.lifecycle import get_id_problem
 from blockstep.spec.core.parts import Note
+from blockstep.spec.core.prefix_cache import get_keyed
+from blockstep.spec.core.queues import process_prepend
+from blockstep.spec.core.requests import (
+    NOTHING_HELD,
+    FrameRow,
+    Holding,
+    RequestState,
+    without_nulls,
+)
+from blockstep.spec.core.slots import publish_slots
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.structured_output import GRAMMAR_READY
 from blockstep.spec.features.structured_output.grammar import STAND, get_first_stand
 from blockstep.spec.features.structured_output.masks import get_advanced
-from blockstep.spec.hashing import get_keyed
-from blockstep.spec.lives.endings import get_extended
-from blockstep.spec.lives.lifecycle import get_id_problem
-from blockstep.spec.memory.slots import publish_slots
-from blockstep.spec.pool import Pool, allocate_blocks, free_blocks, touch_blocks
-from blockstep.spec.requests import NOTHING_HELD, FrameRow, Holding, RequestState, without_nulls
-from blockstep.spec.state import State
-from blockstep.spec.step.queues import process_prepend
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Ack,

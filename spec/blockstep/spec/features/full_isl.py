@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import Final
 
+from blockstep.spec.core.block_pool import Pool, get_num_free_blocks
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.memory.slots import (
+from blockstep.spec.core.requests import Hit, Holding, RequestState, without_nulls
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import (
     compute_num_blocks,
     count_copies,
     count_free_hits,
     get_num_slots_of,
 )
-from blockstep.spec.pool import Pool, get_num_free_blocks
-from blockstep.spec.requests import Hit, Holding, RequestState, without_nulls
-from blockstep.spec.rules import Rules
-from blockstep.spec.step.work import Step
+from blockstep.spec.core.work import Step
 from blockstep.spec.vocabulary import BlockId, Config, KVGroup
 
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.vocabulary import Request
 
 

@@ -11,12 +11,12 @@ from itertools import groupby
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core.block_pool import Changes, Pool
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.hashing import get_group_keys, get_tokens
-from blockstep.spec.pool import Changes, Pool
-from blockstep.spec.requests import RequestState
-from blockstep.spec.state import State
+from blockstep.spec.core.prefix_cache import get_group_keys, get_tokens
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.state import State
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockStored, Config
 
 

@@ -22,8 +22,8 @@ from typing import Final
 
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.requests import RequestState
-from blockstep.spec.step.work import Step, Verdict
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.vocabulary import Config, RequestId
 
 

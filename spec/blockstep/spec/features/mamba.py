@@ -18,13 +18,13 @@ from math import lcm
 from typing import Final, TypeAlias
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core import admission
+from blockstep.spec.core.block_pool import Pool, withdraw_blocks
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.memory.slots import Growth
-from blockstep.spec.pool import Pool, withdraw_blocks
-from blockstep.spec.requests import FrameRow, RequestState, without_nulls
-from blockstep.spec.step import admission
-from blockstep.spec.step.work import Scheduled, Step
+from blockstep.spec.core.requests import FrameRow, RequestState, without_nulls
+from blockstep.spec.core.slots import Growth
+from blockstep.spec.core.work import Scheduled, Step
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,

@@ -19,8 +19,8 @@ from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.parts import Note
-from blockstep.spec.requests import FrameRow, RequestState
-from blockstep.spec.step.work import Step
+from blockstep.spec.core.requests import FrameRow, RequestState
+from blockstep.spec.core.work import Step
 from blockstep.spec.vocabulary import Config, KVSave, Plan
 
 SAVES: Final = Note[tuple[KVSave, ...]]("saves", ())

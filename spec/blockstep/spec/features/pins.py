@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core.block_pool import Pool, free_blocks, touch_blocks
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.parts import Part
+from blockstep.spec.core.preemption import get_victim_index
+from blockstep.spec.core.queues import Requests
+from blockstep.spec.core.requests import RequestState, without_nulls
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.pool import Pool, free_blocks, touch_blocks
-from blockstep.spec.requests import RequestState, without_nulls
-from blockstep.spec.state import State
-from blockstep.spec.step.preemption import get_victim_index
-from blockstep.spec.step.queues import Requests
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Ack, BlockTables, Config, Pin, PinEstimate, RequestId, Status
 
 NO_ESTIMATES: Final[FrozenMap[str, int]] = FrozenMap()

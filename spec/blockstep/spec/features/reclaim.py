@@ -20,10 +20,10 @@ from typing import Final
 from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.memory.slots import release_slots
-from blockstep.spec.requests import NOTHING_HELD, RequestState
-from blockstep.spec.step.queues import Requests, get_rank
-from blockstep.spec.step.work import Step
+from blockstep.spec.core.queues import Requests, get_rank
+from blockstep.spec.core.requests import NOTHING_HELD, RequestState
+from blockstep.spec.core.slots import release_slots
+from blockstep.spec.core.work import Step
 from blockstep.spec.vocabulary import Policy, RequestId, Status
 
 

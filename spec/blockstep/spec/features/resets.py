@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from blockstep.spec.copies import replace
-from blockstep.spec.lives.endings import take_changes
-from blockstep.spec.pool import Changes, Pool, get_num_free_blocks, withdraw_all
-from blockstep.spec.state import State
-from blockstep.spec.step.preemption import process_preemption
-from blockstep.spec.step.schedule import create_step
+from blockstep.spec.core.block_pool import Changes, Pool, get_num_free_blocks, withdraw_all
+from blockstep.spec.core.endings import take_changes
+from blockstep.spec.core.preemption import process_preemption
+from blockstep.spec.core.schedule import create_step
+from blockstep.spec.core.state import State
 from blockstep.spec.vocabulary import Reset, ResetDone
 
 

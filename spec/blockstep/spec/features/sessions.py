@@ -17,25 +17,24 @@ from __future__ import annotations
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core import commit, lifecycle
+from blockstep.spec.core.block_pool import Pool, get_fence
+from blockstep.spec.core.endings import get_ended
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.lifecycle import get_feature_problem, get_size_problem
 from blockstep.spec.core.parts import Part
+from blockstep.spec.core.prefix_cache import get_keyed
+from blockstep.spec.core.queues import is_blocked, process_append, waits_apart
+from blockstep.spec.core.requests import Frame, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import release_slots
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.reclaim import without_blocks
 from blockstep.spec.features.structured_output.grammar import STAND, Stand, get_first_stand
 from blockstep.spec.features.structured_output.masks import drop_row
-from blockstep.spec.hashing import get_keyed
-from blockstep.spec.lives import commit, lifecycle
-from blockstep.spec.lives.endings import get_ended
-from blockstep.spec.lives.lifecycle import get_feature_problem, get_size_problem
-from blockstep.spec.memory.deferred import get_fence
-from blockstep.spec.memory.slots import release_slots
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.state import State
-from blockstep.spec.step.queues import is_blocked, process_append, waits_apart
-from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     SESSION_FIELDS,

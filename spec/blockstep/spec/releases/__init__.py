@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.features import get_config_rules
 from blockstep.spec.releases import (
     adapters,
@@ -29,7 +30,6 @@ from blockstep.spec.releases import (
     transfers,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import Config
 
 __all__ = ["QUIRKS", "Quirk", "QuirkStory", "get_rules"]

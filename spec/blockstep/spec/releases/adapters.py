@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.work import Step
 from blockstep.spec.features import lora
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.rules import Rules
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, RequestId
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from blockstep.spec.core import admission, async_, preemption, token_budget
+from blockstep.spec.core.requests import FrameRow, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import FrameRow, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission, plans, preemption, share
-from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import Config, RequestId, Status
 
 
@@ -33,9 +33,9 @@ def placeholders_outlive_a_gap(rules: Rules, _config: Config) -> Rules:
     ) -> RequestState:
         if request.request_id not in planned:
             return request
-        return rules[plans.get_promising](step, request, planned)
+        return rules[async_.get_promising](step, request, planned)
 
-    return rules.replacing(plans.get_promising, get_promising)
+    return rules.replacing(async_.get_promising, get_promising)
 
 
 def drafts_outlive_preemption(rules: Rules, _config: Config) -> Rules:
@@ -47,13 +47,13 @@ def drafts_outlive_preemption(rules: Rules, _config: Config) -> Rules:
         row = planned.get(request.request_id)
         if row is None or not row.samples:
             return request
-        return rules[plans.get_promising](step, request, planned)
+        return rules[async_.get_promising](step, request, planned)
 
     def get_preempted(request: RequestState) -> RequestState:
         after = rules[preemption.get_preempted](request)
         return replace(after, spec_token_ids=request.spec_token_ids)
 
-    return rules.replacing(plans.get_promising, get_promising).replacing(
+    return rules.replacing(async_.get_promising, get_promising).replacing(
         preemption.get_preempted, get_preempted
     )
 
@@ -77,8 +77,8 @@ def admitted_with_padding(rules: Rules, _config: Config) -> Rules:
             return rules[admission.get_waiting_share](step, request, num_start)
         elif not has_budget:
             return Verdict.NO_ROOM
-        threshold = step.state.rules[share.get_threshold](step)
-        return share.compute_share(end, num_start, threshold, step.budget, end)
+        threshold = step.state.rules[token_budget.get_threshold](step)
+        return token_budget.compute_share(end, num_start, threshold, step.budget, end)
 
     return rules.replacing(admission.get_waiting_share, get_waiting_share)
 

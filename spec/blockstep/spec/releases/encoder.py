@@ -6,6 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core import admission, commit
+from blockstep.spec.core.requests import Frame, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features.encoder import cache as items
 from blockstep.spec.features.encoder import claims as encoding
 from blockstep.spec.features.encoder.cache import (
@@ -21,14 +26,8 @@ from blockstep.spec.features.encoder.cache import (
 )
 from blockstep.spec.features.encoder.claims import Claim
 from blockstep.spec.features.sessions import goes_on
-from blockstep.spec.lives import commit
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.state import State
-from blockstep.spec.step import admission
-from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import (
     Config,
     MultiModalItem,

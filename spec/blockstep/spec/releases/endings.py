@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from blockstep.spec.lives import endings
-from blockstep.spec.lives.endings import Stop, is_at_length
+from blockstep.spec.core import endings
+from blockstep.spec.core.endings import Stop, is_at_length
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import Config, FinishReason, TokenIds
 
 

@@ -6,16 +6,16 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core import plans
+from blockstep.spec.core.block_pool import withdraw_blocks
 from blockstep.spec.core.parts import Part
+from blockstep.spec.core.requests import Frame, FrameRow, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import compute_num_blocks
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.features.kv_transfer import reports
 from blockstep.spec.features.structured_output.masks import drop_row
-from blockstep.spec.memory.slots import compute_num_blocks
-from blockstep.spec.pool import withdraw_blocks
-from blockstep.spec.requests import Frame, FrameRow, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.state import State
-from blockstep.spec.step import plans
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,

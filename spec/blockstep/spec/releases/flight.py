@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core import async_, block_pool, plans
 from blockstep.spec.core.parts import Part
+from blockstep.spec.core.requests import Frame, RequestState, list_rows_in_flight
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.features import resets
-from blockstep.spec.memory import deferred
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
-from blockstep.spec.rules import Rules
-from blockstep.spec.state import State
-from blockstep.spec.step import admission, plans
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, FrameId, RequestId
 
 
@@ -23,9 +22,9 @@ def frames_hold_the_preempted(rules: Rules, _config: Config) -> Rules:
 
     def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
         rows = list_rows_in_flight(frames, request.request_id)
-        return bool(rows) or rules[admission.is_held_by_frames](frames, request)
+        return bool(rows) or rules[async_.is_held_by_frames](frames, request)
 
-    return rules.replacing(admission.is_held_by_frames, is_held_by_frames)
+    return rules.replacing(async_.is_held_by_frames, is_held_by_frames)
 
 
 def resumed_before_its_token(rules: Rules, _config: Config) -> Rules:
@@ -33,15 +32,15 @@ def resumed_before_its_token(rules: Rules, _config: Config) -> Rules:
     placeholders."""
 
     def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
-        is_held = rules[admission.is_held_by_frames](frames, request)
+        is_held = rules[async_.is_held_by_frames](frames, request)
         return is_held and request.num_output_placeholders > 0
 
-    return rules.replacing(admission.is_held_by_frames, is_held_by_frames)
+    return rules.replacing(async_.is_held_by_frames, is_held_by_frames)
 
 
 def frames_hold_no_blocks(rules: Rules, _config: Config) -> Rules:
     """Blocks are free while a frame in flight writes them, and a store loads KV into them."""
-    return rules.replacing(deferred.get_fence, deferred.get_fence)  # that of the core
+    return rules.replacing(block_pool.get_fence, block_pool.get_fence)  # that of the core
 
 
 def reset_drops_tokens(rules: Rules, _config: Config) -> Rules:

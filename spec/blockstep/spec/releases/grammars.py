@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core.endings import compute_stop
 from blockstep.spec.core.parts import Part
+from blockstep.spec.core.requests import Frame, FrameRow, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.features.sessions import UPDATES, get_num_kept
 from blockstep.spec.features.structured_output import grammar as automaton
 from blockstep.spec.features.structured_output import masks
@@ -17,12 +22,7 @@ from blockstep.spec.features.structured_output.grammar import (
     get_stands,
     holds,
 )
-from blockstep.spec.lives.endings import compute_stop
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, FrameRow, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.state import State
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     Config,
     Grammar,

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import TypeAlias
 
+from blockstep.spec.core import prefix_cache
+from blockstep.spec.core.block_pool import Pool, find_block
+from blockstep.spec.core.prefix_cache import get_group_keys
+from blockstep.spec.core.requests import Frame, Hit, Holding, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import Growth, count_free_hits
+from blockstep.spec.core.work import Scheduled
 from blockstep.spec.features import full_isl, groups
 from blockstep.spec.features.groups.hits import count_runs, is_valid_hit
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks, count_taken
-from blockstep.spec.hashing import get_group_keys
-from blockstep.spec.memory import prefix
-from blockstep.spec.memory.slots import Growth, count_free_hits
-from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, Hit, Holding, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.step.work import Scheduled
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, GroupKind, KVGroup, RequestId
 
 Range: TypeAlias = tuple[int, int]
@@ -196,7 +196,7 @@ def hits_are_searched(rules: Rules, config: Config) -> Rules:
     """Hits are searched as the quirks of the rules have it: each changes one part of the search."""
     if not config.groups:
         return rules
-    return rules.replacing(prefix.find_hit, get_search(rules.quirks, config).find)
+    return rules.replacing(prefix_cache.find_hit, get_search(rules.quirks, config).find)
 
 
 def count_needed(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.features import identity
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import Config, Request
 
 

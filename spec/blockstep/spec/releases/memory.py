@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.spec import pool as pools
+from blockstep.spec.core import admission, async_, block_pool, slots
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.requests import Hit, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.work import Step
 from blockstep.spec.features import full_isl
-from blockstep.spec.lives import commit
-from blockstep.spec.memory import slots
-from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Hit, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import BlockId, Config, FrameId
 
 
@@ -22,7 +19,7 @@ def _with_unnamed_first(rules: Rules) -> Rules:
     """Return the rules in which free blocks without a key are taken before all others."""
 
     def free_blocks(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
-        after = rules[pools.free_blocks](pool, block_table)
+        after = rules[block_pool.free_blocks](pool, block_table)
         num_released = len(after.free_queue) - len(pool.free_queue)
         released = after.free_queue[-num_released:] if num_released else ()
         if pool.is_lifo:
@@ -32,7 +29,7 @@ def _with_unnamed_first(rules: Rules) -> Rules:
         rest = (*named, *pool.free_queue) if pool.is_lifo else (*pool.free_queue, *named)
         return replace(after, free_queue=(*unnamed, *rest))
 
-    return rules.replacing(pools.free_blocks, free_blocks)
+    return rules.replacing(block_pool.free_blocks, free_blocks)
 
 
 def unwritten_keys_stay(rules: Rules, _config: Config) -> Rules:
@@ -95,9 +92,9 @@ def drafts_publish_at_commit(rules: Rules, _config: Config) -> Rules:
     """A synchronous commit publishes the blocks that it fills, if there are drafts."""
 
     def publishes_at_commit(config: Config) -> bool:
-        return config.num_speculative_tokens > 0 or rules[commit.publishes_at_commit](config)
+        return config.num_speculative_tokens > 0 or rules[async_.publishes_at_commit](config)
 
-    return rules.replacing(commit.publishes_at_commit, publishes_at_commit)
+    return rules.replacing(async_.publishes_at_commit, publishes_at_commit)
 
 
 STORIES = (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from blockstep.spec.core import admission, preemption, queues, schedule, token_budget
+from blockstep.spec.core.queues import Requests, get_rank
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission, preemption, queues, running, share
-from blockstep.spec.step.queues import Requests, get_rank
-from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import Config, PauseState, Policy, RequestId, Status
 
 
@@ -99,9 +99,9 @@ def lone_request_has_no_threshold(rules: Rules, _config: Config) -> Rules:
     """The threshold for long prefills does not limit the only unfinished request."""
 
     def get_threshold(step: Step) -> int:
-        return 0 if len(step.requests) == 1 else rules[share.get_threshold](step)
+        return 0 if len(step.requests) == 1 else rules[token_budget.get_threshold](step)
 
-    return rules.replacing(share.get_threshold, get_threshold)
+    return rules.replacing(token_budget.get_threshold, get_threshold)
 
 
 def self_victim_lets_others_run(rules: Rules, _config: Config) -> Rules:
@@ -110,9 +110,9 @@ def self_victim_lets_others_run(rules: Rules, _config: Config) -> Rules:
     def ends_with_self_victim(step: Step) -> bool:
         if step.state.config.policy is Policy.PRIORITY:
             return False
-        return rules[running.ends_with_self_victim](step)
+        return rules[schedule.ends_with_self_victim](step)
 
-    return rules.replacing(running.ends_with_self_victim, ends_with_self_victim)
+    return rules.replacing(schedule.ends_with_self_victim, ends_with_self_victim)
 
 
 def too_long_is_passed_over(rules: Rules, _config: Config) -> Rules:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from blockstep.spec.rules import Rules
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.vocabulary import Config
 
 Change: TypeAlias = Callable[[Rules, Config], Rules]

@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from blockstep.spec.core import admission, endings
+from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.parts import Part
+from blockstep.spec.core.requests import Frame, Hit, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.work import Step
 from blockstep.spec.features import common_prefix, reclaim, sessions
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.structured_output.grammar import STAND, Stand
-from blockstep.spec.lives import endings
-from blockstep.spec.pool import Pool
 from blockstep.spec.releases import memory
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, Hit, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,

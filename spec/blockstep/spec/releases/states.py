@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from blockstep.spec.core import admission, token_budget
+from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.parts import Note, Part
+from blockstep.spec.core.prefix_cache import get_prefix_hit, reads_prefix_cache
+from blockstep.spec.core.requests import Hit, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.work import Scheduled, Step, Verdict
 from blockstep.spec.features import mamba
 from blockstep.spec.features.kv_transfer import loads
-from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
-from blockstep.spec.pool import Pool
 from blockstep.spec.releases.groups import get_search, hits_are_searched
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Hit, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission, share
-from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
 
 
@@ -204,11 +204,11 @@ def _grant(step: Step, row: Scheduled) -> None:
 
 def states_come_before_items(rules: Rules, config: Config) -> Rules:
     """A chunk is cut first for states, then at any token before an item that does not fit."""
-    return rules.replacing(share.process_limits, process_limits) if config.groups else rules
+    return rules.replacing(token_budget.process_limits, process_limits) if config.groups else rules
 
 
 def process_limits(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
-    """Modified `share.process_limits`: in reverse order."""
+    """Modified `token_budget.process_limits`: in reverse order."""
     for limit in reversed(step.state.rules.hooks.limits):
         num_new = step.state.rules[limit](step, request, num_computed, num_new)
     return num_new

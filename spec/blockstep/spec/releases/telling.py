@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from blockstep.spec.core.block_pool import Changes, Pool
+from blockstep.spec.core.prefix_cache import get_group_keys, get_tokens
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State
 from blockstep.spec.features import kv_events, resets
-from blockstep.spec.hashing import get_group_keys, get_tokens
-from blockstep.spec.pool import Changes, Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     AllBlocksCleared,

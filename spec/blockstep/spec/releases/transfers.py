@@ -5,26 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core import admission, lifecycle, slots
+from blockstep.spec.core.block_pool import Pool, allocate_blocks, touch_blocks
+from blockstep.spec.core.requests import Hit, RequestState, without_nulls
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import compute_num_blocks
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.features import kv_transfer, reclaim, resets
 from blockstep.spec.features.groups import count_in_doubt, skip_slots
 from blockstep.spec.features.groups.kinds import compute_num_skipped_tokens
 from blockstep.spec.features.kv_transfer import loads
 from blockstep.spec.features.kv_transfer import transfers as machine
 from blockstep.spec.features.kv_transfer.transfers import NO_OFFERS, TRANSFERS, Transfers
-from blockstep.spec.lives import lifecycle
-from blockstep.spec.memory import slots
-from blockstep.spec.memory.slots import compute_num_blocks
-from blockstep.spec.pool import Pool, allocate_blocks, touch_blocks
 from blockstep.spec.releases.failures import (
     failed_tell_what_is_not_counted,
     only_the_first_goes_back,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Hit, RequestState, without_nulls
-from blockstep.spec.rules import Rules
-from blockstep.spec.state import State
-from blockstep.spec.step import admission
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockTables,

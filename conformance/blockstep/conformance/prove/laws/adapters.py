@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.core.admission import process_waiting_phase
+from blockstep.spec.core.work import Step
 from blockstep.spec.features.lora import is_within_max_loras, list_seated
 from blockstep.spec.releases.adapters import list_seated as list_seated_by_rows
-from blockstep.spec.step.admission import process_waiting_phase
-from blockstep.spec.step.work import Step
 
 ROOM = Room("adapters")
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.conformance.prove.laws.allocation import full_hit_leaves_nothing_to_compute
-from blockstep.spec.memory.slots import compute_num_blocks
-from blockstep.spec.requests import RequestState
-from blockstep.spec.step.admission import process_admission
-from blockstep.spec.step.work import Step, Verdict
+from blockstep.spec.core.admission import process_admission
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.slots import compute_num_blocks
+from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.vocabulary import Config
 
 ROOM = Room("admission")

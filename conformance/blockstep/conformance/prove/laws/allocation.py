@@ -16,10 +16,10 @@ from blockstep.conformance.prove.harness import (
     table_of,
 )
 from blockstep.conformance.prove.law import Room, instead
-from blockstep.spec.memory.prefix import compute_max_hit_blocks
-from blockstep.spec.memory.slots import allocate_slots, compute_num_new_blocks
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Hit, RequestState
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.prefix_cache import compute_max_hit_blocks
+from blockstep.spec.core.requests import Hit, RequestState
+from blockstep.spec.core.slots import allocate_slots, compute_num_new_blocks
 from blockstep.spec.vocabulary import BlockId, Config, Request, Status
 
 ROOM = Room("allocation")

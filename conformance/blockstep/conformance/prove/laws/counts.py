@@ -7,7 +7,8 @@ from dataclasses import replace
 from blockstep.conformance.prove.harness import Tokens, build_config, build_request, build_runner
 from blockstep.conformance.prove.hosts import build_host
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec.step.share import compute_share, is_past_max_tokens
+from blockstep.spec.core.async_ import is_past_max_tokens
+from blockstep.spec.core.token_budget import compute_share
 from blockstep.spec.vocabulary import MAX_INT
 
 ROOM = Room("counts")

@@ -14,15 +14,20 @@ from blockstep.conformance.prove.harness import build_config, build_runner, buil
 from blockstep.conformance.prove.hosts import build_host
 from blockstep.conformance.prove.law import Room, instead
 from blockstep.conformance.prove.laws.slots import surplus_gives_a_negative_count
-from blockstep.spec.lives.commit import count_drafts, get_rolled_back
-from blockstep.spec.lives.drafts import can_take_drafts, compute_num_rejected, is_accepted_prefix
-from blockstep.spec.memory.slots import (
+from blockstep.spec.core.requests import Frame, FrameRow, RequestState
+from blockstep.spec.core.slots import (
     compute_num_new_blocks,
     compute_num_publishable_blocks,
     compute_num_slots,
 )
-from blockstep.spec.requests import Frame, FrameRow, RequestState
-from blockstep.spec.step.share import compute_num_drafts, compute_share
+from blockstep.spec.core.speculation import (
+    can_take_drafts,
+    compute_num_rejected,
+    count_drafts,
+    get_rolled_back,
+    is_accepted_prefix,
+)
+from blockstep.spec.core.token_budget import compute_num_drafts, compute_share
 from blockstep.spec.vocabulary import Stats, Status
 
 ROOM = Room("drafts")

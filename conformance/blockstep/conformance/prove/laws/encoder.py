@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.core.slots import compute_num_blocks, compute_num_new_blocks
 from blockstep.spec.features.encoder.cache import (
     Encoder,
     Entry,
@@ -28,7 +29,6 @@ from blockstep.spec.features.groups.kinds import (
     get_num_slots_of,
 )
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.slots import compute_num_blocks, compute_num_new_blocks
 from blockstep.spec.vocabulary import GroupKind, KVGroup, MultiModalItem, Request
 
 ROOM = Room("encoder")

@@ -12,6 +12,9 @@ from typing import Any
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Room
+from blockstep.spec.core.block_pool import Pool, free_blocks, get_num_free_blocks
+from blockstep.spec.core.requests import NO_HIT, Holding
+from blockstep.spec.core.slots import allocate_slots
 from blockstep.spec.features import get_config_rules
 from blockstep.spec.features.forks import (
     compute_num_shared,
@@ -20,10 +23,6 @@ from blockstep.spec.features.forks import (
     get_shared,
 )
 from blockstep.spec.features.full_isl import can_finish
-from blockstep.spec.memory import slots
-from blockstep.spec.memory.slots import allocate_slots
-from blockstep.spec.pool import Pool, free_blocks, get_num_free_blocks
-from blockstep.spec.requests import Holding
 from blockstep.spec.vocabulary import BlockId, Config, KVGroup
 
 ROOM = Room("forks")
@@ -138,7 +137,7 @@ def check_the_gate_asks_for_the_copy_too(
     pool = build_shared_pool(num_holders, num_free)
     num_needed = -(-num_known // 4) - 2 + (num_computed < 8 and num_holders > 1)
     config = build_config(num_blocks=4 + num_free)
-    admits = can_finish(config, pool, branch, slots.NO_HIT, get_config_rules(config))
+    admits = can_finish(config, pool, branch, NO_HIT, get_config_rules(config))
     assert admits == (num_needed <= num_free)
 
 

@@ -11,6 +11,10 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.prefix_cache import get_group_keys, get_prefix_hit
+from blockstep.spec.core.requests import Hit, Holding, RequestState
+from blockstep.spec.core.slots import allocate_slots, compute_num_blocks
 from blockstep.spec.features import get_config_rules
 from blockstep.spec.features.groups import skip_slots
 from blockstep.spec.features.groups.kinds import (
@@ -18,12 +22,7 @@ from blockstep.spec.features.groups.kinds import (
     compute_num_skipped_blocks,
     compute_num_skipped_tokens,
 )
-from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.prefix import get_prefix_hit
-from blockstep.spec.memory.slots import allocate_slots, compute_num_blocks
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Hit, Holding, RequestState
 from blockstep.spec.vocabulary import BlockKey, Config, GroupKind, KVGroup
 
 ROOM = Room("groups")

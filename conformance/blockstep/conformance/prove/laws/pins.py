@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.core.block_pool import Pool, get_num_free_blocks
+from blockstep.spec.core.endings import get_ended
+from blockstep.spec.core.state import State
 from blockstep.spec.features.pins import (
     PINS,
     Pins,
@@ -20,10 +23,7 @@ from blockstep.spec.features.pins import (
     tell_time,
     without_pins,
 )
-from blockstep.spec.lives.endings import get_ended
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.pool import Pool, get_num_free_blocks
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     Config,
     Pin,

@@ -14,8 +14,7 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec.memory.slots import revoke_slots
-from blockstep.spec.pool import (
+from blockstep.spec.core.block_pool import (
     Pool,
     allocate_blocks,
     find_block,
@@ -25,8 +24,9 @@ from blockstep.spec.pool import (
     withdraw_all,
     withdraw_blocks,
 )
-from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import STRICT_RULES
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import STRICT_RULES
+from blockstep.spec.core.slots import revoke_slots
 from blockstep.spec.vocabulary import BlockId
 
 ROOM = Room("pool")

@@ -13,10 +13,10 @@ from dataclasses import replace
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.hosts import build_host
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec.requests import NOTHING_HELD, Holding, RequestState
-from blockstep.spec.step.preemption import get_preempted, process_preemption
-from blockstep.spec.step.queues import get_rank, process_prepend, select_queue, select_victim
-from blockstep.spec.step.work import Scheduled, Step
+from blockstep.spec.core.preemption import get_preempted, process_preemption
+from blockstep.spec.core.queues import get_rank, process_prepend, select_queue, select_victim
+from blockstep.spec.core.requests import NOTHING_HELD, Holding, RequestState
+from blockstep.spec.core.work import Scheduled, Step
 from blockstep.spec.vocabulary import Config, Policy, RequestId, Stats, Status
 
 ROOM = Room("preemption")

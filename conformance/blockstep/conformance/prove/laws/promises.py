@@ -14,14 +14,18 @@ from dataclasses import replace
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.hosts import build_host
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec.lives.commit import get_fulfilled, get_rolled_back
+from blockstep.spec.core.async_ import (
+    get_fulfilled,
+    is_held_by_frames,
+    is_past_max_tokens,
+    process_promises,
+)
+from blockstep.spec.core.preemption import get_preempted
+from blockstep.spec.core.requests import Frame, FrameRow, Holding, RequestState
+from blockstep.spec.core.speculation import get_rolled_back
+from blockstep.spec.core.token_budget import compute_share
+from blockstep.spec.core.work import Step
 from blockstep.spec.releases.drafts import placeholders_outlive_a_gap as gap_rule
-from blockstep.spec.requests import Frame, FrameRow, Holding, RequestState
-from blockstep.spec.step.admission import is_held_by_frames
-from blockstep.spec.step.plans import process_promises
-from blockstep.spec.step.preemption import get_preempted
-from blockstep.spec.step.share import compute_share, is_past_max_tokens
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, SpecMethod, Status
 
 ROOM = Room("promises")

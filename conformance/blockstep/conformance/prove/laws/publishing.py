@@ -7,13 +7,13 @@ from dataclasses import replace
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.hosts import build_host
 from blockstep.conformance.prove.law import Room
-from blockstep.spec.lives.commit import publish_verified
-from blockstep.spec.memory.slots import (
+from blockstep.spec.core.async_ import publish_verified
+from blockstep.spec.core.rules import STRICT_RULES
+from blockstep.spec.core.slots import (
     compute_num_publishable_blocks,
     compute_num_slots,
     revoke_slots,
 )
-from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import MAX_INT
 
 ROOM = Room("publishing")

@@ -10,6 +10,9 @@ from typing import cast
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Room, instead
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.requests import Holding, RequestState
+from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.features.reclaim import process_giving
 from blockstep.spec.features.sessions import (
     compute_longest,
@@ -18,9 +21,6 @@ from blockstep.spec.features.sessions import (
     get_num_kept_keys,
     get_stopped,
 )
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Holding, RequestState
-from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import BlockKey, Status
 
 ROOM = Room("sessions")

@@ -10,14 +10,14 @@ from __future__ import annotations
 from blockstep.conformance.prove.harness import Tokens, build_config, build_runner
 from blockstep.conformance.prove.hosts import build_host
 from blockstep.conformance.prove.law import Room, instead
-from blockstep.spec.memory.slots import (
+from blockstep.spec.core.rules import STRICT_RULES
+from blockstep.spec.core.slots import (
     compute_max_slots,
     compute_num_blocks,
     compute_num_new_blocks,
     compute_num_slots,
     is_servable,
 )
-from blockstep.spec.rules import STRICT_RULES
 from blockstep.spec.vocabulary import MAX_INT, Config, Request
 
 ROOM = Room("slots")

@@ -12,6 +12,11 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.prefix_cache import get_prefix_hit
+from blockstep.spec.core.schedule import create_step
+from blockstep.spec.core.slots import compute_num_blocks
+from blockstep.spec.core.work import Scheduled
 from blockstep.spec.features import get_config_rules
 from blockstep.spec.features.common_prefix import count_common_blocks
 from blockstep.spec.features.groups.kinds import compute_max_held_blocks, compute_num_skipped_blocks
@@ -25,11 +30,6 @@ from blockstep.spec.features.mamba import (
     get_unwritten_states,
 )
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.prefix import get_prefix_hit
-from blockstep.spec.memory.slots import compute_num_blocks
-from blockstep.spec.pool import Pool
-from blockstep.spec.step.schedule import create_step
-from blockstep.spec.step.work import Scheduled
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,

@@ -13,10 +13,10 @@ from dataclasses import replace
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.conformance.prove.laws.preemption import budget_of_the_victim_is_lost
+from blockstep.spec.core.schedule import process_grant, process_running_phase
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.releases.order import victim_without_a_row_shifts_the_next as shift_rule
-from blockstep.spec.state import State
-from blockstep.spec.step.running import process_grant, process_running_phase
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Plan, Policy
 
 ROOM = Room("step")

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 from blockstep.conformance.prove.hosts import LINEAGE, LOG
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec import pool as pools
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core import block_pool as pools
+from blockstep.spec.core.block_pool import Pool, publish_blocks, withdraw_all, withdraw_blocks
+from blockstep.spec.core.requests import RequestState
 from blockstep.spec.features.kv_events import get_stored, take_events
-from blockstep.spec.pool import Pool, publish_blocks, withdraw_all, withdraw_blocks
-from blockstep.spec.requests import RequestState
 
 ROOM = Room("telling")
 TOKENS = tuple(range(20))

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Room
+from blockstep.spec.core.requests import Holding
 from blockstep.spec.features.admission_control import is_closed
 from blockstep.spec.features.offload import compute_break_even, compute_num_saved, get_save
 from blockstep.spec.features.tiers import Names, Tiers, clear, count_held, create_tiers, fetch, keep
-from blockstep.spec.requests import Holding
 from blockstep.spec.vocabulary import KVSave
 
 ROOM = Room("tiers")

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.core.admission import process_waiting_phase
+from blockstep.spec.core.rules import STRICT_RULES
+from blockstep.spec.core.work import Step
 from blockstep.spec.features.kv_transfer.loads import settle_slots
 from blockstep.spec.features.kv_transfer.transfers import (
     NO_STORE,
@@ -21,9 +24,6 @@ from blockstep.spec.features.kv_transfer.transfers import (
 )
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.transfers import compute_num_loaded, loads_publish_at_once
-from blockstep.spec.rules import STRICT_RULES
-from blockstep.spec.step.admission import process_waiting_phase
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     BlockTables,
     GroupKind,

@@ -10,6 +10,7 @@ from typing import Final
 from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.state import State
 from blockstep.spec.features.encoder.cache import (
     ENCODER,
     count_free,
@@ -29,7 +30,6 @@ from blockstep.spec.features.encoder.claims import (
     tell_items,
 )
 from blockstep.spec.features.sessions import UPDATES
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Ack, Config, Rejected, Request, refuse_other_size
 
 

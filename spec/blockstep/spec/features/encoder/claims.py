@@ -15,6 +15,10 @@ from typing import Final, NamedTuple
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Note
+from blockstep.spec.core.requests import FrameRow, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.features.encoder.cache import (
     ENCODER,
     NO_ENCODER,
@@ -32,10 +36,6 @@ from blockstep.spec.features.encoder.cache import (
     take_item,
     withdraw_items,
 )
-from blockstep.spec.requests import FrameRow, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.state import State
-from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, EncoderInputs, MultiModalItem, Plan, Request
 
 

@@ -9,17 +9,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core import prefix_cache, slots
+from blockstep.spec.core.block_pool import Pool, give_up_blocks
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.parts import Part
-from blockstep.spec.features import common_prefix, full_isl
-from blockstep.spec.features.groups import hits, kinds
-from blockstep.spec.features.groups.kinds import KINDS, compute_num_skipped_blocks
-from blockstep.spec.features.mamba import compute_num_certain
-from blockstep.spec.memory import prefix, slots
-from blockstep.spec.memory.deferred import give_up_blocks
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import (
+from blockstep.spec.core.requests import (
     Frame,
     FrameRow,
     Holding,
@@ -27,8 +22,12 @@ from blockstep.spec.requests import (
     list_rows_in_flight,
     without_nulls,
 )
-from blockstep.spec.rules import Rules
-from blockstep.spec.step.work import Scheduled, Step
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.work import Scheduled, Step
+from blockstep.spec.features import common_prefix, full_isl
+from blockstep.spec.features.groups import hits, kinds
+from blockstep.spec.features.groups.kinds import KINDS, compute_num_skipped_blocks
+from blockstep.spec.features.mamba import compute_num_certain
 from blockstep.spec.vocabulary import NULL_BLOCK, Config, FrameId, KVGroup, RequestId
 
 IN_DOUBT: Final = Part("num_in_doubt", 0)
@@ -135,7 +134,7 @@ FEATURE: Final = Feature(
         slots.count_taken: kinds.count_taken,
         slots.get_extended_table: kinds.get_extended_table,
         full_isl.count_reserved_blocks: kinds.count_reserved_blocks,
-        prefix.find_hit: hits.get_joint_hit,
+        prefix_cache.find_hit: hits.get_joint_hit,
         common_prefix.get_num_common_prefix_blocks: get_num_common_prefix_blocks,
     },
 )

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
+from blockstep.spec.core.block_pool import Pool, find_block
+from blockstep.spec.core.prefix_cache import compute_max_hit_blocks, get_group_keys
+from blockstep.spec.core.requests import NO_HIT, Hit, RequestState
 from blockstep.spec.features.groups.kinds import KINDS, compute_num_skipped_blocks
-from blockstep.spec.hashing import get_group_keys
-from blockstep.spec.memory.prefix import compute_max_hit_blocks
-from blockstep.spec.memory.slots import NO_HIT
-from blockstep.spec.pool import Pool, find_block
-from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, KVGroup
 
 

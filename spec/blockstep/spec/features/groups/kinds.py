@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Final, TypeAlias
 
+from blockstep.spec.core import slots
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.requests import Holding
+from blockstep.spec.core.slots import Growth, compute_num_blocks
 from blockstep.spec.features.full_isl import count_lacking
 from blockstep.spec.features.mamba import compute_max_held_states, extend_states, take_states
-from blockstep.spec.memory import slots
-from blockstep.spec.memory.slots import Growth, compute_num_blocks
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Holding
 from blockstep.spec.vocabulary import BlockId, Config, GroupKind, KVGroup, Request
 
 Table: TypeAlias = tuple[BlockId, ...]

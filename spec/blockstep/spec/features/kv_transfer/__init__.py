@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core import admission, block_pool, commit, endings, lifecycle
+from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.requests import Frame, RequestState
+from blockstep.spec.core.state import State
 from blockstep.spec.features import reclaim, resets
 from blockstep.spec.features.kv_transfer import loads, reports
 from blockstep.spec.features.kv_transfer.transfers import (
@@ -21,12 +25,6 @@ from blockstep.spec.features.kv_transfer.transfers import (
     is_moving,
     is_under_way,
 )
-from blockstep.spec.lives import commit, endings, lifecycle
-from blockstep.spec.memory import deferred
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, RequestState
-from blockstep.spec.state import State
-from blockstep.spec.step import admission
 from blockstep.spec.vocabulary import (
     Config,
     FrameId,
@@ -227,7 +225,7 @@ FEATURE: Final = Feature(
         frames=(loads.fill_loads,),
     ),
     instead={
-        deferred.get_fence: get_fence,
+        block_pool.get_fence: get_fence,
         admission.process_gates: loads.process_trial,
         reclaim.list_queued: loads.list_queued,
         reclaim.process_gift: loads.process_gift,

@@ -17,7 +17,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core import admission
+from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.parts import Note, Part
+from blockstep.spec.core.queues import select_queue
+from blockstep.spec.core.requests import Frame, FrameRow, Hit, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import compute_num_blocks, publish_slots, release_slots
+from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features import reclaim
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.kv_transfer.transfers import (
@@ -31,13 +38,6 @@ from blockstep.spec.features.kv_transfer.transfers import (
     start_load,
 )
 from blockstep.spec.features.reclaim import without_blocks
-from blockstep.spec.memory.slots import compute_num_blocks, publish_slots, release_slots
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, FrameRow, Hit, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.step import admission
-from blockstep.spec.step.queues import select_queue
-from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockTables,

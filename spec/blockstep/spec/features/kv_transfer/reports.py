@@ -13,6 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core import commit as commit_rows
+from blockstep.spec.core.block_pool import get_fence, give_up_blocks
+from blockstep.spec.core.endings import get_ended, get_error_row, take_changes
+from blockstep.spec.core.preemption import process_preemption
+from blockstep.spec.core.requests import Frame, RequestState, list_rows_in_flight
+from blockstep.spec.core.schedule import create_step
+from blockstep.spec.core.slots import compute_num_blocks
+from blockstep.spec.core.state import State
 from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS, settle_slots
 from blockstep.spec.features.kv_transfer.transfers import (
     TRANSFERS,
@@ -22,14 +30,6 @@ from blockstep.spec.features.kv_transfer.transfers import (
     take_offer,
 )
 from blockstep.spec.features.structured_output.masks import drop_row
-from blockstep.spec.lives import commit as commit_rows
-from blockstep.spec.lives.endings import get_ended, get_error_row, take_changes
-from blockstep.spec.memory.deferred import get_fence, give_up_blocks
-from blockstep.spec.memory.slots import compute_num_blocks
-from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
-from blockstep.spec.state import State
-from blockstep.spec.step.preemption import process_preemption
-from blockstep.spec.step.schedule import create_step
 from blockstep.spec.vocabulary import (
     Ack,
     BlockId,

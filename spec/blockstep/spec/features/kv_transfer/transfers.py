@@ -18,8 +18,8 @@ from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Part
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,

@@ -8,9 +8,14 @@ from __future__ import annotations
 from typing import Final
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core import speculation
+from blockstep.spec.core.endings import get_ended, get_error_row
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.parts import Part
+from blockstep.spec.core.requests import RequestState, list_rows_in_flight
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
     get_first_stand,
@@ -27,11 +32,6 @@ from blockstep.spec.features.structured_output.masks import (
     get_verifiable_drafts,
     tell_masks,
 )
-from blockstep.spec.lives import commit
-from blockstep.spec.lives.endings import get_ended, get_error_row
-from blockstep.spec.requests import RequestState, list_rows_in_flight
-from blockstep.spec.state import State
-from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Ack,
@@ -160,6 +160,6 @@ FEATURE: Final = Feature(
         reads=(get_read,),
         accepts=(get_accepted_drafts,),
     ),
-    instead={commit.get_verifiable_drafts: get_verifiable_drafts},
+    instead={speculation.get_verifiable_drafts: get_verifiable_drafts},
     invariants=(is_every_grammar_in_step,),
 )

@@ -14,6 +14,9 @@ from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Part
+from blockstep.spec.core.requests import Frame, FrameRow, RequestState
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Scheduled, Step
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
     get_mask,
@@ -21,9 +24,6 @@ from blockstep.spec.features.structured_output.grammar import (
     get_stand_behind,
     get_stands,
 )
-from blockstep.spec.requests import Frame, FrameRow, RequestState
-from blockstep.spec.state import State
-from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Commit,

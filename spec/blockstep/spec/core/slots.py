@@ -17,20 +17,20 @@ from operator import ge
 from typing import NamedTuple
 
 from blockstep.spec.copies import replace
-from blockstep.spec.hashing import get_group_keys
-from blockstep.spec.memory.deferred import give_up_blocks
-from blockstep.spec.pool import (
+from blockstep.spec.core.block_pool import (
     Changes,
     Pool,
     allocate_blocks,
     count_free,
     get_num_free_blocks,
+    give_up_blocks,
     publish_blocks,
     touch_blocks,
     withdraw_blocks,
 )
-from blockstep.spec.requests import Hit, Holding, RequestState, without_nulls
-from blockstep.spec.rules import STRICT_RULES, Rules
+from blockstep.spec.core.prefix_cache import get_group_keys
+from blockstep.spec.core.requests import NO_HIT, Hit, Holding, RequestState, without_nulls
+from blockstep.spec.core.rules import STRICT_RULES, Rules
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
@@ -40,8 +40,6 @@ from blockstep.spec.vocabulary import (
     KVGroup,
     Request,
 )
-
-NO_HIT = Hit(0, ())
 
 
 class Growth(NamedTuple):

@@ -9,8 +9,8 @@ The running and the waiting phase use the same functions.
 
 from __future__ import annotations
 
-from blockstep.spec.requests import RequestState
-from blockstep.spec.step.work import Step
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.work import Step
 
 
 def compute_share(
@@ -56,15 +56,3 @@ def compute_num_drafts(num_computed: int, num_scheduled: int, num_known: int) ->
     Source: seed 001 "Packing Spec Tokens at Schedule Time".
     """
     return max(num_computed + num_scheduled - num_known, 0)
-
-
-def is_past_max_tokens(
-    num_computed: int, num_placeholders: int, num_prompt: int, max_tokens: int
-) -> bool:
-    """Whether a frame in flight ends the request even if all of its drafts are rejected.
-
-    With placeholders, computed - placeholders + 1 tokens are known, and at least one more is in
-    flight; so nothing is scheduled after the last token. Deeper pipelines may still run one row too
-    many, which ends with its request. Source: seed 001 "Async scheduling skip-ahead"; P13.
-    """
-    return num_placeholders > 0 and num_computed + 2 - num_placeholders >= num_prompt + max_tokens

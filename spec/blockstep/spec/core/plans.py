@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from blockstep.spec.copies import replace
-from blockstep.spec.requests import Frame, FrameRow, RequestState
-from blockstep.spec.state import State
-from blockstep.spec.step.work import Step
+from blockstep.spec.core.async_ import process_promises
+from blockstep.spec.core.requests import Frame, FrameRow
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
     CachedRow,
     NewRow,
     Plan,
@@ -114,34 +114,4 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
         next_frame_id=frame_id + 1,
         finished_req_ids=(),
         prev_scheduled_req_ids=tuple(sorted(row.request_id for row in step.rows)),
-    )
-
-
-def process_promises(step: Step, rows: Sequence[FrameRow]) -> None:
-    """Add placeholders for the tokens that the step will sample, and for the drafts after them.
-
-    A row that samples adds one for the token and one per draft. Only the worker knows what it then
-    proposes, and only until the next plan: a request without a row in this plan has no drafts in
-    the next. Upstream keeps its placeholders and has them verified as if they were drafts (#46899).
-    Source: vLLM 0.19.1 `AsyncScheduler._update_after_schedule`; P12, P24.
-    """
-    planned = {row.request_id: row for row in rows}
-    for request_id in step.running:
-        request = step.requests[request_id]
-        step.requests[request_id] = step.state.rules[get_promising](step, request, planned)
-
-
-def get_promising(
-    step: Step, request: RequestState, planned: Mapping[RequestId, FrameRow]
-) -> RequestState:
-    """Return a running request with the placeholders of its row, if it has one that samples; else
-    without drafts. Source: vLLM 0.19.1 `AsyncScheduler._update_after_schedule`; P12, P24.
-    """
-    row = planned.get(request.request_id)
-    num_promised = 1 + len(row.draft_token_ids) if row is not None and row.samples else 0
-    placeholders = (DRAFT_PLACEHOLDER,) * step.state.config.num_speculative_tokens
-    return replace(
-        request,
-        num_output_placeholders=request.num_output_placeholders + num_promised,
-        spec_token_ids=placeholders if num_promised else (),
     )

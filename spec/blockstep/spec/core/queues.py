@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping
 
-from blockstep.spec.requests import RequestState
+from blockstep.spec.core.requests import RequestState
 from blockstep.spec.vocabulary import Policy, RequestId, Status
 
 Requests = Mapping[RequestId, RequestState]

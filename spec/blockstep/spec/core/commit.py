@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from blockstep.spec.copies import replace
-from blockstep.spec.hashing import get_keyed
-from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
-from blockstep.spec.lives.endings import get_ended, get_extended, take_changes
+from blockstep.spec.core.async_ import get_fulfilled, publish_verified
+from blockstep.spec.core.block_pool import free_deferred_blocks
+from blockstep.spec.core.endings import get_ended, get_extended, take_changes
+from blockstep.spec.core.prefix_cache import get_keyed
+from blockstep.spec.core.requests import Frame
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.speculation import (
+    count_drafts,
+    get_rolled_back,
+    get_verifiable_drafts,
+    is_accepted_prefix,
+)
+from blockstep.spec.core.state import State
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.deferred import free_deferred_blocks
-from blockstep.spec.memory.slots import publish_slots
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, FrameRow, RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     Commit,
-    Config,
     OutputRow,
     Outputs,
     RejectCode,
     Rejected,
     RequestId,
-    Stats,
-    Status,
     TokenIds,
 )
 
@@ -143,72 +144,3 @@ def get_result_problem(frame: Frame, commit: Commit, rules: Rules) -> str:
                 f"and one token more, not {tokens}"
             )
     return ""
-
-
-def get_verifiable_drafts(row: FrameRow) -> TokenIds:
-    """Return the drafts of a row that its output may accept: all of them. Source: P3, P14."""
-    return row.draft_token_ids
-
-
-def get_fulfilled(config: Config, request: RequestState, num_drafts: int) -> RequestState:
-    """Remove the placeholders of a row: one for its token, and one for each draft.
-
-    Source: vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P12.
-    """
-    if not config.async_scheduling:
-        return request
-    num_placeholders = request.num_output_placeholders - 1 - num_drafts
-    assert num_placeholders >= 0, "no frame delivers more than its placeholders (P12)"
-    return replace(request, num_output_placeholders=num_placeholders)
-
-
-def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
-    """Publish what has just been verified: full blocks of tokens whose KV is written.
-
-    Under asynchronous scheduling the next step may be planned long before, so publishing does not
-    wait for it; also the last blocks of a request that finishes here are published. All known
-    tokens but the last are computed by now. A preempted request has no block to publish. Source:
-    vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P4.
-    """
-    config, is_running = state.config, request.status is Status.RUNNING
-    if not (
-        config.enable_prefix_caching and is_running and state.rules[publishes_at_commit](config)
-    ):
-        return pool, request
-    num_verified = request.num_known_tokens - 1
-    nums_full = [num_verified // block_size for block_size in config.block_sizes]
-    return publish_slots(config, pool, request, nums_full, state.rules)
-
-
-def publishes_at_commit(config: Config) -> bool:
-    """Whether a commit publishes the blocks that it fills: if the next plan, which otherwise would,
-    may be made long before. Source: P4.
-    """
-    return config.async_scheduling
-
-
-def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:
-    """Roll back the request's rejected drafts, as if they had never been scheduled.
-
-    Source: seed 001 "Rejection Clawback in update_from_output()"; P14.
-    """
-    num_rejected = compute_num_rejected(num_drafts, num_sampled)
-    if num_rejected == 0 or request.status is not Status.RUNNING:
-        return request
-    if request.num_computed_tokens == 0:  # it was rolled back behind all of them; only with a quirk
-        return request
-    return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
-
-
-def count_drafts(stats: Stats, num_drafts: int, num_sampled: int) -> Stats:
-    """Return the statistics after a row with drafts.
-
-    Source: seed 001 (`make_spec_decoding_stats`); P21.
-    """
-    if num_drafts == 0:
-        return stats
-    return replace(
-        stats,
-        drafts_scheduled=stats.drafts_scheduled + num_drafts,
-        drafts_accepted=stats.drafts_accepted + num_sampled - 1,
-    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from blockstep.spec.copies import wide_dataclass
+from blockstep.spec.core.block_pool import Pool, create_pool
 from blockstep.spec.core.parts import NO_PARTS, Parts
+from blockstep.spec.core.requests import Frame, RequestState
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.pool import Pool, create_pool
-from blockstep.spec.requests import Frame, RequestState
-from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import (
     Config,
     ConfigError,

@@ -1,6 +1,6 @@
-"""Drafts: tokens that a proposer proposed and the next step verifies.
+"""Speculation: tokens that a proposer proposed and the next step verifies.
 
-A step that reaches past the known tokens carries drafts (`step.share`); the worker returns those
+A step that reaches past the known tokens carries drafts (`token_budget`); the worker returns those
 that it accepts and one token of its own. Under asynchronous scheduling the placeholders of frames
 in flight count as known, and drafts are placeholders: only the worker knows them.
 """
@@ -8,8 +8,8 @@ in flight count as known, and drafts are placeholders: only the worker knows the
 from __future__ import annotations
 
 from blockstep.spec.copies import replace
-from blockstep.spec.requests import RequestState
-from blockstep.spec.state import State
+from blockstep.spec.core.requests import FrameRow, RequestState
+from blockstep.spec.core.state import State
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     DraftsTaken,
@@ -17,6 +17,7 @@ from blockstep.spec.vocabulary import (
     Rejected,
     RowTokens,
     SpecMethod,
+    Stats,
     Status,
     TokenIds,
 )
@@ -98,3 +99,35 @@ def process_drafts(
             taken.append(row.request_id)
     # observe
     return replace(state, requests=type(state.requests)(requests)), DraftsTaken(tuple(taken))
+
+
+def get_verifiable_drafts(row: FrameRow) -> TokenIds:
+    """Return the drafts of a row that its output may accept: all of them. Source: P3, P14."""
+    return row.draft_token_ids
+
+
+def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:
+    """Roll back the request's rejected drafts, as if they had never been scheduled.
+
+    Source: seed 001 "Rejection Clawback in update_from_output()"; P14.
+    """
+    num_rejected = compute_num_rejected(num_drafts, num_sampled)
+    if num_rejected == 0 or request.status is not Status.RUNNING:
+        return request
+    if request.num_computed_tokens == 0:  # it was rolled back behind all of them; only with a quirk
+        return request
+    return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
+
+
+def count_drafts(stats: Stats, num_drafts: int, num_sampled: int) -> Stats:
+    """Return the statistics after a row with drafts.
+
+    Source: seed 001 (`make_spec_decoding_stats`); P21.
+    """
+    if num_drafts == 0:
+        return stats
+    return replace(
+        stats,
+        drafts_scheduled=stats.drafts_scheduled + num_drafts,
+        drafts_accepted=stats.drafts_accepted + num_sampled - 1,
+    )

@@ -7,12 +7,11 @@ from enum import Enum, auto
 from typing import Any
 
 from blockstep.spec.copies import replace, wide_dataclass
+from blockstep.spec.core.block_pool import Pool, get_fence
 from blockstep.spec.core.parts import NO_PARTS
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.state import State
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.deferred import get_fence
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import RequestState
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     BlockTables,
     FrameId,

@@ -51,6 +51,9 @@ class Hit:
         return self.num_tokens - self.num_pending
 
 
+NO_HIT = Hit(0, ())
+
+
 @wide_dataclass(frozen=True, slots=True)
 class RequestState:
     """One unfinished request.

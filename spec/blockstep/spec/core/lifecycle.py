@@ -7,12 +7,12 @@ it never wakes up for it, because nothing else asks the workers.
 from __future__ import annotations
 
 from blockstep.spec.copies import replace
-from blockstep.spec.hashing import get_keyed
-from blockstep.spec.lives.endings import get_ended
-from blockstep.spec.memory.slots import compute_max_blocks, is_servable
-from blockstep.spec.requests import NOTHING_HELD, RequestState
-from blockstep.spec.state import State
-from blockstep.spec.step.queues import is_blocked, process_append, waits_apart
+from blockstep.spec.core.endings import get_ended
+from blockstep.spec.core.prefix_cache import get_keyed
+from blockstep.spec.core.queues import is_blocked, process_append, waits_apart
+from blockstep.spec.core.requests import NOTHING_HELD, RequestState
+from blockstep.spec.core.slots import compute_max_blocks, is_servable
+from blockstep.spec.core.state import State
 from blockstep.spec.vocabulary import (
     Aborted,
     Ack,

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from blockstep.spec.copies import replace
+from blockstep.spec.core.block_pool import Changes, get_fence
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import release_slots
+from blockstep.spec.core.state import State
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.deferred import get_fence
-from blockstep.spec.memory.slots import release_slots
-from blockstep.spec.pool import Changes
-from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules
-from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     FinishReason,
     OutputRow,

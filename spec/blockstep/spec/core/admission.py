@@ -3,27 +3,20 @@ phase."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from blockstep.spec.copies import replace
-from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
-from blockstep.spec.memory.slots import NO_HIT, allocate_slots
-from blockstep.spec.pool import Pool, get_num_free_blocks
-from blockstep.spec.requests import (
-    Frame,
-    Hit,
-    RequestState,
-    list_rows_in_flight,
-)
-from blockstep.spec.step.preemption import process_giving_way
-from blockstep.spec.step.queues import process_prepend, select_queue, waits_apart
-from blockstep.spec.step.share import (
+from blockstep.spec.core.block_pool import Pool, get_num_free_blocks
+from blockstep.spec.core.preemption import process_giving_way
+from blockstep.spec.core.prefix_cache import get_prefix_hit, reads_prefix_cache
+from blockstep.spec.core.queues import process_prepend, select_queue, waits_apart
+from blockstep.spec.core.requests import NO_HIT, Hit, RequestState
+from blockstep.spec.core.slots import allocate_slots
+from blockstep.spec.core.token_budget import (
     compute_num_drafts,
     compute_share,
     get_threshold,
     process_limits,
 )
-from blockstep.spec.step.work import Scheduled, Step, Verdict
+from blockstep.spec.core.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     PauseState,
@@ -108,21 +101,6 @@ def process_gates(step: Step, request_id: RequestId) -> Verdict:
         if verdict is not None:
             return verdict
     return process_admission(step, step.requests[request_id])
-
-
-def process_flight_gate(step: Step, request: RequestState) -> Verdict | None:
-    """Skip a preempted request until frames in flight have delivered its tokens.
-
-    Admitted before, it would sample a position twice (upstream #48245). Source: P13.
-    """
-    frames = step.state.frames
-    is_held = bool(frames) and step.state.rules[is_held_by_frames](frames, request)
-    return Verdict.PASSED_OVER if is_held else None
-
-
-def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
-    """Whether a frame in flight samples for the request. Source: upstream #48245; P13."""
-    return any(row.samples for row in list_rows_in_flight(frames, request.request_id))
 
 
 def process_admission(step: Step, request: RequestState) -> Verdict:

@@ -1,23 +1,22 @@
 """Preemption: when blocks are short, a running request loses all of its own.
 
-Its blocks are free at once (`memory.slots.revoke_slots`): the last of its table is queued first,
-and computed blocks stay cached until they are reused. It waits at the front and computes everything
-again, except for what a store saves of it (`step.saving`).
+Its blocks are free at once (`slots.revoke_slots`): the last of its table is queued first, and
+computed blocks stay cached until they are reused. It waits at the front and computes everything
+again.
 
-A victim whose blocks would not be free at once is not preempted: with a store they wait for the
-frame in flight with its row (`memory.deferred`), so the step would gain nothing. The running phase
-ends there, no request is admitted, and the next step can preempt the victim if that is still
-needed.
+A victim whose blocks would not be free at once is not preempted: if they wait for the frame in
+flight with its row (`block_pool.get_fence`), the step would gain nothing. The running phase ends
+there, no request is admitted, and the next step can preempt the victim if that is still needed.
 """
 
 from __future__ import annotations
 
 from blockstep.spec.copies import replace
-from blockstep.spec.memory.slots import allocate_slots, revoke_slots
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import NOTHING_HELD, RequestState
-from blockstep.spec.step.queues import process_prepend, select_victim
-from blockstep.spec.step.work import Step
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.queues import process_prepend, select_victim
+from blockstep.spec.core.requests import NOTHING_HELD, RequestState
+from blockstep.spec.core.slots import allocate_slots, revoke_slots
+from blockstep.spec.core.work import Step
 from blockstep.spec.vocabulary import RequestId, Status
 
 

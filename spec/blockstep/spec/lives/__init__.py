@@ -1,1 +1,0 @@
-"""Lives: what happens to a request between two steps."""

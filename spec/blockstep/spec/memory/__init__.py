@@ -1,1 +1,0 @@
-"""Memory: blocks, block tables and the prefix cache."""

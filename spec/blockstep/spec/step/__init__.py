@@ -1,1 +1,0 @@
-"""Step: the planning of one step, one concept per module."""
