@@ -51,7 +51,7 @@ def test_a_state_is_pickled_and_copied_with_rules_that_decide_the_same(profile: 
             first, second = transition(state, event), transition(again, event)
             assert isinstance(first, Accepted)
             assert first == second
-        assert again.rules.quirks == profile.quirks
+        assert again.rules.changes == profile.quirks
 
 
 def test_strict_rules_are_one_value_in_every_process() -> None:

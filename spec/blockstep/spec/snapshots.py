@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blockstep.spec.core.lifecycle import has_work
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
@@ -14,6 +13,7 @@ from blockstep.spec.features.pins import PINS, Pins
 from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.features.structured_output import GRAMMAR_READY
 from blockstep.spec.features.structured_output.grammar import STAND
+from blockstep.spec.idle import has_work
 from blockstep.spec.vocabulary import (
     EncoderEntry,
     EncoderSnapshot,

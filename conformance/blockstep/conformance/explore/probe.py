@@ -25,7 +25,6 @@ from blockstep.conformance.protocol.findings import Difference, tell_error
 from blockstep.conformance.protocol.renaming import pair_states, rename_plan, rename_snapshot
 from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
-from blockstep.spec.core.lifecycle import has_work
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
@@ -33,6 +32,7 @@ from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.features.structured_output import GRAMMAR_READY
 from blockstep.spec.features.structured_output.masks import IS_CUT, get_verifiable_drafts
+from blockstep.spec.idle import has_work
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.snapshots import get_request_snapshot, get_request_snapshots, get_snapshot
 from blockstep.spec.transition import transition
@@ -245,7 +245,7 @@ def compare_with(quirk: Quirk, moment: Moment) -> Hits:
     Both have the same path so far, so the quirk is switched on in the state before.
     """
     before = moment.before
-    quirks = frozenset({*map(Quirk, before.rules.quirks), quirk})
+    quirks = frozenset({*map(Quirk, before.rules.changes), quirk})
     rules = get_rules(quirks, before.config)
     other = get_moment(replace(before, rules=rules), moment.event)
     is_another_state = replace(other.after, rules=before.rules) != moment.after

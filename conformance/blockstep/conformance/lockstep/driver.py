@@ -461,7 +461,7 @@ class LockStep(Runner):
 
     def _choose_asked(self, diverged: Sequence[Finding]) -> Asked:
         """Return which properties to check after a step with these divergences."""
-        if diverged or self.asks_all or self.spec.state.rules.quirks:
+        if diverged or self.asks_all or self.spec.state.rules.changes:
             return Asked.ALL  # what a quirk leaves behind must be known when something else differs
         return Asked.WITHOUT_REFERENCE if self.equivalence else Asked.NONE
 
@@ -499,7 +499,7 @@ class LockStep(Runner):
         Called before the worker observes the engine's answer. Under a weaker equivalence the worker
         knows blocks by the engine's ids, so the list is empty.
         """
-        if self.equivalence or not self.spec.state.rules.quirks:
+        if self.equivalence or not self.spec.state.rules.changes:
             return []
         worker, self.worker = self.worker, self.worker.fork()
         try:
@@ -519,7 +519,7 @@ class LockStep(Runner):
         subjects, with other values, is a consequence of the divergence, which is told instead; one
         about other subjects may be, and comes last.
         """
-        if not self.spec.state.rules.quirks:
+        if not self.spec.state.rules.changes:
             return findings
         if all(found.kind in EXPLICABLE for found in findings):
             known = findings

@@ -153,7 +153,7 @@ class QuirkWatch:
         self._num_asked = dict.fromkeys(quirks, 0)
         """Number of events in which a quirk may have mattered."""
         rules = replace(
-            get_config_rules(config), quirks=quirks, remake=(get_rules, (quirks, config))
+            get_config_rules(config), changes=quirks, remake=(get_rules, (quirks, config))
         )
         for story in QUIRKS:
             if story.quirk in quirks:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from blockstep.spec.copies import replace
 from blockstep.spec.core.block_pool import Pool, get_num_free_blocks
 from blockstep.spec.core.preemption import process_giving_way
-from blockstep.spec.core.prefix_cache import get_prefix_hit, reads_prefix_cache
+from blockstep.spec.core.prefix_cache import get_prefix_hit
 from blockstep.spec.core.queues import process_prepend, select_queue, waits_apart
 from blockstep.spec.core.requests import NO_HIT, Hit, RequestState
 from blockstep.spec.core.slots import allocate_slots
@@ -219,8 +219,7 @@ def process_entrance(
 
     Source: seed 001 "For Waiting Requests (First Prefill)"; P21.
     """
-    num_known, num_hit = request.num_known_tokens, hit.num_tokens
-    num_start = request.num_computed_tokens + num_hit
+    num_known, num_start = request.num_known_tokens, request.num_computed_tokens + hit.num_tokens
     step.requests[request.request_id] = replace(
         after,
         status=Status.RUNNING,
@@ -228,15 +227,11 @@ def process_entrance(
         num_cached_tokens=step.state.rules[get_num_cached_tokens](request, num_start),
     )
     step.running.append(request.request_id)
-    process_counted(step, request, hit)
     for admit in step.state.rules.hooks.admits:
         step.state.rules[admit](step, request, after, hit)
     drafts = (DRAFT_PLACEHOLDER,) * compute_num_drafts(num_start, num_new, num_known)
-    tables = after.block_tables
-    is_kept = num_start > num_hit
-    hit_tables = request.block_tables if is_kept else hit.block_tables
     name, status = request.request_id, request.status
-    step.add(Scheduled(name, num_start, num_new, tables, hit_tables, drafts, status))
+    step.add(Scheduled(name, num_start, num_new, after.block_tables, drafts, status))
 
 
 def get_num_cached_tokens(request: RequestState, num_start: int) -> int:
@@ -246,18 +241,3 @@ def get_num_cached_tokens(request: RequestState, num_start: int) -> int:
     Prefill)"; P21.
     """
     return num_start if request.num_cached_tokens < 0 else request.num_cached_tokens
-
-
-def process_counted(step: Step, request: RequestState, hit: Hit) -> None:
-    """Count the cache hit of a request that looked for one and got blocks.
-
-    Source: seed 001 "For Waiting Requests (First Prefill)", vLLM 0.19.1 `make_stats`; P21.
-    """
-    if request.num_computed_tokens > 0 or not reads_prefix_cache(step.state.config, request):
-        return
-    stats = step.stats
-    step.stats = replace(
-        stats,
-        prefix_cache_queries=stats.prefix_cache_queries + request.num_known_tokens,
-        prefix_cache_hits=stats.prefix_cache_hits + hit.num_local,
-    )

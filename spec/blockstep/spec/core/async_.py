@@ -58,8 +58,8 @@ def process_promises(step: Step, rows: Sequence[FrameRow]) -> None:
 
     A row that samples adds one for the token and one per draft. Only the worker knows what it then
     proposes, and only until the next plan: a request without a row in this plan has no drafts in
-    the next. Upstream keeps its placeholders and has them verified as if they were drafts (#46899).
-    Source: vLLM 0.19.1 `AsyncScheduler._update_after_schedule`; P12, P24.
+    the next. Source: vLLM 0.19.1 `AsyncScheduler._update_after_schedule`; upstream #46899; P12,
+    P24.
     """
     planned = {row.request_id: row for row in rows}
     for request_id in step.running:

@@ -39,7 +39,7 @@ from blockstep.spec.vocabulary import (
 )
 
 Changes: TypeAlias = tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
-"""Blocks that became findable or were lost, in order."""
+"""Blocks that were published or lost their keys, in order."""
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ def get_num_free_blocks(pool: Pool) -> int:
     return len(pool.free_queue)
 
 
-def count_free(pool: Pool, block_ids: Sequence[BlockId]) -> int:
+def count_free(pool: Pool, block_ids: tuple[BlockId, ...]) -> int:
     """Return how many of `block_ids` are in the free queue, so that touching them uses capacity.
 
-    Source: seed 001 "Phase 1"; upstream #11562; P8.
+    Null blocks do not count. Source: seed 001 "Phase 1", "Phase 2"; upstream #11562; P8.
     """
-    return sum(pool.ref_counts[block_id] == 0 for block_id in block_ids)
+    return sum([pool.ref_counts[block_id] == 0 for block_id in without_nulls(block_ids)])
 
 
 def touch_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
@@ -162,11 +162,11 @@ def publish_blocks(
 ) -> Pool:
     """Publish each block under its key; `changes` are the journal's entries for it, if it is kept.
 
-    Block tables only ever grow at their end, so a block is not swapped for an equal one that is
+    Block tables only ever grow at their end, so a block is not exchanged for an equal one that
     published already: one key may have several blocks. Source: seed 003 sections 2.3 and 3.1; P3.
     """
     if not block_ids:
-        return with_changes(pool, changes)  # only with a quirk
+        return with_changes(pool, changes)
     block_keys = list(pool.block_keys)
     cached = pool.cached.to_dict()
     for block_id, key in zip(block_ids, keys, strict=True):

@@ -15,7 +15,6 @@ from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import (
     FinishReason,
     OutputRow,
-    RepetitionDetection,
     Request,
     RequestId,
     TokenIds,
@@ -59,15 +58,6 @@ def get_extended(
     return replace(request, output_token_ids=outputs + delivered), row
 
 
-def get_error_row(request: RequestState) -> OutputRow:
-    """Return the output row of a request that cannot be served.
-
-    Source: vLLM 0.19.1 `update_from_output`; P13.
-    """
-    num_cached = max(request.num_cached_tokens, 0)
-    return OutputRow(request.request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)
-
-
 def compute_stop(
     request: RequestState,
     outputs: TokenIds,
@@ -76,9 +66,9 @@ def compute_stop(
 ) -> Stop:
     """Return why the request ends after the last of `outputs`, and the stop token if there is one.
 
-    In this order: eos, stop token, length, repetition. Before `min_tokens` only the length limits
-    end it: upstream lets `min_tokens` mask them, and the request then waits for ever at the model
-    length. Source: vLLM 0.19.1 `check_stop`; seed 000 "Request Completion"; P10, P13.
+    In this order: eos, stop token, length. Before `min_tokens` only the length limits
+    end it: at the model length it could not continue. Source: vLLM 0.19.1 `check_stop`; seed 000
+    "Request Completion"; P10, P13.
     """
     asked = request.request
     last = outputs[-1]
@@ -89,30 +79,12 @@ def compute_stop(
         return FinishReason.STOP, last
     if is_at_length(asked, len(outputs), num_known, max_model_len):
         return FinishReason.LENGTH, None
-    detection = asked.repetition_detection
-    if text_may_stop and detection is not None and is_repeating(outputs, detection):
-        return FinishReason.REPETITION, None
     return None, None
 
 
 def is_at_length(asked: Request, num_outputs: int, num_known: int, max_model_len: int) -> bool:
     """Whether the request has all the tokens it may have. Source: vLLM 0.19.1 `check_stop`; P13."""
     return num_known >= max_model_len or num_outputs >= asked.max_tokens
-
-
-def is_repeating(outputs: TokenIds, detection: RepetitionDetection) -> bool:
-    """Whether the outputs end with `min_count` copies of one pattern of an allowed size.
-
-    Source: vLLM 0.19.1 `check_sequence_repetition`, when run.
-    """
-    for size in range(detection.min_pattern_size, detection.max_pattern_size + 1):
-        num_tokens = size * detection.min_count
-        if num_tokens > len(outputs):
-            return False
-        tail = outputs[len(outputs) - num_tokens :]
-        if tail == tail[:size] * detection.min_count:
-            return True
-    return False
 
 
 def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # a state has rules, which have hooks, which are functions of
     from blockstep.spec.core.state import State
     from blockstep.spec.core.work import Scheduled, Step, Verdict
 
-Create: TypeAlias = "Callable[[State], State]"
-"""Returns the state before the first event with the initial values of a feature."""
 Reject: TypeAlias = "Callable[[State, Request], Rejected | None]"
 """Returns why a request, or an input of a session, must be rejected."""
 Arrive: TypeAlias = "Callable[[State, RequestState], RequestState]"
@@ -98,8 +96,8 @@ Change: TypeAlias = "Callable[[State], State]"
 class Hooks:
     """The functions that take part, by moment, in the order in which they are called."""
 
-    creates: tuple[Create, ...] = ()
-    """A new scheduler."""
+    creates: tuple[Change, ...] = ()
+    """A new scheduler, before the first event."""
     rejects: tuple[Reject, ...] = ()
     """Submission of a request, or of an input of a session."""
     arrives: tuple[Arrive, ...] = ()

@@ -1,8 +1,4 @@
-"""Lifecycle: submission and abort, pauses, and whether work is left.
-
-A loop that drives a scheduler sleeps while no work is left: if it sleeps while a request could run,
-it never wakes up for it, because nothing else asks the workers.
-"""
+"""Lifecycle: submission, abort and pauses."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
     """Return why this request must be rejected now, or None.
 
     A request that could never be served is rejected here, with a reason: in the queue it would
-    block all requests behind it for ever, as it does upstream. The id of an aborted request is free
+    block all requests behind it for ever. The id of an aborted request is free
     again only when no frame in flight has one of its rows: its tokens would go to another request.
     Source: upstream #52520, seed 001 "FINISHED_IGNORED"; P11, P13.
     """
@@ -111,8 +107,7 @@ def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[Sta
     """Finish requests at once, whatever their status; unknown ids change nothing.
 
     A frame in flight still writes their blocks, but before any later step does, so the blocks are
-    free at once; with a store they are free after its commit. Source: seed 001 "finish_requests()";
-    P13, P17, P18.
+    free at once. Source: seed 001 "finish_requests()"; P13, P17, P18.
     """
     # select
     ended = tuple([name for name in dict.fromkeys(request_ids) if name in state.requests])
@@ -123,23 +118,3 @@ def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[Sta
 def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
     """Set what the next Schedule may schedule. Source: seed 001 "Unified Token Budget"; P16."""
     return replace(state, pause_state=pause_state), Ack()
-
-
-def has_work(state: State) -> bool:
-    """Whether a further plan may do anything before the next event.
-
-    Source: vLLM 0.19.1 `has_requests`; P10, P17.
-    """
-    return bool(state.finished_req_ids) or state.rules[has_runnable](state)
-
-
-def has_runnable(state: State) -> bool:
-    """Whether there is a request that a plan may schedule in the present pause state.
-
-    Source: vLLM 0.19.1 `get_num_unfinished_requests`; P10.
-    """
-    if state.pause_state is PauseState.PAUSED_ALL:
-        return False
-    if state.pause_state is PauseState.PAUSED_NEW:
-        return bool(state.running)
-    return bool(state.requests)

@@ -23,15 +23,10 @@ class Holder(Protocol):
         """The values of its parts."""
 
 
-class OpenHolder(Protocol):
-    """An object whose parts may be set: a step while it is planned."""
+class Planned(Protocol):
+    """A step while it is planned."""
 
     parts: dict[str, Any]
-
-
-class Planned(Protocol):
-    """An object that has notes: a step while it is planned."""
-
     notes: dict[str, Any]
 
 
@@ -48,18 +43,24 @@ class FrozenHolder(Protocol):
 H = TypeVar("H", bound=FrozenHolder)
 
 
-class Part(Generic[T]):
-    """One value of holders of one kind.
-
-    A value that equals `absent` is not stored, so that states are equal, and hashed alike, whether
-    a feature was never used or is back at its initial value.
-    """
+class Named(Generic[T]):
+    """A value that has a name, and is `absent` where it is not stored."""
 
     __slots__ = ("absent", "name")
 
     def __init__(self, name: str, absent: T) -> None:
         self.name: Final = name
         self.absent: Final = absent
+
+
+class Part(Named[T]):
+    """One value of holders of one kind.
+
+    A value that equals `absent` is not stored, so that states are equal, and hashed alike, whether
+    a feature was never used or is back at its initial value.
+    """
+
+    __slots__ = ()
 
     def of(self, holder: Holder) -> T:
         """Return the value in `holder`, `absent` if there is none. Source: architecture D11."""
@@ -76,7 +77,7 @@ class Part(Generic[T]):
         parts = parts.without(self.name) if is_absent else parts.having(self.name, value)
         return replace(holder, parts=parts)
 
-    def set(self, holder: OpenHolder, value: T) -> None:
+    def set(self, holder: Planned, value: T) -> None:
         """Set the value in a step that is planned. Source: architecture D11."""
         if value == self.absent:
             holder.parts.pop(self.name, None)
@@ -84,15 +85,10 @@ class Part(Generic[T]):
             holder.parts[self.name] = value
 
 
-class Note(Generic[T]):
-    """One value that a feature or a release remembers while a step is planned; it never gets into a
-    state."""
+class Note(Named[T]):
+    """One value that is remembered while a step is planned; it never gets into a state."""
 
-    __slots__ = ("absent", "name")
-
-    def __init__(self, name: str, absent: T) -> None:
-        self.name: Final = name
-        self.absent: Final = absent
+    __slots__ = ()
 
     def of(self, step: Planned) -> T:
         """Return the value in `step`, `absent` if there is none. Source: architecture D11."""

@@ -47,14 +47,8 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
     for row in step.rows:
         request = step.requests[row.request_id]
         if row.status is Status.WAITING:
-            new.append(
-                NewRow(
-                    request.request,
-                    row.new_blocks,
-                    row.num_computed,
-                    row.num_scheduled,
-                )
-            )
+            size = row.num_computed, row.num_scheduled
+            new.append(NewRow(request.request, row.new_blocks, *size))
             continue
         known_to_worker = row.request_id in step.state.prev_scheduled_req_ids
         is_resumed = row.status is Status.PREEMPTED

@@ -88,9 +88,8 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
     """Preempt one running request, and withdraw its row if it has one in this step.
 
     Under PRIORITY the victim may have been planned earlier in the same step: its tokens return to
-    the budget, and its row, its drafts and the keys published for this step are withdrawn. Outside
-    of a plan (at a reset) nothing is saved to a store: no worker would read it. Source: seed 001
-    "Preemption in the Running Loop"; upstream #23347, #23713, #28558, #43569; P4, P9, P14.
+    the budget, and its row, its drafts and the keys published for this step are withdrawn. Source:
+    seed 001 "Preemption in the Running Loop"; upstream #23347, #23713, #28558, #43569; P4, P9, P14.
     """
     config, rules = step.state.config, step.state.rules
     victim_id = step.running.pop(victim_index)
@@ -113,8 +112,8 @@ def get_preempted(request: RequestState) -> RequestState:
     """Return the request without its blocks: it recomputes everything, but keeps its outputs.
 
     It keeps its placeholders, too: frames in flight still deliver its tokens, and until they have
-    it is not admitted again. Upstream's versions either drop the frames' tokens or forget their
-    count (#47900, #48245). Source: seed 001 "Preemption Policy -- Recomputation Only in V1"; P12.
+    it is not admitted again. Source: seed 001
+    "Preemption Policy -- Recomputation Only in V1"; upstream #47900, #48245; P12.
     """
     return replace(
         request,

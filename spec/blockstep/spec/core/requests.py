@@ -58,15 +58,15 @@ NO_HIT = Hit(0, ())
 class RequestState:
     """One unfinished request.
 
-    num_known_tokens         |------ prompt ------|-- verified outputs --| num_tokens_with_spec
-    |------ prompt ------|-- verified outputs --|-- drafts --| num_computed_tokens      |---- KV
-    exists ---->|
+    num_known_tokens         |------ prompt ------|-- verified outputs --|
+    num_tokens_with_spec     |------ prompt ------|-- verified outputs --|-- drafts --|
+    num_computed_tokens      |---- KV exists ---->|
 
     and with frames in flight, each with a placeholder for a token and for its drafts:
 
-    num_known_tokens         |------ prompt ------|-- verified outputs --| num_output_placeholders
-    |- in flight --| num_computed_tokens      |---- KV exists, or will once they have run
-    -------------->|
+    num_known_tokens         |------ prompt ------|-- verified outputs --|
+    num_output_placeholders                                              |- in flight --|
+    num_computed_tokens      |---- KV exists, or will once they have run -------------->|
     """
 
     request: Request

@@ -1,8 +1,7 @@
 """Rules: the functions that a feature or a release replaces, and the hooks of features.
 
 A state carries its rules. The specification calls such a function as `rules[function](...)`: the
-strict text is the function of this name, and a quirk replaces it (architecture D5). Strict code
-knows no release.
+strict text is the function of this name, and a release may replace it (architecture D5).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ def get_strict_rules() -> Rules:
 class Rules:
     """The functions that are replaced.
 
-    Two values are equal if they follow the same quirks; hash, pickle and repr depend only on these,
+    Two values are equal if they have the same changes; hash, pickle and repr depend only on these,
     too.
     """
 
-    quirks: frozenset[str] = frozenset()
-    """Names of the quirks in it (`releases.Quirk`); empty for the specification proper."""
+    changes: frozenset[str] = frozenset()
+    """Names of the changes in it; empty for the specification proper."""
     remake: tuple[Callable[..., Rules], tuple[Any, ...]] = (get_strict_rules, ())
     """A function and its arguments that make these very rules again, for pickling."""
     replaced: Mapping[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
@@ -52,13 +51,13 @@ class Rules:
         return replace(self, replaced={**self.replaced, function: by})
 
     def __eq__(self, other: object) -> bool:
-        return self.quirks == other.quirks if isinstance(other, Rules) else NotImplemented
+        return self.changes == other.changes if isinstance(other, Rules) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self.quirks)
+        return hash(self.changes)
 
     def __repr__(self) -> str:
-        return f"Rules({', '.join(sorted(self.quirks))})"
+        return f"Rules({', '.join(sorted(self.changes))})"
 
     def __reduce__(self) -> tuple[Callable[..., Rules], tuple[Any, ...]]:
         return self.remake

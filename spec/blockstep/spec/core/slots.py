@@ -1,13 +1,13 @@
 """Slots: the blocks that a request needs, allocated all at once or not at all.
 
-    | computed  |  hit   | external |    new     | lookahead |
+    | computed  |  hit   | pending  |    new     | lookahead |
     |   table   | touch  |        allocate                   |
     |       published       |  published up to known tokens  |
 
-`computed` is non-empty for running requests only, `hit` and `external` for waiting ones only.
-`external` is what a store loads: it is published once the load is confirmed. Each KV group has a
-table of its own, in blocks of its own size; all take from one pool, and all get what they need, or
-none does.
+`computed` is non-empty for running requests only, `hit` and `pending` for waiting ones only.
+KV of `pending` tokens is written from outside: they are published once it is confirmed. Each KV
+group has a table of its own, in blocks of its own size; all take from one pool, and all get what
+they need, or none does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from blockstep.spec.vocabulary import (
 
 
 class Growth(NamedTuple):
-    """Up to where the table of a group grows in a step."""
+    """The extent to which the table of a group grows in a step."""
 
     num_tokens: int
     """Computed tokens after the step."""
@@ -168,14 +168,6 @@ def get_extended_table(
     return held + found + new_blocks
 
 
-def count_free_hits(pool: Pool, hit: tuple[BlockId, ...]) -> int:
-    """Return how many blocks of a hit are free; null blocks do not count.
-
-    Source: seed 001 "Phase 2"; upstream #11562; P8.
-    """
-    return count_free(pool, without_nulls(hit)) if hit else 0
-
-
 def count_copies(
     pool: Pool, group: KVGroup, holding: Holding, num_computed: int, rules: Rules
 ) -> int:
@@ -212,7 +204,7 @@ def allocate_slots(
         num_owned = slots_of(group, num_slots, request.request)
         growths.append(Growth(num_computed + num_new, num_owned, hit.num_pending > 0))
         nums_new.append(count(group, growths[-1], len(holding.block_table), len(found)))
-        num_needed += nums_new[-1] + count_free_hits(pool, found)
+        num_needed += nums_new[-1] + count_free(pool, found)
         num_needed += count_copies(pool, group, holding, num_computed, rules)
     # refuse
     if num_needed > get_num_free_blocks(pool):
@@ -261,7 +253,7 @@ def take_hit(
 
 
 def count_settled(group: KVGroup, hit: Hit, found: Sequence[BlockId]) -> int:
-    """Return the blocks of one group that count as published at the start of a load: those of the
+    """Return the blocks of one group that count as published while KV is pending: those of the
     local hit. `found`: all blocks that the group has before it takes some. Source: P19.
     """
     del found
@@ -323,8 +315,8 @@ def revoke_slots(
     """Free every block of a preempted request, and withdraw the keys of blocks not computed.
 
     A request that was planned earlier in this very step has published blocks which now will not be
-    written. Upstream leaves those keys behind, and a later hit reads garbage (#43569); here they
-    are withdrawn. Blocks computed before this step keep their keys. Source: P4.
+    written: their keys are withdrawn. Blocks computed before this step keep their
+    keys. Source: upstream #43569; P4.
     """
     for holding, block_size in zip(request.holdings, block_sizes, strict=True):
         num_written = request.num_computed_tokens // block_size

@@ -49,7 +49,7 @@ def can_take_drafts(state: State, request: RequestState) -> bool:
     """Whether drafts proposed now are for the position that this request computes next.
 
     Not while a frame in flight will move that position, not in the middle of its prefill, and not
-    before it runs (upstream accepts them there, and they are scheduled at a later position: P24).
+    before it runs: they would be scheduled at a later position.
     Source: seed 001 "Attaching Fresh Drafts for the Next Step"; P24.
     """
     in_flight = any(
@@ -66,7 +66,7 @@ def can_take_drafts(state: State, request: RequestState) -> bool:
 def process_drafts(
     state: State, drafts: tuple[RowTokens, ...]
 ) -> tuple[State, DraftsTaken] | Rejected:
-    """Store drafts for the requests that can take them; those of others are dropped.
+    """Keep drafts for the requests that can take them; those of others are dropped.
 
     A proposer may be late: ids that finished or were preempted meanwhile are no error (P18).
     Source: seed 001 "Attaching Fresh Drafts for the Next Step"; P18, P24.
@@ -114,7 +114,7 @@ def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) ->
     num_rejected = compute_num_rejected(num_drafts, num_sampled)
     if num_rejected == 0 or request.status is not Status.RUNNING:
         return request
-    if request.num_computed_tokens == 0:  # it was rolled back behind all of them; only with a quirk
+    if request.num_computed_tokens == 0:  # it was rolled back behind all of them
         return request
     return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
 

@@ -26,8 +26,8 @@ class Verdict(Enum):
     """The result of trying to admit a waiting request."""
 
     ADMITTED = auto()
-    PARKED = auto()
-    """It waits for an asynchronous load from a store."""
+    SUSPENDED = auto()
+    """It got blocks, and waits for something outside of the step."""
     PASSED_OVER = auto()
     """It waits for something that this step does not bring; others are tried."""
     NO_ROOM = auto()
@@ -46,9 +46,6 @@ class Scheduled:
     num_scheduled: int
     new_blocks: BlockTables
     """Per group: blocks appended in this step; all of them for an admitted request."""
-    hit: BlockTables = ()
-    """Per group: those of them that are a hit, or that a session kept; empty for a running request.
-    """
     drafts: TokenIds = ()
     status: Status = Status.RUNNING
     """The status before: RUNNING, or WAITING or PREEMPTED when the step admits it."""

@@ -28,7 +28,9 @@ from blockstep.spec.features import (
     offload,
     pins,
     reclaim,
+    repetition,
     sessions,
+    statistics,
     structured_output,
 )
 from blockstep.spec.vocabulary import Config
@@ -37,6 +39,8 @@ FEATURES: Final[tuple[Feature, ...]] = (
     identity.FEATURE,
     common_prefix.FEATURE,
     full_isl.FEATURE,
+    repetition.FEATURE,
+    statistics.FEATURE,
     structured_output.FEATURE,
     Feature("async", is_always, Hooks(gates=(process_flight_gate,))),
     lora.FEATURE,

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.spec.core.block_pool import Pool, get_num_free_blocks
+from blockstep.spec.core.block_pool import Pool, count_free, get_num_free_blocks
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.requests import Hit, Holding, RequestState, without_nulls
 from blockstep.spec.core.rules import Rules
-from blockstep.spec.core.slots import (
-    compute_num_blocks,
-    count_copies,
-    count_free_hits,
-    get_num_slots_of,
-)
+from blockstep.spec.core.slots import compute_num_blocks, count_copies, get_num_slots_of
 from blockstep.spec.core.work import Step
 from blockstep.spec.vocabulary import BlockId, Config, KVGroup
 
@@ -84,7 +79,7 @@ def count_lacking(
     """
     kept = holding.block_table
     num_new_blocks = max(num_blocks - len(kept) - len(hit), 0)
-    num_lacking = num_new_blocks + count_free_hits(pool, hit) + num_copies
+    num_lacking = num_new_blocks + count_free(pool, hit) + num_copies
     num_own = sum([pool.ref_counts[block_id] == 1 for block_id in without_nulls(kept)])
     return max(min(num_lacking, num_at_once - num_own), 0)
 

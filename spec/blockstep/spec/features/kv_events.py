@@ -1,4 +1,4 @@
-"""KV events: what became findable in the prefix cache, or was lost.
+"""KV events: reports of blocks that were published, or lost their keys.
 
 |  cached  |  null  |  stored  |  null  |  stored  |
            ^ parent ^          ^ parent ^             one event for each run of blocks

@@ -13,7 +13,7 @@ a frame in flight writes is there for the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import Final, TypeAlias
 
@@ -22,17 +22,20 @@ from blockstep.spec.core import admission
 from blockstep.spec.core.block_pool import Pool, withdraw_blocks
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
-from blockstep.spec.core.requests import FrameRow, RequestState, without_nulls
+from blockstep.spec.core.parts import Note
+from blockstep.spec.core.requests import FrameRow, Hit, RequestState, without_nulls
 from blockstep.spec.core.slots import Growth
 from blockstep.spec.core.work import Scheduled, Step
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
+    BlockTables,
     Config,
     GroupKind,
     KVGroup,
     MambaCacheMode,
     Plan,
+    RequestId,
 )
 
 Table: TypeAlias = tuple[BlockId, ...]
@@ -193,10 +196,23 @@ def compute_aligned_end(
 
 # Blocks to zero.
 
+HAD: Final = Note[Mapping[RequestId, BlockTables]]("had", {})
+"""The tables of requests that the step admits, without the blocks that they take."""
+
 
 def tell_zeroes(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with the blocks to be zeroed. Source: upstream #48481; P3."""
     return replace(plan, new_block_ids_to_zero=get_blocks_to_zero(step))
+
+
+def note_had(step: Step, request: RequestState, after: RequestState, hit: Hit) -> None:
+    """Note the tables that an admitted request has before it takes blocks: its own, or its hit.
+
+    Source: vLLM 0.19.1 `take_new_block_ids`; P3.
+    """
+    del after
+    had = request.block_tables if request.num_computed_tokens else hit.block_tables
+    HAD.set(step, {**HAD.of(step), request.request_id: had})
 
 
 def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
@@ -215,8 +231,8 @@ def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
         if not rules[is_zeroed](group):
             continue
         for row in rows:
-            num_hit = len(row.hit[index]) if row.hit else 0
-            taken += row.new_blocks[index][num_hit:]
+            had = HAD.of(step).get(row.request_id)
+            taken += row.new_blocks[index][len(had[index]) if had else 0 :]
     return tuple(taken)
 
 
@@ -276,6 +292,6 @@ def has_states(config: Config) -> bool:
 FEATURE: Final = Feature(
     "mamba",
     has_states,
-    Hooks(limits=(limit_to_states,), fields=(tell_zeroes,)),
+    Hooks(admits=(note_had,), limits=(limit_to_states,), fields=(tell_zeroes,)),
     instead={admission.get_findable_pool: get_findable_pool},
 )

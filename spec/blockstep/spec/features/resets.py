@@ -31,7 +31,7 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
         state = state.rules[process_forced_preemption](state)
     state = get_reset_parts(state)
     if is_held_besides(state.pool):
-        return state, ResetDone(False)  # only with a quirk
+        return state, ResetDone(False)
     # pool
     pool = withdraw_all(state.pool)
     # observe

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from blockstep.spec import idle
 from blockstep.spec.copies import replace
-from blockstep.spec.core import commit, lifecycle
+from blockstep.spec.core import commit
 from blockstep.spec.core.block_pool import Pool, get_fence
 from blockstep.spec.core.endings import get_ended
 from blockstep.spec.core.feature import Feature, is_always
@@ -364,7 +365,7 @@ def has_runnable(state: State) -> bool:
     is_all = state.pause_state is PauseState.UNPAUSED
     if is_all and all(request.status is RESTING for request in state.requests.values()):
         return False
-    return lifecycle.has_runnable(state)
+    return idle.has_runnable(state)
 
 
 FEATURE: Final = Feature(
@@ -373,6 +374,6 @@ FEATURE: Final = Feature(
     Hooks(gates=(process_idle_gate,)),
     instead={
         commit.get_request_ended: get_request_ended,
-        lifecycle.has_runnable: has_runnable,
+        idle.has_runnable: has_runnable,
     },
 )

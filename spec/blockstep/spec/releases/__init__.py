@@ -66,7 +66,7 @@ def get_rules(quirks: frozenset[Quirk], config: Config) -> Rules:
     rules = get_config_rules(config)
     if not quirks:
         return rules
-    rules = replace(rules, quirks=quirks, remake=(get_rules, (quirks, config)))
+    rules = replace(rules, changes=quirks, remake=(get_rules, (quirks, config)))
     for story in QUIRKS:
         if story.quirk in quirks:
             rules = story.change(rules, config)

@@ -64,13 +64,13 @@ def admitted_with_padding(rules: Rules, _config: Config) -> Rules:
     def get_waiting_share(step: Step, request: RequestState, num_start: int) -> int | Verdict:
         config, num_known = step.state.config, request.num_known_tokens
         num_drafts = config.num_speculative_tokens
-        has_company = Quirk.HIT_IS_COMPANY_ENOUGH in rules.quirks and num_start > 0
+        has_company = Quirk.HIT_IS_COMPANY_ENOUGH in rules.changes and num_start > 0
         rows = [row for row in step.rows if row.status is Status.RUNNING]
         running = [step.requests[row.request_id] for row in rows]
         if not _is_padded(num_drafts, num_known - num_start, has_company, running):
             return rules[admission.get_waiting_share](step, request, num_start)
         end, has_budget = num_known + num_drafts, 1 + num_drafts <= step.budget
-        if Quirk.PADDING_WAITS_AT_THE_END in rules.quirks:
+        if Quirk.PADDING_WAITS_AT_THE_END in rules.changes:
             if not has_budget or end > config.max_model_len:
                 return Verdict.NO_ROOM
         elif end >= config.max_model_len:

@@ -258,7 +258,7 @@ def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
     This is with `disable_chunked_mm_input`, and for an item whose end the chunk does not reach. The
     head reads one token ahead, so that the chunk must not end right before the item.
     """
-    splits = Quirk.WHOLE_ITEMS_ARE_SPLIT in rules.quirks
+    splits = Quirk.WHOLE_ITEMS_ARE_SPLIT in rules.changes
 
     def stops_before_item(
         item: MultiModalItem, is_there: bool, num_computed: int, num_new: int
@@ -327,7 +327,7 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
         if num_computed is None:
             return rules[items.free_items](encoder, request, None)
-        if encoder.is_shared or Quirk.ROOM_BESIDE_GROWS not in rules.quirks:
+        if encoder.is_shared or Quirk.ROOM_BESIDE_GROWS not in rules.changes:
             return encoder
         name, planned = request.request_id, encoder.planned
         num_taken = sum([item.num_embeds for item in planned if item.holder[0] == name])

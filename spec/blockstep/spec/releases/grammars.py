@@ -112,7 +112,7 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
 
     Its tokens are searched again when drafts are sent with a mask.
     """
-    is_stepwise = Quirk.REASONING_ENDS_WITH_ITS_STEP in rules.quirks
+    is_stepwise = Quirk.REASONING_ENDS_WITH_ITS_STEP in rules.changes
 
     def get_seen(config: Config, request: RequestState, before: Stand) -> RequestState:
         seen = _list_seen(request, request.all_token_ids)

@@ -8,11 +8,11 @@ from math import lcm
 from typing import TypeAlias
 
 from blockstep.spec.core import prefix_cache
-from blockstep.spec.core.block_pool import Pool, find_block
+from blockstep.spec.core.block_pool import Pool, count_free, find_block
 from blockstep.spec.core.prefix_cache import get_group_keys
 from blockstep.spec.core.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.core.rules import Rules
-from blockstep.spec.core.slots import Growth, count_free_hits
+from blockstep.spec.core.slots import Growth
 from blockstep.spec.core.work import Scheduled
 from blockstep.spec.features import full_isl, groups
 from blockstep.spec.features.groups.hits import count_runs, is_valid_hit
@@ -196,7 +196,7 @@ def hits_are_searched(rules: Rules, config: Config) -> Rules:
     """Hits are searched as the quirks of the rules have it: each changes one part of the search."""
     if not config.groups:
         return rules
-    return rules.replacing(prefix_cache.find_hit, get_search(rules.quirks, config).find)
+    return rules.replacing(prefix_cache.find_hit, get_search(rules.changes, config).find)
 
 
 def count_needed(
@@ -204,7 +204,7 @@ def count_needed(
 ) -> int:
     """Return the free blocks that one group needs for `num_slots`, without held and hit ones."""
     num_taken = count_taken(group, Growth(num_slots, num_slots, False), num_held, len(hit))
-    return num_taken + count_free_hits(pool, hit)
+    return num_taken + count_free(pool, hit)
 
 
 def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:

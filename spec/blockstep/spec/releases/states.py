@@ -77,7 +77,7 @@ def chunks_end_at_checkpoints(rules: Rules, config: Config) -> Rules:
 
     if not config.groups:
         return rules.replacing(mamba.get_aligned_share, get_aligned_share)
-    search = get_search(rules.quirks, config)
+    search = get_search(rules.changes, config)
     hooks = replace(rules.hooks, hits=(look_for_junction, *rules.hooks.hits))
     searching = hits_are_searched(replace(rules, hooks=hooks), config)
     return searching.replacing(mamba.get_aligned_share, get_aligned_share)
@@ -163,10 +163,11 @@ def blocks_of_loads_are_zeroed(rules: Rules, _config: Config) -> Rules:
 
     def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
         verdict = rules[loads.process_parking](step, request, hit)
-        if verdict is Verdict.PARKED:
+        if verdict is Verdict.SUSPENDED:
             name = request.request_id
             tables = step.requests[name].block_tables
-            _grant(step, Scheduled(name, hit.num_tokens, 0, tables, hit.block_tables))
+            mamba.note_had(step, request, request, hit)
+            _grant(step, Scheduled(name, hit.num_tokens, 0, tables))
         return verdict
 
     def list_zeroed_rows(step: Step) -> list[Scheduled]:

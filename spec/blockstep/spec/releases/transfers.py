@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from blockstep.spec import idle
 from blockstep.spec.copies import replace
-from blockstep.spec.core import admission, lifecycle, slots
+from blockstep.spec.core import admission, slots
 from blockstep.spec.core.block_pool import Pool, allocate_blocks, touch_blocks
 from blockstep.spec.core.requests import Hit, RequestState, without_nulls
 from blockstep.spec.core.rules import Rules
@@ -289,7 +290,7 @@ def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
 def transfers_are_no_work(rules: Rules, _config: Config) -> Rules:
     """The loop sleeps while a store reads blocks of a finished request, or, in a pause, loads
     some."""
-    return rules.replacing(lifecycle.has_work, lifecycle.has_work)  # that of the core
+    return rules.replacing(idle.has_work, idle.has_work)  # that of the core
 
 
 STORIES = (

@@ -16,10 +16,11 @@ from blockstep.conformance.prove.hosts import HOST, build_host
 from blockstep.conformance.prove.law import Room
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.block_pool import allocate_blocks, free_blocks, touch_blocks
-from blockstep.spec.core.endings import compute_stop, is_repeating
+from blockstep.spec.core.endings import compute_stop
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.features.identity import get_item_keys
+from blockstep.spec.features.repetition import is_repeating
 
 ROOM = Room("host")
 

@@ -13,12 +13,13 @@ from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.hosts import HOST
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec import vocabulary as v
-from blockstep.spec.core.endings import Stop, compute_stop, get_extended, is_repeating
+from blockstep.spec.core.endings import Stop, compute_stop, get_extended
 from blockstep.spec.core.prefix_cache import extend_block_keys, get_tokens
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.rules import STRICT_RULES, Rules
 from blockstep.spec.features import get_config_rules
 from blockstep.spec.features.identity import get_item_keys
+from blockstep.spec.features.repetition import is_repeating
 from blockstep.spec.releases.identity import (
     output_blocks_name_the_last_item as last_item_names_outputs,
 )

@@ -80,8 +80,7 @@ class Encoder:
     offered: tuple[str, ...] = ()
     """Identifiers that a connector has, sorted."""
     num_in_flight: int = 0
-    """Embeddings whose room returns only when a frame in flight is committed: 0, except with a
-    quirk."""
+    """Embeddings whose room returns only when a frame in flight is committed."""
     freed: tuple[str, ...] = ()
     """Identifiers that the worker drops with the next plan; only if nothing is shared."""
     budget: int = 0

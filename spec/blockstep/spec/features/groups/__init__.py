@@ -38,7 +38,7 @@ IN_DOUBT: Final = Part("num_in_doubt", 0)
 
 
 def note_doubt(step: Step, row: Scheduled, frame_row: FrameRow) -> FrameRow:
-    """Return a row of a frame with the number of its tokens in doubt. Source: P14."""
+    """Return a row of a frame with the number of its unverified tokens. Source: P14."""
     return IN_DOUBT.put(frame_row, step.state.rules[get_num_in_doubt](row))
 
 

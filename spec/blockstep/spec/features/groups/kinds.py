@@ -89,7 +89,7 @@ def count_embeds(group: KVGroup, num_slots: int, request: Request) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """What the kind of a group decides; full attention by default."""
+    """The decisions of one kind of group; full attention by default."""
 
     skip: Callable[[KVGroup, int], int] = skip_nothing
     """The leading tokens to which no token from a position on attends."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from blockstep.spec import idle
 from blockstep.spec.copies import replace
 from blockstep.spec.core import admission, block_pool, commit, endings, lifecycle
 from blockstep.spec.core.block_pool import Pool
@@ -108,7 +109,7 @@ def has_work(state: State) -> bool:
     Upstream does not count transfers: a loop then forgets a finished request whose blocks a store
     reads, and the blocks are never freed. Source: vLLM 0.19.1 `has_requests`; P10, P17.
     """
-    return has_transfers(state) or lifecycle.has_work(state)
+    return has_transfers(state) or idle.has_work(state)
 
 
 def has_transfers(state: State) -> bool:
@@ -233,7 +234,7 @@ FEATURE: Final = Feature(
         endings.get_released: get_released,
         lifecycle.get_id_problem: get_id_problem,
         resets.process_reset: process_reset,
-        lifecycle.has_work: has_work,
+        idle.has_work: has_work,
     },
     invariants=(
         is_every_load_of_who_is_parked,

@@ -38,6 +38,7 @@ from blockstep.spec.features.kv_transfer.transfers import (
     start_load,
 )
 from blockstep.spec.features.reclaim import without_blocks
+from blockstep.spec.features.statistics import process_counted
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockTables,
@@ -111,8 +112,8 @@ def get_clipped_tables(config: Config, hit: Hit, num_start: int, held: BlockTabl
         hit      | 1 | 2 | 3 |                  of a window that begins in the fourth block:
         clipped  | 0 | 0 | 0 | 0 | what is loaded, and new
 
-    Blocks that are held already are left out; a request that asks a store holds none, except by a
-    quirk. Source: vLLM 0.19.1 `allocate_new_computed_blocks`; P5, P8.
+    Blocks that are held already are left out; a request that asks a store mostly holds none.
+    Source: vLLM 0.19.1 `allocate_new_computed_blocks`; P5, P8.
     """
     found = hit.block_tables or ((),) * len(config.groups)
     tables = []
@@ -224,9 +225,9 @@ def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
     transfers = start_load(TRANSFERS.of(step), request.request_id, request.status)
     TRANSFERS.set(step, transfers)
     process_load(step, after, hit, is_async=True)
-    admission.process_counted(step, request, hit)
+    process_counted(step, request, hit)
     process_asked(step, request, hit)
-    return Verdict.PARKED
+    return Verdict.SUSPENDED
 
 
 def get_parked(request: RequestState, hit: Hit) -> RequestState:
@@ -253,7 +254,7 @@ def process_trial(step: Step, request_id: RequestId) -> Verdict:
     pool = step.pool
     process_return(step, request_id)
     verdict = admission.process_gates(step, request_id)
-    if verdict not in (Verdict.ADMITTED, Verdict.PARKED):
+    if verdict not in (Verdict.ADMITTED, Verdict.SUSPENDED):
         step.state.rules[process_refused_return](step, request, pool, transfers)
     return verdict
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from blockstep.spec.copies import replace
 from blockstep.spec.core import commit as commit_rows
 from blockstep.spec.core.block_pool import get_fence, give_up_blocks
-from blockstep.spec.core.endings import get_ended, get_error_row, take_changes
+from blockstep.spec.core.endings import get_ended, take_changes
 from blockstep.spec.core.preemption import process_preemption
 from blockstep.spec.core.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.core.schedule import create_step
@@ -29,6 +29,7 @@ from blockstep.spec.features.kv_transfer.transfers import (
     end_sending,
     take_offer,
 )
+from blockstep.spec.features.structured_output import get_error_row
 from blockstep.spec.features.structured_output.masks import drop_row
 from blockstep.spec.vocabulary import (
     Ack,

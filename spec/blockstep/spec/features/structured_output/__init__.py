@@ -9,7 +9,7 @@ from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core import speculation
-from blockstep.spec.core.endings import get_ended, get_error_row
+from blockstep.spec.core.endings import get_ended
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.parts import Part
@@ -35,6 +35,8 @@ from blockstep.spec.features.structured_output.masks import (
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Ack,
+    FinishReason,
+    OutputRow,
     Outputs,
     RejectCode,
     Rejected,
@@ -103,6 +105,15 @@ def get_structured(state: State, request_id: RequestId) -> RequestState | Reject
         detail = f"{request_id!r} was submitted without structured_output"
         return Rejected(RejectCode.NOT_STRUCTURED, detail)
     return request
+
+
+def get_error_row(request: RequestState) -> OutputRow:
+    """Return the output row of a request that cannot be served.
+
+    Source: vLLM 0.19.1 `update_from_output`; P13.
+    """
+    num_cached = max(request.num_cached_tokens, 0)
+    return OutputRow(request.request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)
 
 
 def process_grammar_failed(state: State, request_id: RequestId) -> tuple[State, Outputs] | Rejected:
