@@ -26,6 +26,7 @@ from benchmarks.mutation.targets import TARGETS
 from benchmarks.pairs.page import render_page as render_pairs
 from benchmarks.scheduler import GOALS_SECTION, PARTS, make_sections
 from docs.pictures import PICTURES
+from docs.tour import make_tour
 
 from blockstep.conformance.command.main import GROUPS, app
 from blockstep.conformance.explore.tables import join_worlds, list_worlds, render_table
@@ -164,6 +165,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     **PICTURES,
     **{f"scheduler {part}": partial(make_timings, part) for part in (*PARTS, GOALS_SECTION)},
     "seeded bugs": museum.make_page,
+    "tour": make_tour,
     "vocabulary": make_vocabulary,
     "worlds": make_worlds,
 }

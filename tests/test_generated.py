@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from docs import generated
+from docs.tour import list_order
 
 from blockstep.conformance.museum import EXHIBITS
+from blockstep.spec import core
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -36,6 +38,7 @@ FACTS = {
     "picture of a step": ("<svg ", "Commit: tokens"),
     "picture of equivalences": ("<svg ", "renamed"),
     "quirks": ("### unwritten_keys_stay", "## Profiles", "- vllm-0.11.0: "),
+    "tour": ("## core.requests", "Features: `begins`, `closes`.", "- lora: `gates`."),
     "worlds": (
         "| loop | 8 | 11 | 21 | 5 |",
         "| unwritten_keys_stay |",
@@ -66,3 +69,8 @@ def test_each_generator_has_one_stub_and_no_mark_is_left() -> None:
 def test_every_seeded_bug_is_on_the_page() -> None:
     rows = re.findall(r"^\| ([\w-]+) \|", generated.PAGES["seeded bugs"](), re.MULTILINE)
     assert rows[1:] == list(EXHIBITS)
+
+
+def test_the_tour_has_every_module_of_the_core_once() -> None:
+    names = [file.stem for file in Path(core.__path__[0]).glob("[!_]*.py")]
+    assert sorted(list_order()) == sorted(names)
