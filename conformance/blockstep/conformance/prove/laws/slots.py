@@ -204,6 +204,6 @@ def check_host_refuses_the_same_requests_for_their_size(
     assert 1 <= num_prompt < max_model_len <= MAX_INT and 1 <= max_tokens
     assert 1 <= block_size <= MAX_INT
     host = build_host(build_config(block_size, max_model_len, num_speculative_tokens=3))
-    most = host._most_blocks(Request("a", Tokens(num_prompt), max_tokens=max_tokens), STRICT_RULES)
+    most = host._most_blocks(Request("a", Tokens(num_prompt), max_tokens=max_tokens))
     num_slots = compute_max_slots(num_prompt, max_tokens, 3, 3, max_model_len)
     assert most == compute_num_blocks(num_slots, block_size)

@@ -78,6 +78,12 @@ def hold_chunk(group: KVGroup, num_all: int, max_reach: int, max_doubt: int) -> 
     return min(num_all, compute_num_blocks(num_tokens, group.block_size))
 
 
+def hold_states(group: KVGroup, num_all: int, max_reach: int, max_doubt: int) -> int:
+    """Return the states that a step reads and writes. Source: vLLM 0.19.1
+    `MambaSpec.max_memory_usage_bytes`; P8, P11."""
+    return compute_max_held_states(group, num_all, max_reach, max_doubt)
+
+
 def count_embeds(group: KVGroup, num_slots: int, request: Request) -> int:
     """Return one slot for each output of the encoder.
 
@@ -114,7 +120,7 @@ KINDS: Final[Mapping[GroupKind, Kind]] = {
     GroupKind.CHUNKED_LOCAL: Kind(skip_before_chunk, hold_chunk),
     GroupKind.RECURRENT: Kind(
         skip_before_state,
-        compute_max_held_states,
+        hold_states,
         take=take_states,
         extend=extend_states,
         has_kv=False,
