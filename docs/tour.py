@@ -59,9 +59,7 @@ def list_functions(module: ModuleType) -> list[FunctionType]:
 
 
 def tell_function(function: FunctionType) -> str:
-    """Return the line of a function: its first sentence, and the moments at which it asks
-    features.
-    """
+    """Return the line of a function: what it returns, and the moments at which it asks features."""
     summary = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0]
     summary = " ".join(SOURCE.sub("", summary).split())
     hooks = dict.fromkeys(HOOK.findall(inspect.getsource(function)))
