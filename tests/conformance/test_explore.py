@@ -264,7 +264,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "state", "reasoning_ended",
         "size", "num_in_flight", "entries", "freeable", "offered", "freed", "num_embeds",
         "holders",
-        "offers", "loads", "parked", "held", "is_unsettled", "is_received",
+        "offers", "parked", "held", "is_unsettled", "is_received",
         "num_tokens", "is_async", "delays_free", "block_ids", "num_external_tokens", "block_tables",
         "is_recving", "is_sending",
         "pins", "now", "estimates", "job_id", "end",

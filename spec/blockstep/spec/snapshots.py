@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from blockstep.spec.core.parts import NO_PARTS
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
@@ -102,6 +103,10 @@ def get_request_snapshots(
 
 def get_request_snapshot(request: RequestState) -> RequestSnapshot:
     """Return one request, with block tables per group. Source: architecture D1."""
+    stand, ready, num_updates = STAND.absent, False, 0
+    if request.parts is not NO_PARTS:
+        stand, ready = STAND.of(request), GRAMMAR_READY.of(request)
+        num_updates = len(UPDATES.of(request))
     return RequestSnapshot(
         request_id=request.request_id,
         status=request.status,
@@ -114,9 +119,9 @@ def get_request_snapshot(request: RequestState) -> RequestSnapshot:
         num_cached_blocks=tuple([holding.num_cached_blocks for holding in request.holdings]),
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
-        grammar_ready=GRAMMAR_READY.of(request),
+        grammar_ready=ready,
         prompt_token_ids=request.request.prompt_token_ids if request.request.resumable else (),
-        num_streaming_updates=len(UPDATES.of(request)),
-        grammar_state=STAND.of(request).state,
-        reasoning_ended=STAND.of(request).reasoning_ended,
+        num_streaming_updates=num_updates,
+        grammar_state=stand.state,
+        reasoning_ended=stand.reasoning_ended,
     )

@@ -204,8 +204,9 @@ def allocate_slots(
         num_owned = slots_of(group, num_slots, request.request)
         growths.append(Growth(num_computed + num_new, num_owned, hit.num_pending > 0))
         nums_new.append(count(group, growths[-1], len(holding.block_table), len(found)))
-        num_needed += nums_new[-1] + count_free(pool, found)
-        num_needed += count_copies(pool, group, holding, num_computed, rules)
+        num_needed += nums_new[-1] + (count_free(pool, found) if found else 0)
+        if rules.hooks.needs:
+            num_needed += count_copies(pool, group, holding, num_computed, rules)
     # refuse
     if num_needed > get_num_free_blocks(pool):
         return None
