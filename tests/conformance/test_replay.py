@@ -621,7 +621,7 @@ def test_a_request_waits_for_the_one_that_it_follows() -> None:
         v.Request("B", (3,), 1),
         v.Request("C", (4,), 1, arrival_time=1),
     ]
-    follows = {"B": Follows("A", 120), "C": Follows("B", 0)}
+    follows = {"B": Follows(("A",), 120), "C": Follows(("A", "B"), 0)}
     seen: list[tuple[int, str]] = []
 
     class Noted(SpecEngine):
@@ -647,5 +647,5 @@ def test_a_request_waits_for_the_one_that_it_follows() -> None:
 def test_a_request_that_follows_a_refused_one_is_submitted() -> None:
     requests = [v.Request("A", (1,) * 99, 3), v.Request("B", (3,), 1)]
     config = v.Config(num_blocks=4, block_size=2)
-    report = replay(requests, config, SpecEngine, follows={"B": Follows("A", 5)})
+    report = replay(requests, config, SpecEngine, follows={"B": Follows(("A",), 5)})
     assert (report.requests_finished, report.requests_refused) == (1, {"never_fits": 1})

@@ -241,7 +241,7 @@ def changed(**fields: object) -> str:
         pytest.param((MOONCAKE + "\n" + MOONCAKE).encode(), 3, id="blank line"),
         pytest.param(MOONCAKE[:-9].encode(), 2, id="cut"),
         pytest.param(changed(output_length=...).encode(), 3, id="missing"),
-        pytest.param(changed(extra=1).encode(), 3, id="extra"),
+        pytest.param(changed(more=1).encode(), 3, id="unknown"),
         pytest.param(changed(input_length=-1).encode(), 3, id="negative"),
         pytest.param(changed(input_length=2**31).encode(), 3, id="too long"),
         pytest.param(changed(timestamp="1").encode(), 3, id="string"),
@@ -372,10 +372,11 @@ def test_each_format_says_when_and_how_much(
 
 
 def test_turns_follow_each_other(tmp_path: Path) -> None:
-    assert loaded(tmp_path, QWEN).follows == {"r1": Follows("r0", 0)}
+    assert loaded(tmp_path, QWEN).follows == {"r1": Follows(("r0",), 0)}
     workload = loaded(tmp_path, AIPERF)
-    assert workload.follows == {"r2": Follows("r0", 500)}
-    assert [request.priority for request in workload] == [0, 2, 0]
+    assert workload.follows == {"r2": Follows(("r0",), 500)}
+    # Dynamo serves the greatest priority first, vLLM the least.
+    assert [request.priority for request in workload] == [0, -2, 0]
 
 
 def test_blocks_of_16_are_shared_as_far_as_their_ids(tmp_path: Path) -> None:
@@ -391,7 +392,7 @@ def test_the_calls_of_a_session_follow_each_other_after_their_tools(tmp_path: Pa
     row = {"arrival_time_ns": 3_000_000, "sub_requests": calls}
     flat = {"input_toks": 2, "output_toks": 1, "arrival_time_ns": 1_000_000}
     workload = loaded(tmp_path, jsonl(row, flat))
-    assert workload.follows == {"r1": Follows("r0", 5)}
+    assert workload.follows == {"r1": Follows(("r0",), 5)}
     assert [(row.row, row.arrival_time) for row in workload.rows] == [(2, 0), (0, 2), (1, 2)]
 
 
@@ -418,7 +419,7 @@ def test_another_size_of_identified_blocks_may_be_named(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("version https://git-lfs.github.com/spec/v1\noid sha256:41\n", "git lfs pull"),
-        ('[{"id": "1", "conversations": []}]\n', "tokenize the prompts"),
+        ('[{"id": "1", "conversations": []}]\n', "--tokenizer"),
         (
             jsonl({"timestamp": 1, "input_length": 3, "output_length": 2}),
             "output tokens (output_length), and without ids of the prompt's blocks (hash_ids)",

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from blockstep.conformance.command import console, options
+from blockstep.conformance.draw.texts import load_tokenizer
 from blockstep.conformance.draw.workloads import WorkloadFormat, load
 from blockstep.conformance.engine import EngineFactory, get_capabilities, get_traits
 from blockstep.conformance.protocol.features import (
@@ -53,6 +54,17 @@ IdBlockSize = Annotated[
     int | None,
     typer.Option(min=1, help="Tokens of one block id, where not the format's own number."),
 ]
+TokenizerFile = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", help="The tokenizer.json of the model, for a file with texts."),
+]
+OutputLength = Annotated[
+    int | None, typer.Option(min=1, help="Output tokens of a request, where the file has none.")
+]
+WithSpec = Annotated[
+    bool, typer.Option("--spec/--no-spec", help="In lock-step with the spec, or alone.")
+]
+Caching = Annotated[bool | None, typer.Option("--caching/--no-caching", help="Prefix caching.")]
 Cadence = Annotated[
     int | None,
     typer.Option(min=0, help="Events between two comparisons of whole states; 0: never."),
@@ -67,9 +79,9 @@ def replay_command(
     engine: options.Engine,
     as_format: AsFormat = None,
     id_block_size: IdBlockSize = None,
-    spec: Annotated[
-        bool, typer.Option("--spec/--no-spec", help="In lock-step with the spec, or alone.")
-    ] = True,
+    tokenizer: TokenizerFile = None,
+    output_length: OutputLength = None,
+    spec: WithSpec = True,
     limit: Annotated[int | None, typer.Option(min=1, help="The first N requests only.")] = None,
     num_blocks: Annotated[int | None, typer.Option(min=2)] = None,
     block_size: Annotated[int | None, typer.Option(min=1)] = None,
@@ -77,9 +89,7 @@ def replay_command(
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     max_model_len: Annotated[int | None, typer.Option(min=2)] = None,
     policy: Annotated[Policy | None, typer.Option()] = None,
-    caching: Annotated[
-        bool | None, typer.Option("--caching/--no-caching", help="Prefix caching.")
-    ] = None,
+    caching: Caching = None,
     with_features: options.With = None,
     without_features: options.Without = None,
     snapshot_every: Cadence = None,
@@ -102,7 +112,15 @@ def replay_command(
         "enable_prefix_caching": caching,
     }
     with console.input_errors():
-        workload = load(trace, as_format=as_format, limit=limit, id_block_size=id_block_size)
+        tokenize = None if tokenizer is None else load_tokenizer(tokenizer)
+        workload = load(
+            trace,
+            as_format=as_format,
+            limit=limit,
+            id_block_size=id_block_size,
+            tokenize=tokenize,
+            output_length=output_length,
+        )
         preset = REPLAY_PRESETS[workload.format]
         add_features(wanted, with_features, without_features)
         config = replay_config(preset.config, wanted)
@@ -121,14 +139,26 @@ def replay_command(
                 on_progress=lambda now: advance(*tell_progress(now, len(workload))),
                 follows=workload.follows,
             )
+    told = console.tell_command(context) if brief and report.finding is not None else None
+    raise typer.Exit(tell(report, engine, config, told, json_path))
+
+
+def tell(
+    report: ReplayReport, engine: str, config: Config, told: str | None, json_path: Path | None
+) -> ExitCode:
+    """Print a report, in a few lines if `told` is the command to show with them.
+
+    Returns the exit code.
+    """
     console.write_json(json_path, replay_to_json(report))
-    if brief and report.finding is not None:
-        console.say(brief_replay(report, engine, console.tell_command(context)), json_path)
+    if told is not None:
+        console.say(brief_replay(report, engine, told), json_path)
     else:
+        screen = console.make_screen(json_path)
         render_replay(report, screen)
         show_ending(engine, config, report, screen)
     is_idle = report.finding is None and not report.requests_finished
-    raise typer.Exit(ExitCode.HARNESS if is_idle else exit_code_of(report.finding))
+    return ExitCode.HARNESS if is_idle else exit_code_of(report.finding)
 
 
 def tell_progress(now: ReplayReport, num_requests: int) -> tuple[float, str]:

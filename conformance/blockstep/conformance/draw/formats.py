@@ -4,9 +4,14 @@
 format      fields of a row                              content of the prompt
 =========== ============================================ =======================================
 mooncake    timestamp (ms), input_length, output_length, one id for each 512 tokens; a partial
-            hash_ids; session_id, delay (ms), priority   last block has an id, too
+            hash_ids; session_id, delay (ms), priority;  last block has an id, too; without ids
+            request_id, wait_for, tool_wait_ms           every prompt is unique
 qwen        timestamp (s), input_length, output_length,  the same for each 16 tokens
             hash_ids, chat_id, parent_chat_id
+timed-trace timestamp (s), input_length, output_length,  the same for each 16 tokens
+            hash_ids
+dynamo      request_received_ms, output_tokens,          one id for each trace_block_size tokens,
+            input_length, input_sequence_hashes          a partial last block included
 agent       suite, session, timestamp_us, input_length,  one id for each full 16 tokens; the rest
             output_length, hash_ids                      has none and is unique
 azure       TIMESTAMP,ContextTokens,GeneratedTokens      unknown: every prompt is unique
@@ -16,21 +21,29 @@ servingsim  arrival_time_ns, input_toks, output_toks,    the token ids themselve
             input_tok_ids; or a session's sub_requests   them every prompt is unique
 vllm-bench  input_lens, output_lens, start_times (s):    unknown: every prompt is unique
             arrays of one object
+vllm-custom prompt, output_tokens                        a text
+sharegpt    conversations: turns with from and value     texts: all turns before the reply
+aiperf      text, output_length, timestamp (ms), delay   texts: all turns up to this one
+            (ms), session_id; or a session's turns
 =========== ============================================ =======================================
 
 `mooncake` is also what AIPerf and Dynamo write: a row with a `session_id` follows the row before it
-in its session, `delay` after that has finished. `qwen` is Qwen-Bailian's: a row follows its parent.
-`servingsim` is LLMServingSim's, `vllm-bench` the file that `vllm bench serve --save-result` writes.
+in its session, `delay` after that has finished; one with `wait_for` follows the rows that it names.
+`qwen` is Qwen-Bailian's: a row follows its parent. `dynamo` is Dynamo's request trace. `servingsim`
+is LLMServingSim's, `vllm-bench` the file that `vllm bench serve --save-result` writes,
+`timed-trace`, `vllm-custom` and `sharegpt` are datasets that it reads, `aiperf` are the datasets
+`single_turn` and `multi_turn` of AIPerf. A file is JSON lines, a JSON array, or CSV.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from enum import Enum, StrEnum
 from pathlib import Path
@@ -46,13 +59,19 @@ TOKEN_ID_MAX = (1 << 30) - 1
 """Greatest token id of a prompt: those above are for outputs."""
 TICKS_PER_SECOND = 1000
 LFS_POINTER = "version https://git-lfs.github.com/spec/"
+ELEMENT_CHARS_MAX = 1 << 24
+"""Most characters of one element of a JSON array that is written in several lines."""
+Tokenize: TypeAlias = Callable[[str], Sequence[int]]
+"""Tokenizes a text."""
 
 _Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LENGTH_MAX)]
+_BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Wide: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Time: TypeAlias = (
     Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     | Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
 )
+_Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31) + 1, le=2**31 - 1)]
 _TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]
 
 
@@ -61,11 +80,16 @@ class WorkloadFormat(StrEnum):
 
     MOONCAKE = "mooncake"
     QWEN = "qwen"
+    TIMED_TRACE = "timed-trace"
+    DYNAMO = "dynamo"
     AGENT = "agent"
     AZURE = "azure"
     BURSTGPT = "burstgpt"
     SERVINGSIM = "servingsim"
     VLLM_BENCH = "vllm-bench"
+    VLLM_CUSTOM = "vllm-custom"
+    SHAREGPT = "sharegpt"
+    AIPERF = "aiperf"
 
 
 class Role(Enum):
@@ -75,13 +99,21 @@ class Role(Enum):
     INPUT = "prompt tokens"
     OUTPUT = "output tokens"
     BLOCK_IDS = "ids of the prompt's blocks"
+    BLOCK_SIZE = "tokens of a block id"
+    TEXT = "text of the prompt"
+    REPLY = "text of the output"
     TOKEN_IDS = "token ids of the prompt"  # noqa: S105 - a name of a field
     SPACE = "where block ids are names"
     SESSION = "session"
     CHAT = "id of the row"
     PARENT = "id of the row before it"
+    PARENTS = "ids of the rows before it"
     DELAY = "delay after the row before it"
     PRIORITY = "priority"
+
+
+ROLE_OF_TEXT = {Role.TEXT: Role.INPUT, Role.REPLY: Role.OUTPUT}
+"""The role that a text has once it is tokenized."""
 
 
 class Layout(Enum):
@@ -101,11 +133,14 @@ class RawRow:
     """
     input_length: int
     output_length: int
-    block_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] | None = None
+    block_ids: list[int] | None = None
+    """None: the content of the prompt is unknown."""
+    block_size: int | None = None
+    """Tokens of a block id, if the row says it."""
+    token_ids: Sequence[int] | None = None
     space: str = ""
-    chat: int | str | None = None
-    parent: int | str | None = None
+    parents: tuple[int, ...] = ()
+    """Numbers of the rows that it follows, from 0."""
     delay: int = 0
     """Milliseconds."""
     priority: int = 0
@@ -127,16 +162,27 @@ class FormatSpec:
     format: WorkloadFormat
     columns: Mapping[str, Column]
     needs: frozenset[Role]
+    """Roles that every row has. A field that has the role of an earlier one is another name of
+    it."""
+    signs: frozenset[Role] = frozenset()
+    """Further roles that the first row must have for the format to be recognized."""
     layout: Layout = Layout.LINES
     block_size: int = 0
-    """Tokens that one block id stands for; 0 where there are no ids."""
+    """Tokens that one block id stands for; 0 where there are no ids, or where the rows say it."""
     has_partial_ids: bool = True
     """Whether a partial last block has an id, too."""
     unused: frozenset[str] = frozenset()
     """Fields that mean nothing to a scheduler: they are ignored."""
-    has_calls: bool = False
-    """Whether a line may be a session: its calls are in `sub_requests`, each with the time that a
-    tool takes after it."""
+    marks: frozenset[str] = frozenset()
+    """Fields of which one is enough to recognize a row of this format."""
+    split: Callable[[Mapping[str, Any], int], Iterator[Mapping[str, Any]]] | None = None
+    """Yields the requests of a line that nests fields or has several requests, given the line's
+    number; None: a line is a row."""
+
+    @property
+    def has_texts(self) -> bool:
+        """Return whether each prompt is a text, for which a tokenizer is needed."""
+        return Role.TEXT in self.needs
 
     def count_ids(self, length: int, size: int) -> set[int]:
         """Return how many block ids a prompt of `length` tokens may have."""
@@ -145,10 +191,15 @@ class FormatSpec:
         # A prompt that ends at a block boundary may leave out its last block.
         return {length // size, max(length - 1, 0) // size}
 
-    @property
-    def needed_fields(self) -> list[str]:
-        """Return the names of the fields that every row has."""
-        return [name for name, column in self.columns.items() if column.role in self.needs]
+    def find_missing(self, names: Iterable[str], needs: frozenset[Role]) -> dict[str, Column]:
+        """Return the columns of the roles `needs` that are not among the fields `names`."""
+        found = {self.columns[name].role for name in names if name in self.columns}
+        found |= {ROLE_OF_TEXT[role] for role in found & ROLE_OF_TEXT.keys()}
+        missing: dict[Role, tuple[str, Column]] = {}
+        for name, column in self.columns.items():
+            if column.role in needs - found:
+                missing.setdefault(column.role, (name, column))
+        return dict(missing.values())
 
 
 def _from_seconds(value: float) -> int:
@@ -176,9 +227,106 @@ def _from_text(value: str) -> int:
     return (((days * 24 + hour) * 60 + minute) * 60 + second) * TICKS_PER_SECOND + ms
 
 
+# Lines that hold several requests, or nested ones.
+
+
+def _split_calls(row: Mapping[str, Any], number: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the calls of a session of LLMServingSim, each with the time of the tool before it."""
+    if "sub_requests" not in row:
+        yield row
+        return
+    head = {name: value for name, value in row.items() if name != "sub_requests"}
+    head.setdefault("session_id", f"line {number}")
+    for call in _convert(row["sub_requests"], list[dict[str, Any]], "sub_requests"):
+        after = {name: value for name, value in call.items() if name != "tool_duration_ns"}
+        yield {**head, **after}
+        head.pop("arrival_time_ns", None)
+        head["tool_duration_ns"] = call.get("tool_duration_ns", 0)
+
+
+REPLIES = frozenset({"gpt", "chatgpt", "assistant", "bard", "bing", "model"})
+"""The names under which a model speaks in ShareGPT."""
+
+
+def _split_conversation(row: Mapping[str, Any], number: int) -> Iterator[Mapping[str, Any]]:
+    """Yield a request for each reply of a conversation: the turns before it are the prompt."""
+    turns = _convert(row.get("conversations"), list[dict[str, Any]], "conversations")
+    for turn in turns:
+        if not (isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
+            raise ValueError("a turn without 'from' and 'value' in 'conversations'")
+    for at, turn in enumerate(turns):
+        if at and turn["from"] in REPLIES:
+            texts = [before["value"] for before in turns[:at]]
+            yield {"texts": texts, "reply": turn["value"], "session": f"line {number}"}
+
+
+def _split_turns(row: Mapping[str, Any], number: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the turns of a session of AIPerf, each with the texts before it; or the one request."""
+    turns = _convert(row.get("turns", [row]), list[dict[str, Any]], "turns")
+    session = {"session_id": row.get("session_id", f"line {number}")} if "turns" in row else {}
+    texts: list[Any] = []
+    for turn in turns:
+        more = turn["texts"] if "texts" in turn else [turn[it] for it in ("text",) if it in turn]
+        texts += _convert(more, list[str], "texts")
+        rest = {name: value for name, value in turn.items() if name not in ("text", "texts")}
+        yield {**rest, **session, **({"text": [*texts]} if more else {})}
+
+
+class _Replayed(msgspec.Struct):
+    trace_block_size: int
+    input_length: int
+    input_sequence_hashes: list[int]
+
+
+class _Measured(msgspec.Struct):
+    request_received_ms: int
+    output_tokens: int
+    replay: _Replayed
+
+
+class _Context(msgspec.Struct):
+    session_id: str
+
+
+class _RequestEnd(msgspec.Struct):
+    request: _Measured
+    agent_context: _Context | None = None
+
+
+def _split_record(row: Mapping[str, Any], _number: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the request of a `request_end` record of Dynamo; other records have none."""
+    record = row.get("event", row)
+    if not isinstance(record, dict) or record.get("event_type") != "request_end":
+        return
+    end = _convert(record, _RequestEnd, "request_end")
+    session = {} if end.agent_context is None else {"session_id": end.agent_context.session_id}
+    yield {
+        "request_received_ms": end.request.request_received_ms,
+        "output_tokens": end.request.output_tokens,
+        **msgspec.structs.asdict(end.request.replay),
+        **session,
+    }
+
+
+def _convert(value: Any, kind: Any, name: str) -> Any:
+    """Return a value of a row as `kind`. Raises ValueError, which names the field."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{error} in {name!r}") from None
+
+
+# The table.
+
 _LENGTHS = {"input_length": Column(Role.INPUT), "output_length": Column(Role.OUTPUT)}
-_IDS = {"hash_ids": Column(Role.BLOCK_IDS, list[_Wide])}
+_IDS = {"hash_ids": Column(Role.BLOCK_IDS, list[_BlockId])}
+_SECONDS = {"timestamp": Column(Role.ARRIVAL, _Time, _from_seconds)}
+_MS = Column(Role.ARRIVAL, _Time, math.floor)
+_DELAY = Column(Role.DELAY, _Time, math.floor)
+_SESSION = {"session_id": Column(Role.SESSION, str)}
 _SIZES = frozenset({Role.INPUT, Role.OUTPUT})
+_TIMED = _SIZES | {Role.ARRIVAL}
+_TEXTS = frozenset({Role.TEXT, Role.OUTPUT})
 
 FORMATS: Mapping[WorkloadFormat, FormatSpec] = {
     spec.format: spec
@@ -186,13 +334,13 @@ FORMATS: Mapping[WorkloadFormat, FormatSpec] = {
         FormatSpec(
             WorkloadFormat.QWEN,
             {
-                "timestamp": Column(Role.ARRIVAL, _Time, _from_seconds),
+                **_SECONDS,
                 **_LENGTHS,
                 **_IDS,
                 "chat_id": Column(Role.CHAT, int),
                 "parent_chat_id": Column(Role.PARENT, int, lambda it: None if it < 0 else it),
             },
-            _SIZES | {Role.ARRIVAL, Role.BLOCK_IDS, Role.CHAT, Role.PARENT},
+            _TIMED | {Role.BLOCK_IDS, Role.CHAT, Role.PARENT},
             block_size=16,
             unused=frozenset({"type", "turn"}),
         ),
@@ -204,7 +352,7 @@ FORMATS: Mapping[WorkloadFormat, FormatSpec] = {
                 **_IDS,
                 "suite": Column(Role.SPACE, str),
             },
-            _SIZES | {Role.ARRIVAL, Role.BLOCK_IDS, Role.SPACE},
+            _TIMED | {Role.BLOCK_IDS, Role.SPACE},
             block_size=16,
             has_partial_ids=False,
             unused=frozenset({"session"}),
@@ -212,16 +360,55 @@ FORMATS: Mapping[WorkloadFormat, FormatSpec] = {
         FormatSpec(
             WorkloadFormat.MOONCAKE,
             {
-                "timestamp": Column(Role.ARRIVAL, _Time, math.floor),
+                "timestamp": _MS,
+                "created_time": _MS,
                 **_LENGTHS,
+                "input_tokens": Column(Role.INPUT),
+                "output_tokens": Column(Role.OUTPUT),
+                "text_input": Column(Role.TEXT, str, lambda text: [text]),
                 **_IDS,
-                "session_id": Column(Role.SESSION, str),
-                "delay": Column(Role.DELAY, _Time, math.floor),
-                "priority": Column(Role.PRIORITY, int),
+                **_SESSION,
+                "request_id": Column(Role.CHAT, str),
+                "wait_for": Column(Role.PARENTS, list[str]),
+                "delay": _DELAY,
+                "delay_ms": _DELAY,
+                "tool_wait_ms": _DELAY,
+                # Of Dynamo: a greater one is served first, where vLLM serves the least one first.
+                "priority": Column(Role.PRIORITY, _Priority, lambda it: -it),
             },
-            _SIZES | {Role.BLOCK_IDS},
+            _SIZES,
+            signs=frozenset({Role.BLOCK_IDS}),
             block_size=512,
-            unused=frozenset({"type", "turn"}),
+            unused=frozenset(
+                {
+                    *("type", "turn", "extra", "output_token_ids", "strict_priority", "model"),
+                    *("policy_class", "request_kind", "routing_constraints", "branches"),
+                    *("prefix_reset", "tool_events"),
+                }
+            ),
+            marks=frozenset({"text_input", "wait_for"}),
+        ),
+        FormatSpec(
+            WorkloadFormat.TIMED_TRACE,
+            {**_SECONDS, **_LENGTHS, **_IDS},
+            _TIMED,
+            signs=frozenset({Role.BLOCK_IDS}),  # as `mooncake`, which is recognized before it
+            block_size=16,
+            unused=frozenset({"type", "turn", "chat_id", "parent_chat_id"}),
+        ),
+        FormatSpec(
+            WorkloadFormat.DYNAMO,
+            {
+                "request_received_ms": Column(Role.ARRIVAL, _Wide),
+                "output_tokens": Column(Role.OUTPUT),
+                "trace_block_size": Column(Role.BLOCK_SIZE, Annotated[int, msgspec.Meta(ge=1)]),
+                "input_length": Column(Role.INPUT),
+                "input_sequence_hashes": Column(Role.BLOCK_IDS, list[_BlockId]),
+                **_SESSION,
+            },
+            _TIMED | {Role.BLOCK_IDS, Role.BLOCK_SIZE},
+            marks=frozenset({"event_type", "event"}),
+            split=_split_record,
         ),
         FormatSpec(
             WorkloadFormat.SERVINGSIM,
@@ -230,12 +417,13 @@ FORMATS: Mapping[WorkloadFormat, FormatSpec] = {
                 "input_toks": Column(Role.INPUT),
                 "output_toks": Column(Role.OUTPUT),
                 "input_tok_ids": Column(Role.TOKEN_IDS, list[_TokenId]),
-                "session_id": Column(Role.SESSION, str),
+                **_SESSION,
                 "tool_duration_ns": Column(Role.DELAY, _Time, _from_ns),
             },
             _SIZES,
             unused=frozenset({"output_tok_ids"}),
-            has_calls=True,
+            marks=frozenset({"sub_requests"}),
+            split=_split_calls,
         ),
         FormatSpec(
             WorkloadFormat.AZURE,
@@ -244,8 +432,8 @@ FORMATS: Mapping[WorkloadFormat, FormatSpec] = {
                 "ContextTokens": Column(Role.INPUT),
                 "GeneratedTokens": Column(Role.OUTPUT),
             },
-            _SIZES | {Role.ARRIVAL},
-            Layout.CSV,
+            _TIMED,
+            layout=Layout.CSV,
         ),
         FormatSpec(
             WorkloadFormat.BURSTGPT,
@@ -254,8 +442,8 @@ FORMATS: Mapping[WorkloadFormat, FormatSpec] = {
                 "Request tokens": Column(Role.INPUT),
                 "Response tokens": Column(Role.OUTPUT),
             },
-            _SIZES | {Role.ARRIVAL},
-            Layout.CSV,
+            _TIMED,
+            layout=Layout.CSV,
             unused=frozenset({"Model", "Total tokens", "Log Type", "Session ID", "Elapsed time"}),
         ),
         FormatSpec(
@@ -266,39 +454,74 @@ FORMATS: Mapping[WorkloadFormat, FormatSpec] = {
                 "output_lens": Column(Role.OUTPUT),
             },
             _SIZES,
-            Layout.ARRAYS,
+            layout=Layout.ARRAYS,
+        ),
+        FormatSpec(
+            WorkloadFormat.VLLM_CUSTOM,
+            {
+                "prompt": Column(Role.TEXT, str, lambda text: [text]),
+                "output_tokens": Column(Role.OUTPUT),
+            },
+            _TEXTS,
+            marks=frozenset({"prompt"}),
+        ),
+        FormatSpec(
+            WorkloadFormat.SHAREGPT,
+            {
+                "texts": Column(Role.TEXT, list[str]),
+                "reply": Column(Role.REPLY, str),
+                "session": Column(Role.SESSION, str),
+            },
+            _TEXTS,
+            marks=frozenset({"conversations"}),
+            split=_split_conversation,
+        ),
+        FormatSpec(
+            WorkloadFormat.AIPERF,
+            {
+                "text": Column(Role.TEXT, list[str]),
+                "output_length": Column(Role.OUTPUT),
+                "timestamp": _MS,
+                "delay": _DELAY,
+                **_SESSION,
+            },
+            _TEXTS,
+            unused=frozenset({"type", "role", "extra"}),
+            marks=frozenset({"turns", "text", "texts"}),
+            split=_split_turns,
         ),
     )
 }
-"""Every format. `detect` takes the first one that has all needed fields in the first line."""
+"""Every format, in the order in which `detect` tries them."""
 
 
 # Which format a file has.
 
 
 def detect(path: Path, text: str) -> WorkloadFormat:
-    """Return the format of a file that begins with this line. Raises `TraceError`."""
-    refuse_other_files(path, text)
+    """Return the format of a file that begins with this line, or with this element of an array.
+
+    Raises `TraceError`.
+    """
+    refuse_pointer(path, text)
     names = _list_fields(text)
-    if "sub_requests" in names:
-        return WorkloadFormat.SERVINGSIM
-    for spec in FORMATS.values():
-        if set(spec.needed_fields) <= set(names) and spec.layout in _list_layouts(text):
+    specs = [spec for spec in FORMATS.values() if spec.layout in _list_layouts(text)]
+    for spec in specs:
+        if spec.marks & set(names):
+            return spec.format
+    for spec in specs:
+        if not spec.find_missing(names, spec.needs | spec.signs):
             return spec.format
     rule = f"a workload is one of {', '.join(FORMATS)}"
-    raise TraceError(path, 1, _tell_nearest(names, text), rule, "convert the file")
+    fix = "convert the file, or name the format that it has"
+    raise TraceError(path, 1, _tell_nearest(names, text), rule, fix)
 
 
-def refuse_other_files(path: Path, text: str) -> None:
-    """Raise `TraceError` for a file that is known to hold no rows."""
+def refuse_pointer(path: Path, text: str) -> None:
+    """Raise `TraceError` for a file that git-lfs keeps elsewhere."""
     if text.startswith(LFS_POINTER):
         rule = "it names a file that git-lfs keeps elsewhere"
         raise TraceError(path, 1, "a git-lfs pointer", rule, "fetch the file: git lfs pull")
-    if text.lstrip().startswith("["):
-        found = f"a JSON array, {shown(text)}"
-        rule = "a workload is JSON lines, CSV, or an object of arrays"
-        fix = "tokenize the prompts, and write a line with input_tok_ids for each (servingsim)"
-        raise TraceError(path, 1, found, rule, fix)
 
 
 def _list_layouts(text: str) -> tuple[Layout, ...]:
@@ -325,15 +548,60 @@ def _tell_nearest(names: list[str], text: str) -> str:
     if not found:
         return f"a first line of no known format, {shown(text)}"
     told = ", ".join(f"{nearest.columns[name].role.value} ({name})" for name in found)
-    missing = [
-        f"{column.role.value} ({name})"
-        for name, column in nearest.columns.items()
-        if column.role in nearest.needs and name not in names
-    ]
-    return f"a first line with {told}, and without {', '.join(missing)} as {nearest.format} has"
+    missing = nearest.find_missing(names, nearest.needs | nearest.signs)
+    lacks = ", ".join(f"{column.role.value} ({name})" for name, column in missing.items())
+    return f"a first line with {told}, and without {lacks} as {nearest.format} has"
 
 
 # Rows.
+
+
+class RowError(ValueError):
+    """A line is no row of its format."""
+
+    def __init__(self, line: int, text: str, reason: object) -> None:
+        super().__init__(str(reason))
+        self.line = line
+        self.text = text
+
+
+_BETWEEN = re.compile(r"[\s,]*")
+
+
+def split_array(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield the elements of a JSON array with the line in which each ends; other files as they are.
+
+    Raises:
+        RowError: the array breaks off, or has an element that is too long.
+    """
+    first = next(lines, None)
+    if first is None:
+        return
+    line, text = first
+    if not text.lstrip().startswith("["):
+        yield first
+        yield from lines
+        return
+    decoder, rest, at = json.JSONDecoder(), text.lstrip()[1:], 0
+    while True:
+        at = _BETWEEN.match(rest, at).end()  # type: ignore[union-attr]
+        if rest.startswith("]", at):
+            return
+        try:
+            # An element that goes on in the next line is not tried.
+            may_end = text.rstrip().endswith(("}", "},", "]"))
+            end = decoder.raw_decode(rest, at)[1] if may_end else at
+        except (ValueError, RecursionError):
+            end = at
+        if end > at:
+            yield line, rest[at:end]
+            at = end
+            continue
+        following = next(lines, None)
+        if following is None or len(rest) - at > ELEMENT_CHARS_MAX:
+            raise RowError(line, rest[at:], "a JSON array that does not end")
+        line, text = following
+        rest, at = f"{rest[at:]}\n{text}", 0
 
 
 def read_rows(
@@ -346,27 +614,18 @@ def read_rows(
     """
     match spec.layout:
         case Layout.LINES:
-            for line, text in lines:
+            for number, (line, text) in enumerate(lines, 1):
                 row = _decode(line, text)
-                if spec.has_calls and "sub_requests" in row:
-                    for call in _split_session(line, text, row):
-                        yield line, text, call
-                else:
-                    yield line, text, row
+                try:
+                    for part in [row] if spec.split is None else spec.split(row, number):
+                        yield line, text, part
+                except ValueError as error:
+                    raise RowError(line, text, error) from None
         case Layout.CSV:
             yield from _read_csv(spec, lines)
         case Layout.ARRAYS:
             for line, text in lines:
                 yield from _split_arrays(spec, line, text)
-
-
-class RowError(ValueError):
-    """A line is no row of its format."""
-
-    def __init__(self, line: int, text: str, reason: object) -> None:
-        super().__init__(str(reason))
-        self.line = line
-        self.text = text
 
 
 def _decode(line: int, text: str) -> Mapping[str, Any]:
@@ -376,27 +635,12 @@ def _decode(line: int, text: str) -> Mapping[str, Any]:
         raise RowError(line, text, error) from None
 
 
-def _split_session(line: int, text: str, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the calls of a session, each with the time of the tool that runs before it."""
-    head = {name: value for name, value in row.items() if name != "sub_requests"}
-    head.setdefault("session_id", f"line {line}")
-    try:
-        calls = msgspec.convert(row["sub_requests"], list[dict[str, Any]])
-    except msgspec.MsgspecError as error:
-        raise RowError(line, text, f"{error} in 'sub_requests'") from None
-    for call in calls:
-        after = {name: value for name, value in call.items() if name != "tool_duration_ns"}
-        yield {**head, **after}
-        head.pop("arrival_time_ns", None)
-        head["tool_duration_ns"] = call.get("tool_duration_ns", 0)
-
-
 def _read_csv(
     spec: FormatSpec, lines: Iterator[tuple[int, str]]
 ) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
     number, header = next(lines)
     names = [name.strip() for name in header.split(",")]
-    missing = [name for name in spec.needed_fields if name not in names]
+    missing = spec.find_missing(names, spec.needs)
     if missing:
         raise RowError(number, header, f"a header without {', '.join(missing)}")
     for line, text in lines:
@@ -438,52 +682,100 @@ def _split_arrays(
 class RowReader:
     """Makes a `RawRow` of the fields of a row, in one format."""
 
-    def __init__(self, spec: FormatSpec) -> None:
+    def __init__(
+        self, spec: FormatSpec, tokenize: Tokenize | None = None, output_length: int | None = None
+    ) -> None:
+        """`output_length` is that of the rows which do not say one."""
         self._spec = spec
+        self._tokenize = tokenize
+        self._output_length = output_length
+        self._number_of: dict[int | str, int] = {}
+        """Number of a row, by its own id."""
         self._last_of: dict[str, int] = {}
         """Number of the last row, by session."""
         self._num_rows = 0
+        self._has_ids: bool | None = None
+        """Whether the rows up to now have block ids; None: there are none."""
 
     def read(self, row: Mapping[str, Any]) -> RawRow:
         """Return the row. Raises ValueError, which names the field."""
-        spec, found = self._spec, dict[Role, Any]()
-        for name, value in row.items():
-            column = spec.columns.get(name)
-            if column is not None:
-                found[column.role] = self._convert(name, column, value)
-            elif name not in spec.unused:
-                raise ValueError(f"unknown field {name!r}")
-        for name in spec.needed_fields:
-            if name not in row:
+        spec, found = self._spec, self._convert_all(row)
+        self._take_texts(found)
+        for name in spec.find_missing([it for it in row if row[it] is not None], spec.needs):
+            if spec.columns[name].role not in found:
                 raise ValueError(f"no field {name!r}")
-        tokens = found.get(Role.TOKEN_IDS)
+        tokens, ids = found.get(Role.TOKEN_IDS), found.get(Role.BLOCK_IDS)
         if tokens is not None and len(tokens) != found[Role.INPUT]:
             raise ValueError(f"{len(tokens)} token ids for {found[Role.INPUT]} tokens")
-        chat, parent = found.get(Role.CHAT), found.get(Role.PARENT)
-        session = found.get(Role.SESSION)
-        if session is not None:
-            chat, parent = self._num_rows, self._last_of.get(session)
-            self._last_of[session] = self._num_rows
-        elif Role.DELAY in found:
-            raise ValueError("a delay without a session_id")
-        elif Role.ARRIVAL not in found and spec.layout is Layout.LINES:
-            raise ValueError("no time of arrival, and no session_id")
+        if self._has_ids not in (None, ids is not None):
+            raise ValueError("some rows have ids of the prompt's blocks, and some have none")
+        self._has_ids = ids is not None
+        parents = self._find_parents(found)
         self._num_rows += 1
         return RawRow(
             found.get(Role.ARRIVAL),
             found[Role.INPUT],
             found[Role.OUTPUT],
-            found.get(Role.BLOCK_IDS, []),
+            ids,
+            found.get(Role.BLOCK_SIZE),
             tokens,
             found.get(Role.SPACE, ""),
-            chat,
-            parent,
+            parents,
             found.get(Role.DELAY, 0),
             found.get(Role.PRIORITY, 0),
         )
 
-    def _convert(self, name: str, column: Column, value: Any) -> Any:
-        try:
-            return column.to_value(msgspec.convert(value, column.kind))
-        except (msgspec.MsgspecError, ValueError, OverflowError) as error:
-            raise ValueError(f"{error} in {name!r}") from None
+    def _convert_all(self, row: Mapping[str, Any]) -> dict[Role, Any]:
+        """Return the values of a row by role; a null is no value, and delays add up."""
+        found: dict[Role, Any] = {}
+        for name, value in row.items():
+            column = self._spec.columns.get(name)
+            if column is None:
+                if name not in self._spec.unused:
+                    raise ValueError(f"unknown field {name!r}")
+            elif value is not None:
+                try:
+                    read = column.to_value(_convert(value, column.kind, name))
+                except OverflowError as error:
+                    raise ValueError(f"{error} in {name!r}") from None
+                delay = found.get(Role.DELAY, 0) if column.role is Role.DELAY else None
+                found[column.role] = read if delay is None else read + delay
+        return found
+
+    def _take_texts(self, found: dict[Role, Any]) -> None:
+        """Put token ids and lengths in the place of texts."""
+        texts, reply = found.get(Role.TEXT), found.get(Role.REPLY)
+        if self._output_length is not None:
+            found.setdefault(Role.OUTPUT, self._output_length)
+        if texts is None:
+            return
+        if self._tokenize is None:
+            raise ValueError("a text, and no --tokenizer")
+        found[Role.TOKEN_IDS] = [token for text in texts for token in self._tokenize(text)]
+        found[Role.INPUT] = len(found[Role.TOKEN_IDS])
+        if reply is not None:
+            found[Role.OUTPUT] = len(self._tokenize(reply))
+
+    def _find_parents(self, found: Mapping[Role, Any]) -> tuple[int, ...]:
+        """Return the numbers of the rows that a row follows, and note the row itself."""
+        spec, session = self._spec, found.get(Role.SESSION)
+        parents = []
+        if Role.PARENTS in found:
+            for name in found[Role.PARENTS]:
+                if name not in self._number_of:
+                    raise ValueError(f"it waits for {name!r}, which is no row before it")
+                parents.append(self._number_of[name])
+        elif session is not None:
+            parents = [self._last_of[session]] if session in self._last_of else []
+        elif found.get(Role.PARENT) in self._number_of:
+            parents = [self._number_of[found[Role.PARENT]]]
+        if session is None and Role.PARENTS not in found:
+            if Role.DELAY in found:
+                raise ValueError("a delay without a session_id")
+            if Role.ARRIVAL not in found and spec.layout is Layout.LINES and not spec.has_texts:
+                raise ValueError("no time of arrival, and no session_id")
+        if Role.CHAT in found:
+            self._number_of[found[Role.CHAT]] = self._num_rows
+        if session is not None:
+            self._last_of[session] = self._num_rows
+        return tuple(parents)

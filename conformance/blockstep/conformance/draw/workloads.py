@@ -14,8 +14,11 @@ What the published files contain, and how it is read:
   that end on a block boundary leave out the last block's; both counts are accepted. 53 rows have
   no input at all: such a request is yielded as it is, and every engine rejects it (bad_request).
 * azure: a snapshot of one hour (2023) or of a week (2024); timestamps in UTC.
-* qwen, and mooncake rows with a session: a row is submitted at its time, but not before the row
-  before it in its chat has finished; a `delay` counts from that end (`Workload.follows`).
+* qwen, dynamo, and mooncake rows with a session: a row is submitted at its time, but not before the
+  row before it in its chat has finished; a `delay` counts from that end (`Workload.follows`).
+* dynamo: a record is written when its request ends; its row has the time of the request's arrival.
+* sharegpt, vllm-custom, aiperf: token ids are made by a tokenizer, turn by turn and without a chat
+  template, so that the prompts of a conversation share a prefix.
 * 283 agent rows have no output. An engine must deliver a token, so `max_tokens` is at least 1.
 
 Ticks of `arrival_time` are milliseconds since the earliest arrival of the rows read.
@@ -47,10 +50,12 @@ from blockstep.conformance.draw.formats import (
     RawRow,
     RowError,
     RowReader,
+    Tokenize,
     WorkloadFormat,
     detect,
     read_rows,
-    refuse_other_files,
+    refuse_pointer,
+    split_array,
 )
 from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 from blockstep.spec.vocabulary import MAX_INT, Request, TokenIds
@@ -76,11 +81,11 @@ FIRST_ANCHOR = 256
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """Order of two requests: one is submitted only after another, `request_id`, has finished."""
+    """Order of requests: one is submitted only after others, `request_ids`, have finished."""
 
-    request_id: str
+    request_ids: tuple[str, ...]
     delay: int
-    """Ticks (ms) after that end."""
+    """Ticks (ms) after the last of these ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,34 +170,51 @@ def load(
     as_format: WorkloadFormat | None = None,
     limit: int | None = None,
     id_block_size: int | None = None,
+    tokenize: Tokenize | None = None,
+    output_length: int | None = None,
 ) -> Workload:
     """Return the workload at `path`, of the format `as_format`, or else of that of its first line.
 
-    `limit` takes the first rows of the file (at least 1) and reads no further. `id_block_size` is
-    how many tokens a block id of this file stands for, where that is not the format's own number.
-    Every row read is checked before anything is returned. Raises `TraceError`.
+    `limit` takes the first requests of the file (at least 1) and reads no further. `id_block_size`
+    is how many tokens a block id of this file stands for, if not the format's own number.
+    A file with texts needs `tokenize`. `output_length` is that
+    of the requests for which the file has none. Every row read is checked before anything is
+    returned. Raises `TraceError`.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit = {limit}: must be None or at least 1")
     path = Path(path)
     lines = read_lines(path)
-    first = next(lines, None)
-    if first is None:
+    head = next(lines, None)
+    if head is None:
         raise TraceError(path, 0, "empty", "a workload has rows", "give a trace file")
-    refuse_other_files(path, first[1])
+    refuse_pointer(path, head[1])
+    elements = split_array(chain([head], lines))
+    try:
+        first = next(elements, None)
+    except RowError as error:
+        found, rule = f"{error}: {shown(error.text)}", "an array holds rows of a workload"
+        raise TraceError(path, error.line, found, rule, "give a trace file") from None
+    if first is None:
+        raise TraceError(path, 0, "no rows", "a workload has rows", "give a trace file")
     spec = FORMATS[detect(path, first[1]) if as_format is None else WorkloadFormat(as_format)]
     size = spec.block_size if id_block_size is None else id_block_size
     if id_block_size is not None and (not spec.block_size or id_block_size < 1):
         what = f"id_block_size = {id_block_size}"
-        rule = "must be at least 1, and only for a format with block ids"
+        rule = "must be at least 1, and only for a format with block ids that do not say it"
         raise TraceError(path, 0, what, rule, f"leave it out for {spec.format}")
-    reader = _Reader(path, spec, size)
+    if spec.has_texts and tokenize is None:
+        rule = "a scheduler is given token ids"
+        fix = "name the tokenizer.json of the model with --tokenizer"
+        raise TraceError(path, 1, f"texts ({spec.format}), and no token ids", rule, fix)
+    reader = _Reader(path, spec, size, RowReader(spec, tokenize, output_length))
     try:
-        for line, text, row in islice(read_rows(spec, chain([first], lines)), limit):
+        for line, text, row in islice(read_rows(spec, chain([first], elements)), limit):
             reader.read(line, text, row)
     except RowError as error:
         reader.refuse(error.line, error.text, error)
-    return Workload(path, spec.format, reader.finish(), size)
+    rows = reader.finish()
+    return Workload(path, spec.format, rows, reader.size)
 
 
 def _fillers(length: int) -> list[int]:
@@ -205,16 +227,15 @@ class _Reader:
     """Reader of rows: it checks them one by one and assigns anchors to blocks, in the order of the
     file."""
 
-    def __init__(self, path: Path, spec: FormatSpec, size: int) -> None:
+    def __init__(self, path: Path, spec: FormatSpec, size: int, reader: RowReader) -> None:
         self._path = path
         self._spec = spec
-        self._size = size
-        self._rows_of = RowReader(spec)
+        self.size = size
+        """Tokens of a block id; 0 where there are none, or before the first row says it."""
+        self._rows_of = reader
         self._next_anchor = FIRST_ANCHOR
         self._anchor_of: dict[tuple[str, int], int] = {}
         """First anchor of a block, by namespace (the suite) and block id."""
-        self._number_of: dict[int | str, int] = {}
-        """Row number, by the file's own id."""
         self._rows: list[tuple[int, int, WorkloadRow]] = []
         """Rows with their time of arrival in ticks (ms) of the file's own epoch, and their line."""
 
@@ -253,30 +274,32 @@ class _Reader:
 
     def _check_ids(self, row: RawRow) -> None:
         """Raise ValueError if a prompt has too few or too many block ids."""
-        if not self._size:
+        if row.block_ids is None:
             return
-        counts = self._spec.count_ids(row.input_length, self._size)
+        if row.block_size is not None:
+            if self.size not in (0, row.block_size):
+                raise ValueError(f"blocks of {row.block_size} tokens after blocks of {self.size}")
+            self.size = row.block_size
+        counts = self._spec.count_ids(row.input_length, self.size)
         if len(row.block_ids) not in counts:
             wanted = " or ".join(map(str, sorted(counts)))
             raise ValueError(
                 f"{len(row.block_ids)} block ids for {row.input_length} tokens, where blocks of "
-                f"{self._size} make {wanted} (--id-block-size says otherwise)"
+                f"{self.size} make {wanted} (--id-block-size says otherwise)"
             )
 
     def _append(self, line: int, row: RawRow) -> None:
         anchors = []
-        for block_id in row.block_ids:
+        ids = row.block_ids or []
+        for block_id in ids:
             name = row.space, block_id
             if name not in self._anchor_of:
-                self._anchor_of[name] = self._take_anchors(self._size)
+                self._anchor_of[name] = self._take_anchors(self.size)
             anchors.append(self._anchor_of[name])
-        tail_anchor = self._take_anchors(max(row.input_length - len(row.block_ids) * self._size, 0))
-        number = len(self._rows)
-        before = None if row.parent is None else self._number_of.get(row.parent)
-        if row.chat is not None:
-            self._number_of[row.chat] = number
+        tail_anchor = self._take_anchors(max(row.input_length - len(ids) * self.size, 0))
+        before = tuple(f"r{number}" for number in row.parents)
         made = WorkloadRow(
-            number,
+            len(self._rows),
             0,
             row.input_length,
             row.output_length,
@@ -284,14 +307,12 @@ class _Reader:
             tail_anchor,
             None if row.token_ids is None else tuple(row.token_ids),
             row.priority,
-            None if before is None else Follows(f"r{before}", row.delay),
+            Follows(before, row.delay) if before else None,
         )
-        time = row.time if row.time is not None else self._get_start(before)
+        # A row without a time has that of the rows that it follows.
+        starts = (self._rows[number][0] for number in row.parents)
+        time = row.time if row.time is not None else max(starts, default=0)
         self._rows.append((time, line, made))
-
-    def _get_start(self, before: int | None) -> int:
-        """Return the time of a row without one: that of the row that it follows, or else 0."""
-        return 0 if before is None else self._rows[before][0]
 
     def _take_anchors(self, num_tokens: int) -> int:
         """Return the first anchor of this many tokens."""

@@ -78,12 +78,21 @@ REPLAY_PRESETS: Mapping[WorkloadFormat, ReplayPreset] = MappingProxyType(
             ),
             Pace(Arrivals.CLOSED, concurrency=256),
         ),
-        WorkloadFormat.AZURE: _SMALL_BLOCKS,
-        WorkloadFormat.BURSTGPT: _SMALL_BLOCKS,
-        WorkloadFormat.SERVINGSIM: _SMALL_BLOCKS,
-        WorkloadFormat.VLLM_BENCH: _SMALL_BLOCKS,
-        WorkloadFormat.AGENT: _LONG_PROMPTS,
-        WorkloadFormat.QWEN: _LONG_PROMPTS,
+        **dict.fromkeys(
+            (
+                *(WorkloadFormat.AZURE, WorkloadFormat.BURSTGPT, WorkloadFormat.SERVINGSIM),
+                *(WorkloadFormat.VLLM_BENCH, WorkloadFormat.VLLM_CUSTOM),
+                *(WorkloadFormat.SHAREGPT, WorkloadFormat.AIPERF),
+            ),
+            _SMALL_BLOCKS,
+        ),
+        **dict.fromkeys(
+            (
+                *(WorkloadFormat.AGENT, WorkloadFormat.QWEN, WorkloadFormat.TIMED_TRACE),
+                WorkloadFormat.DYNAMO,
+            ),
+            _LONG_PROMPTS,
+        ),
     }
 )
 """The defaults of `blockstep replay`."""

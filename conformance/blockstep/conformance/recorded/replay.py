@@ -7,8 +7,8 @@ and which blocks are held; it finds an engine that loses a token without any ref
 Time is virtual. `Arrivals.OPEN` submits a request when its `arrival_time` has passed, where each
 step takes `ticks_per_step`; an idle engine sleeps until the next arrival. `Arrivals.CLOSED`
 ignores times and keeps `concurrency` requests unfinished, in order of arrival; later prompts are
-not even built. A request that follows another one (`follows`) is submitted when that has finished
-or was rejected, and its delay has passed.
+not even built. A request that follows others (`follows`) is submitted when these have finished or
+were rejected, and its delay has passed.
 
 Every sampled token is a token id that no other position of any request has, so outputs never share
 blocks, and every request runs to its `max_tokens` (or `max_model_len`).
@@ -136,11 +136,11 @@ class _Replay:
         self._source = source
         self._next = next(source, None)
         self._follows = follows
-        self._followed = {one.request_id for one in follows.values()}
+        self._followed = {name for one in follows.values() for name in one.request_ids}
         self._ended_at: dict[v.RequestId, int] = {}
         """Ticks, of requests that others follow."""
         self._held: dict[v.RequestId, list[v.Request]] = {}
-        """Requests whose arrival time has passed, by the unfinished request that they follow."""
+        """Requests whose arrival time has passed, by an unfinished request that they follow."""
         self._due: list[tuple[int, int, v.Request]] = []
         """Heap of requests whose predecessor has finished: due ticks, a number that breaks ties."""
         self._num_due = 0
@@ -207,24 +207,23 @@ class _Replay:
                 return
 
     def _hold_back(self, request: v.Request) -> None:
-        """Keep a request until the one that it follows has finished."""
-        before = self._follows[request.request_id].request_id
-        if before in self._ended_at:
-            self._release_at(request, self._ended_at[before])
-        else:
-            self._held.setdefault(before, []).append(request)
-
-    def _release_at(self, request: v.Request, ended_at: int) -> None:
-        due = max(request.arrival_time, ended_at + self._follows[request.request_id].delay)
+        """Keep a request until all those that it follows have finished."""
+        follows = self._follows[request.request_id]
+        for before in follows.request_ids:
+            if before not in self._ended_at:
+                self._held.setdefault(before, []).append(request)
+                return
+        ended_at = max(self._ended_at[before] for before in follows.request_ids)
+        due = max(request.arrival_time, ended_at + follows.delay)
         heappush(self._due, (due, self._num_due, request))
         self._num_due += 1
 
     def _end(self, request_id: v.RequestId) -> None:
         """Let the requests go that follow one that has finished or was refused."""
         if request_id in self._followed:
-            ended_at = self._ended_at[request_id] = self._ticks
+            self._ended_at[request_id] = self._ticks
             for request in self._held.pop(request_id, ()):
-                self._release_at(request, ended_at)
+                self._hold_back(request)
 
     def _apply(self, event: v.Event) -> v.Observation:
         self.last_event = event
