@@ -11,11 +11,14 @@ import typer
 from blockstep.conformance.command import console, options
 from blockstep.conformance.command.explore import require_worlds, tell_progress
 from blockstep.conformance.engine import EXACT
+from blockstep.conformance.engines.process import VERSION, Hello
 from blockstep.conformance.explore.consume import consume
+from blockstep.conformance.explore.package import pack
 from blockstep.conformance.explore.vectors import fill, read_vectors
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.protocol.schema import build_schema
 from blockstep.conformance.report.brief import brief_consumed
 from blockstep.conformance.report.wording import HEADLINES, render_finding
 from blockstep.conformance.search.options import ExitCode, exit_code_of
@@ -67,6 +70,31 @@ def fill_command(
             "sha256": manifest.sha256,
         },
     )
+
+
+@vectors_app.command("pack")
+def pack_command(
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it is made.")],
+    preset: Annotated[
+        list[str] | None, typer.Option(help="A world (repeatable); without it, all small ones.")
+    ] = None,
+    max_states: Annotated[int, typer.Option(min=1, help="Walk at most this many states.")] = 3000,
+    json_path: options.Json = None,
+) -> None:
+    """Write a package of vectors that any language can use without Blockstep.
+
+    It has a file for each world, an index with digests, the JSON Schema, a README, and check.py,
+    which plays the vectors on an engine.
+
+    Example: blockstep vectors pack vectors-package
+    """
+    worlds = require_worlds(preset or [*WORLDS])
+    with console.input_errors():
+        schema = build_schema(Hello, VERSION)
+        files = pack(folder, worlds, max_states, schema, tell_progress)
+    programs, events = (sum(getattr(it, name) for it in files) for name in ("programs", "events"))
+    console.say(f"{folder}: {len(files)} files, {programs} programs, {events} events\n", json_path)
+    console.write_json(json_path, {"path": str(folder), "files": [asdict(it) for it in files]})
 
 
 @vectors_app.command("consume")
