@@ -3,8 +3,8 @@
     python check.py                     are the files those of index.json?
     python check.py ./my-engine --flag  plays them on an engine that speaks lines of JSON
 
-It needs only the standard library. Exit codes: 0 right, 1 the engine answers otherwise, 2 the package or the engine
-cannot be used, 5 nothing could be tried.
+It needs only the standard library. Exit codes: 0 right, 1 the engine answers otherwise, 2 the
+package or the engine cannot be used, 5 nothing could be tried.
 """
 
 from __future__ import annotations
