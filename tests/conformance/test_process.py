@@ -21,6 +21,7 @@ from blockstep.conformance.engine import BadEngineError, EngineFault, Safety, Sa
 from blockstep.conformance.engines.process import Hello, ProcessFactory
 from blockstep.conformance.protocol.link import Link
 from blockstep.conformance.protocol.program import Answer, Program
+from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.protocol.registry import (
     EngineNotFoundError,
     SpecEngine,
@@ -94,30 +95,42 @@ def test_an_engine_of_ours_in_a_process_agrees_with_the_specification() -> None:
     assert (result.num_events, result.has_snapshot) == (5, True)
 
 
+FAULT, DIVERGENCE = "FAULT at event", "DIVERGENCE at event"
+
+
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "headline", "words"),
     [
-        ("no-json", "Input data was truncated"),
-        ("no-object", "Expected `object`, got `array`"),
-        ("unknown-type", "Invalid value 'Step' - at `$.type`"),
-        ("unknown-field", "unknown field `num_steps`"),
-        ("wrong-type", "Expected `int`, got `str` - at `$.frame_id`"),
-        ("fault", "lost a block"),
-        ("exit", "ended with exit code 3"),
-        ("signal", "ended by SIGSEGV"),
-        ("half-a-line", "ended with exit code 0 after"),
-        ("twice", "write one line for each line read"),
-        ("decision", "field='frame_id', expected='0', seen='7'"),
-        ("state", "missing required field `pause_state`"),
-        ("closed", "closed its standard output"),
+        ("no-json", FAULT, "Input data was truncated"),
+        ("no-object", FAULT, "Expected `object`, got `array`"),
+        ("unknown-type", FAULT, "Invalid value 'Step' - at `$.type`"),
+        ("unknown-field", FAULT, "unknown field `num_steps`"),
+        ("wrong-type", FAULT, "Expected `int`, got `str` - at `$.frame_id`"),
+        ("fault", FAULT, "lost a block"),
+        ("exit", FAULT, "ended with exit code 3"),
+        ("signal", FAULT, "ended by SIGSEGV"),
+        ("half-a-line", FAULT, "ended with exit code 0 after"),
+        ("twice", FAULT, "write one line for each line read"),
+        ("flood", FAULT, "more than 1048576 bytes in one line"),
+        ("decision", DIVERGENCE, "frame_id is 7, the spec has 0"),
+        ("state", FAULT, "missing required field `pause_state`"),
+        ("closed", FAULT, "closed its standard output"),
     ],
 )
-def test_what_a_process_does_wrong_is_told_in_a_sentence(wrong: str, words: str) -> None:
-    result = play(f"cmd:{command_of('spec', wrong)}")
-    assert result.first is not None
-    told = f"{result.first.message} {result.first.differences}"
+def test_a_wrong_process_gives_exit_code_1_and_one_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, headline: str, words: str
+) -> None:
+    monkeypatch.setattr("blockstep.conformance.protocol.link.LINE_BYTES_MAX", 1 << 20)
+    path = tmp_path / "program.json"
+    path.write_text(write_program(PROGRAM, ""))
+    engine = f"cmd:{command_of('spec', wrong)}"
+    given = ("check", "--engine", engine, "--program", str(path), "--in-process")
+    result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
+    told = " ".join(result.output.split())
+    assert result.exit_code == 1, told
     assert words in told
-    assert result.first.frames == ()  # they would be lines of ours
+    assert (told.count(headline), told.count(FAULT) + told.count(DIVERGENCE)) == (1, 1)
+    assert "Traceback" not in told
 
 
 @pytest.mark.parametrize(
@@ -142,13 +155,6 @@ def test_a_check_ends_with_its_exit_code(wrong: str, code: int, words: str) -> N
     result = check(f"cmd:{command_of('spec', wrong)}", "--brief", "--event-seconds", "1")
     assert result.exit_code == code, result.output
     assert words in " ".join(result.output.split())
-
-
-def test_a_line_without_an_end_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockstep.conformance.protocol.link.LINE_BYTES_MAX", 1 << 20)
-    engine = ProcessFactory(command_of("spec", "flood"))(CONFIG)
-    with pytest.raises(EngineFault, match="more than 1048576 bytes in one line"):
-        engine.apply(v.Schedule())
 
 
 def test_a_run_that_is_refused_is_a_fault() -> None:
