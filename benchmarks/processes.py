@@ -1,4 +1,4 @@
-"""Processes: what an event costs an engine in a process of its own, beside one in this process.
+"""Processes: what an event costs an engine in its own process, and one in this process.
 
     python -m benchmarks.processes [--events N] [--rounds N] [--json FILE]
 
@@ -43,7 +43,7 @@ class Cost:
     with_state: bool
     here_us: float
     there_us: float
-    """Of the engine's own process; 0 if it has none."""
+    """Time of the engine's own process; 0 if it has none."""
 
 
 def record_events(engine: str, num_events: int) -> list[tuple[Config, list[Event]]]:

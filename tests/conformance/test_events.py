@@ -72,6 +72,7 @@ def run(*given: str) -> Result:
     [
         ["BlockStored", [A], None, [1, 2], 2, None],  # vLLM 0.9, SGLang
         ["BlockStored", [A], None, [1, 2], 2, None, "GPU"],
+        ["BlockStored", [A], None, [1, 2], 2, None, "GPU", "lora"],
         ["BlockStored", [A], None, [1, 2], 2, None, "GPU", None, [None]],
         {"type": "BlockStored", "block_hashes": [A], "token_ids": [1, 2], "block_size": 2},
         {"type": "BlockStored", "block_hashes": [A], "token_ids": [1, 2], "block_size": 2,
@@ -267,6 +268,14 @@ def test_a_good_index_is_not_accused() -> None:
     assert judge(GoodIndex(), *STORY) is None
 
 
+def test_an_index_is_told_of_a_restart() -> None:
+    judged = IndexJudge(GoodIndex(), Follower(), num_lookups=4, seed=1)
+    stream = (*batches(STORE_AB, STORE_C), *batches(["BlockStored", [D], None, [1, 2], 2, None]))
+    assert [judged.take(batch) for batch in stream] == [None] * 3
+    deaf = IndexJudge(DeafIndex(), Follower(), num_lookups=4, seed=1)
+    assert [lie.seq for batch in stream if (lie := deaf.take(batch)) is not None] == [0]
+
+
 def test_an_index_that_counts_no_copies_is_found() -> None:
     lie = judge(SetIndex(), *STORY)
     assert (lie.seq, lie.expected, lie.seen) == (3, 2, 1)
@@ -337,6 +346,31 @@ def test_gaps_and_contradictions_have_lines(tmp_path: Path) -> None:
     assert result.exit_code == 1
     for words in ("messages 1 to 2 are missing", "message 0 is numbered", "removed_block"):
         assert words in result.output
+
+
+def test_one_command_names_all_that_is_wrong_with_a_stream_and_an_index(tmp_path: Path) -> None:
+    """A gap, a restart, an event of an unknown type, and an index that forgets a copy."""
+    found = [
+        *batches(STORE_AB, {"type": "BlockUpdated", "block_hashes": [A]}),
+        *batches(STORE_C, start=4),
+        *batches(STORE_AB, STORE_AB, REMOVE_B),
+    ]
+    path = tmp_path / "d.jsonl"
+    rows = [json.loads(write_line(batch)) for batch in found]
+    rows[1]["events"] = [{"type": "BlockUpdated", "block_hashes": [A]}]  # a dump of another tool
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run(str(path), "--index", f"{__name__}:SetIndex")
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    for line in (
+        "gap         messages 2 to 3 are missing",
+        "restart     message 0 is numbered as an earlier one",
+        "unknown     1 event of the type BlockUpdated, without effect here",
+        f"WRONG INDEX {__name__}:SetIndex after message 2: lookup of 2 blocks",
+        "  chain     17, 18",
+        "  expected  2 leading blocks, seen 1",
+    ):
+        assert line in lines, result.output
 
 
 def test_bad_input_is_a_usage_error(tmp_path: Path) -> None:

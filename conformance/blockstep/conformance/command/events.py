@@ -150,7 +150,8 @@ def _tell(
     for seq in follower.restarts[:SHOWN_MAX]:
         yield f"restart     message {seq} is numbered as an earlier one"
     for name, count in sorted(follower.unknown.items()):
-        yield f"unknown     {count:,} events of the type {name}, which change nothing here"
+        events = "event" if count == 1 else "events"
+        yield f"unknown     {count:,} {events} of the type {name}, without effect here"
     for one in follower.contradictions[:SHOWN_MAX]:
         yield f"contradiction  message {one.seq}: {one.name}: {one.message}"
     if follower.num_contradictions > SHOWN_MAX:

@@ -9,7 +9,8 @@ answers lines of JSON (`cmd:./my-index`):
     <- {"type":"Found","num_blocks":1}
 
 `lookup` returns how many leading blocks of a chain are cached. A block is cached until each copy
-was removed: an engine stores the same content twice if two requests compute it at once.
+was removed: an engine stores the same content twice if two requests compute it at once. After a
+restart of the engine the index is given an `AllBlocksCleared` before the first events.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from blockstep.conformance.protocol.lines import shown
 from blockstep.conformance.protocol.link import Link
 from blockstep.conformance.protocol.registry import COMMAND
 from blockstep.conformance.recorded.stream import (
+    CLEARED,
     Batch,
     BlockHash,
     Follower,
+    KVRecord,
     Name,
 )
 
@@ -120,9 +123,12 @@ class IndexJudge:
         """Return the first answer that is wrong after a batch, or None."""
         changed = [(event.group, one) for event in batch.events for one in event.block_hashes]
         chains = {name: self._follower.get_chain(name) for name in changed}  # as they were
+        num_restarts = len(self._follower.restarts)
         self._follower.take(batch)
+        has_restarted = len(self._follower.restarts) > num_restarts
+        events = (*[KVRecord(CLEARED)] * has_restarted, *batch.events)
         try:
-            self._index.apply([event.to_plain() for event in batch.events])
+            self._index.apply([event.to_plain() for event in events])
         except Exception as error:
             return Lie(batch.seq, (), 0, None, f"apply() raised {type(error).__name__}: {error}")
         self._known += [name for name in changed if name in self._follower.parents]
