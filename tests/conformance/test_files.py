@@ -361,7 +361,10 @@ def test_the_turns_of_a_conversation_follow_each_other(tmp_path: Path) -> None:
         ('[{"conversations": []}, {"id": 3\n', "a JSON array that does not end"),
         ("[\n", "a JSON array that does not end"),
         ("[]\n", "no rows"),
-        ('[{"prompt": "a", "output_tokens": 1}, 7]', "Expected `object`, got `int`"),
+        ('[{"prompt": "a", "output_tokens": 1}, 7]', "an element that is no object"),
+        ('["prompt"]', "an element that is no object"),
+        ('[{"prompt": "a", "output_tokens": 1}\n7\n]', "an element that is no object"),
+        ('[{"prompt": "a]\n}]', "no known format"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_told(tmp_path: Path, text: str, words: str) -> None:
@@ -386,6 +389,13 @@ def test_a_damaged_file_is_a_workload_or_a_trace_error(tmp_path: Path, name: str
             assert len(load(path, tokenize=words)) >= 1
         except TraceError:
             continue
+
+
+def test_brackets_in_strings_are_no_brackets(tmp_path: Path) -> None:
+    text = (
+        '[ {"prompt": "a }] \\" {[", "output_tokens": 1},\n{"prompt": "b",\n"output_tokens": 2} ]'
+    )
+    assert count(read(tmp_path, text)) == (2, 5, 3, 0)
 
 
 def test_a_default_stands_in_for_output_lengths(tmp_path: Path) -> None:

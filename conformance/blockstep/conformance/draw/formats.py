@@ -39,13 +39,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from enum import Enum, StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -60,7 +60,7 @@ TOKEN_ID_MAX = (1 << 30) - 1
 TICKS_PER_SECOND = 1000
 LFS_POINTER = "version https://git-lfs.github.com/spec/"
 ELEMENT_CHARS_MAX = 1 << 24
-"""Most characters of one element of a JSON array that is written in several lines."""
+"""Most characters of one element of a JSON array."""
 Tokenize: TypeAlias = Callable[[str], Sequence[int]]
 """Tokenizes a text."""
 
@@ -565,43 +565,42 @@ class RowError(ValueError):
         self.text = text
 
 
-_BETWEEN = re.compile(r"[\s,]*")
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]')
+"""A string of JSON, which ends in its line, or a bracket outside of strings."""
 
 
 def split_array(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """Yield the elements of a JSON array with the line in which each ends; other files as they are.
 
     Raises:
-        RowError: the array breaks off, or has an element that is too long.
+        RowError: the array breaks off, or has an element that is no object or is too long.
     """
     first = next(lines, None)
-    if first is None:
+    if first is None or not first[1].lstrip().startswith("["):
+        yield from () if first is None else chain([first], lines)
         return
-    line, text = first
-    if not text.lstrip().startswith("["):
-        yield first
-        yield from lines
-        return
-    decoder, rest, at = json.JSONDecoder(), text.lstrip()[1:], 0
-    while True:
-        at = _BETWEEN.match(rest, at).end()  # type: ignore[union-attr]
-        if rest.startswith("]", at):
-            return
-        try:
-            # An element that goes on in the next line is not tried.
-            may_end = text.rstrip().endswith(("}", "},", "]"))
-            end = decoder.raw_decode(rest, at)[1] if may_end else at
-        except (ValueError, RecursionError):
-            end = at
-        if end > at:
-            yield line, rest[at:end]
-            at = end
-            continue
-        following = next(lines, None)
-        if following is None or len(rest) - at > ELEMENT_CHARS_MAX:
-            raise RowError(line, rest[at:], "a JSON array that does not end")
-        line, text = following
-        rest, at = f"{rest[at:]}\n{text}", 0
+    depth, parts, size = 0, list[str](), 0  # of the element that has begun
+    for line, text in chain([(first[0], first[1].lstrip()[1:])], lines):
+        at = 0  # where the element begins in this line, or the one before it has ended
+        for token in _TOKEN.finditer(text):
+            if depth == 0:
+                if text[at : token.start()].strip(" \t\r,") or token.group() not in ("{", "]"):
+                    raise RowError(line, text[at:], "an element that is no object")
+                if token.group() == "]":
+                    return
+                at = token.start()
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token.group(), 0)
+            if depth == 0:
+                yield line, "\n".join([*parts, text[at : token.end()]])
+                at, parts, size = token.end(), [], 0
+        if depth:
+            parts.append(text[at:])
+            size += len(text)
+            if size > ELEMENT_CHARS_MAX:
+                raise RowError(line, parts[0], "an element that is too long")
+        elif text[at:].strip(" \t\r,"):
+            raise RowError(line, text[at:], "an element that is no object")
+    raise RowError(line, "".join(parts[:1]), "a JSON array that does not end")
 
 
 def read_rows(
