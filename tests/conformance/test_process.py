@@ -257,6 +257,30 @@ def test_processes_end_with_their_factory() -> None:
     assert process.poll() is not None
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and has not ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
+@pytest.mark.parametrize("engine", ["spec", "spec exit"])
+def test_what_a_process_has_started_ends_with_it(tmp_path: Path, engine: str) -> None:
+    script, started = tmp_path / "engine.sh", tmp_path / "pid"
+    script.write_text(f"sleep 600 & echo $! > {started}\nexec {command_of(engine)}\n")
+    factory = ProcessFactory(f"sh {script}")
+    run = factory(CONFIG)
+    assert is_running(int(started.read_text()))
+    if "exit" in engine:
+        with pytest.raises(EngineFault, match="exit code 3"):
+            run.apply(v.Commit(0, ()))
+    del run, factory
+    deadline = time.monotonic() + 10
+    while is_running(int(started.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(int(started.read_text()))
+
+
 def test_a_link_times_out() -> None:
     link = Link([sys.executable, "-c", "import time; time.sleep(60)"])
     with pytest.raises(EngineFault, match=r"line 1 was not answered within 0\.2 s"):

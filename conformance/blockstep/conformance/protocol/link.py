@@ -20,7 +20,18 @@ ANSWER_SECONDS = 60.0
 """The process has this long to answer a line. `check` and `hunt` stop waiting earlier."""
 END_SECONDS = 1.0
 """The process has this long to end once its standard input has ended; then it is killed."""
+LOOK_SECONDS = 0.5
+"""A process that is silent is looked at this often: it may have ended."""
 CHUNK_BYTES = 1 << 16
+_is_in_a_group = False
+"""Whether the whole group of this process is killed at its end, as that of an isolated engine is.
+"""
+
+
+def share_group() -> None:
+    """Start processes in the group of this process, which is killed as a whole."""
+    global _is_in_a_group  # noqa: PLW0603 - a fact about this process
+    _is_in_a_group = True
 
 
 class Link:
@@ -31,9 +42,14 @@ class Link:
         self.num_sent = 0
         self.is_lost = False
         self._unread = bytearray()
-        # The group of this process: `check` ends an engine together with all that it has started.
+        # Its group is killed at its end, so that what it has started ends as well.
+        self._has_group = not _is_in_a_group
         self._process = subprocess.Popen(  # noqa: S603 - the command is the user's own
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=self._has_group,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -79,7 +95,7 @@ class Link:
         rest = memoryview(line + b"\n")
         checked = 0  # bytes of the answer that hold no line feed
         while True:
-            waited = max(end - time.monotonic(), 0)
+            waited = min(max(end - time.monotonic(), 0), LOOK_SECONDS)
             can_write = [self._input] if rest else []
             ready, writable, _ = select.select([self._output], can_write, [], waited)
             if writable:
@@ -97,8 +113,18 @@ class Link:
                 checked = len(self._unread)
                 if checked > LINE_BYTES_MAX:
                     raise EngineFault(f"an answer of more than {LINE_BYTES_MAX} bytes in one line")
+            elif not writable and self._has_ended():
+                raise EngineFault(self._tell_end())
             elif not writable and time.monotonic() >= end:
                 raise EngineFault(f"line {self.num_sent} was not answered within {seconds:g} s")
+
+    def _has_ended(self) -> bool:
+        """Whether the process has ended and has left nothing to read.
+
+        Its standard output may be open still: what it has started may hold it.
+        """
+        is_over = self._process.poll() is not None
+        return is_over and not select.select([self._output], [], [], 0)[0]
 
     def _read_more(self) -> None:
         """Read what the process has written. Raises EngineFault at the end of its output."""
@@ -125,8 +151,11 @@ class Link:
         for pipe in (self._input, self._output):
             with contextlib.suppress(OSError):
                 pipe.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
+        if self._has_group:
+            with contextlib.suppress(OSError):  # the group is empty
+                os.killpg(self._process.pid, signal.SIGKILL)
+        elif self._process.returncode is None:
             self._process.kill()
-            self._process.wait()
+        self._process.wait()

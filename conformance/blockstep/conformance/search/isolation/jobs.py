@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, TypeAlias
 from blockstep.conformance.engine import BadEngineError, EngineFactory
 from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.lines import TraceError
+from blockstep.conformance.protocol.link import share_group
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.search.check import (
@@ -115,6 +116,7 @@ def serve(folder: str) -> None:
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123 - until the end
     os.dup2(sys.stdin.fileno(), 0)
     os.dup2(2, 1)
+    share_group()  # so that engines in processes of their own end with this one
     faulthandler.enable(all_threads=False)
     if sys.platform != "win32":
         faulthandler.register(signal.SIGUSR1, all_threads=False)
