@@ -95,6 +95,12 @@ def test_an_engine_of_ours_in_a_process_agrees_with_the_specification() -> None:
     assert (result.num_events, result.has_snapshot) == (5, True)
 
 
+def test_an_exact_engine_agrees_at_plan_and_its_blocks_are_no_finding() -> None:
+    for engine in ("host@plan", f"cmd:{command_of('host')}@plan"):
+        assert play(engine).first is None
+    assert play(f"cmd:{command_of('host', 'decision')}@plan").first is not None
+
+
 FAULT, DIVERGENCE = "FAULT at event", "DIVERGENCE at event"
 
 

@@ -76,7 +76,7 @@ def fill_command(
 def pack_command(
     folder: Annotated[Path, typer.Argument(help="The folder to write; it is made.")],
     preset: Annotated[
-        list[str] | None, typer.Option(help="A world (repeatable); without it, all small ones.")
+        list[str] | None, typer.Option(help="A world (repeatable); without it, all.")
     ] = None,
     max_states: Annotated[int, typer.Option(min=1, help="Walk at most this many states.")] = 3000,
     json_path: options.Json = None,

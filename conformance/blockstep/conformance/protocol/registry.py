@@ -19,8 +19,11 @@ from blockstep.conformance.engine import (
     EQUIVALENCES,
     EXACT,
     BadEngineError,
+    Capability,
     Engine,
     EngineFactory,
+    SamePlans,
+    get_capabilities,
     get_traits,
 )
 from blockstep.conformance.protocol.findings import tell_error
@@ -204,11 +207,20 @@ class HeldEngine:
     def __init__(self, make_engine: EngineFactory, equivalence: str) -> None:
         kind = next(kind for kind in EQUIVALENCES if kind.name == equivalence)
         self._make_engine = make_engine
-        self.traits = replace(get_traits(make_engine), equivalence=kind())
+        held = SamePlans(shows_blocks=_names_blocks(make_engine)) if kind is SamePlans else kind()
+        self.traits = replace(get_traits(make_engine), equivalence=held)
 
     def __call__(self, config: Config) -> Engine:
         """Build an engine."""
         return self._make_engine(config)
+
+
+def _names_blocks(make_engine: EngineFactory) -> bool:
+    """Whether an engine shows its state, and so names blocks in its plans as well."""
+    try:
+        return Capability.SNAPSHOT in get_capabilities(make_engine)
+    except Exception:  # reported where an engine is built for a run
+        return False
 
 
 def load_engine(name: str, profile: Profile = STRICT) -> EngineFactory:
