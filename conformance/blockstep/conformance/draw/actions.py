@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from random import Random
 from typing import TypeAlias, TypeVar
 
@@ -103,15 +102,15 @@ class View:
 
     ready: set[v.RequestId] = field(default_factory=set)
     """Requests whose grammars were reported as compiled."""
-    actions: tuple[str, ...] = field(init=False, repr=False)
-    """Names of the actions that the features of the swarm allow."""
+    actions: Mapping[str, WeightedAction] = field(init=False, repr=False)
+    """Actions that the features of the swarm allow, by name."""
 
     def __post_init__(self) -> None:
-        self.actions = tuple(
-            name
+        self.actions = {
+            name: action
             for name, action in ACTIONS.items()
             if action.feature is None or self.swarm.has(action.feature)
-        )
+        }
 
     def note(self, action: Action) -> None:
         """Note that an action was done."""
@@ -350,50 +349,6 @@ def hostile(view: View, draw: Draw) -> Action:
     return Hostile(draw_bad_event(view.swarm, client.live, names, list_frames(client), draw))
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedAction:
-    """Drawing function of an action, its weight, and the feature that it needs."""
-
-    draw: Drawing
-    weight: int
-    feature: Feature | None = None
-
-
-ACTIONS: Mapping[str, WeightedAction] = {
-    "submit": WeightedAction(submit, 22),
-    "schedule": WeightedAction(schedule, 36),
-    "answer": WeightedAction(answer, 36),
-    "propose": WeightedAction(propose, 24, DRAFTS),
-    "abort": WeightedAction(abort, 3, ABORTS),
-    "grammar_ready": WeightedAction(grammar_ready, 8, GRAMMAR),
-    "pause": WeightedAction(pause, 3, PAUSE),
-    "reset": WeightedAction(reset, 2, RESET),
-    "hostile": WeightedAction(hostile, 4, HOSTILE),
-    "misanswer": WeightedAction(misanswer, 5, HOSTILE),
-    "grammar_failed": WeightedAction(grammar_failed, 2, MASKS),
-    "mask": WeightedAction(mask, 8, MASKS),
-    "encoder_reset": WeightedAction(encoder_reset, 2, ENCODER),
-    "encoder_offer": WeightedAction(encoder_offer, 3, ENCODER),
-    "streaming_update": WeightedAction(streaming_update, 14, SESSIONS),
-    "kv_offer": WeightedAction(kv_offer, 24, TRANSFERS),
-    "report": WeightedAction(report, 6, TRANSFERS),
-    "clock": WeightedAction(clock, 8, PINS),
-    "pin_estimate": WeightedAction(pin_estimate, 12, PINS),
-    "fork": WeightedAction(fork, 16, FORKS),
-}
-
-
-def is_enabled(name: str, view: View) -> bool:
-    """Return whether an action makes sense now. Pointless ones are left to `hostile`."""
-    return name in view.actions and _has_a_point(name, view)
-
-
-def _has_a_point(name: str, view: View) -> bool:
-    """Return whether an action of this name makes sense now, whatever the features."""
-    has_point = _POINTS.get(name)
-    return has_point is None or has_point(view)
-
-
 def _may_submit(view: View) -> bool:
     swarm = view.swarm
     most = swarm.preset.num_requests_max * (2 if swarm.is_crowded else 1)
@@ -406,25 +361,20 @@ def _may_fork(view: View) -> bool:
     return bool(view.client.live) and room
 
 
-_POINTS: Mapping[str, Callable[[View], bool]] = {
-    "submit": _may_submit,
-    "answer": lambda view: bool(view.client.plans),
-    "schedule": lambda view: not _is_pipeline_full(view) or view.swarm.has(HOSTILE),
-    "grammar_ready": lambda view: bool(view.client.live),
-    "streaming_update": lambda view: bool(view.client.sessions) or view.swarm.has(HOSTILE),
-    "mask": lambda view: bool(view.client.plans),
-    "kv_offer": lambda view: bool(view.client.live),
-    "fork": _may_fork,
-}
-"""Conditions under which an action makes sense, by its name. Actions without an entry always do."""
+def _may_plan(view: View) -> bool:
+    return not _is_pipeline_full(view) or view.swarm.has(HOSTILE)
 
 
-def next_action(view: View, draw: Draw) -> Action:
-    """Draw an action by weight, and its details."""
-    names = [name for name in view.actions if _has_a_point(name, view)]
-    totals = [*accumulate([_weight(name, view) for name in names])]
-    chosen = bisect_left(totals, draw.integer(1, totals[-1]))
-    return ACTIONS[names[chosen]].draw(view, draw)
+def _may_update(view: View) -> bool:
+    return bool(view.client.sessions) or view.swarm.has(HOSTILE)
+
+
+def _has_plans(view: View) -> bool:
+    return bool(view.client.plans)
+
+
+def _has_requests(view: View) -> bool:
+    return bool(view.client.live)
 
 
 def _is_pipeline_full(view: View) -> bool:
@@ -479,7 +429,7 @@ def _is_ambush(view: View) -> bool:
     )
 
 
-def _weight_of_aborts(weight: int, view: View) -> int:
+def _weigh_aborts(weight: int, view: View) -> int:
     """Return the weight of aborts: higher while a request loads blocks or shares a block."""
     client = view.client
     if view.seeks_aborts and _is_ambush(view):
@@ -491,41 +441,109 @@ def _weight_of_aborts(weight: int, view: View) -> int:
     return weight * 5 if any(name in client.live for name in client.transfers.loading) else weight
 
 
-def _weight(name: str, view: View) -> int:
-    """Return the weight of an action now.
-
-    Without late commits a commit follows a full pipeline closely, as in real runs.
-    """
-    weight, habits = ACTIONS[name].weight, view.swarm.habits
-    if name == "grammar_ready" and view.swarm.has(MASKS):
+def _weigh_submissions(weight: int, view: View) -> int:
+    swarm = view.swarm
+    if swarm.is_crowded:
         return weight * 3
-    if name == "report":
-        return weigh_reports(weight, view.client.transfers, view.swarm.token_seed)
-    if name == "kv_offer":  # the store answers before a new request is admitted
-        is_asked = [*view.client.live][-1] in view.client.transfers.offers
-        return weight // 4 if is_asked else weight * 2
-    if name == "abort":
-        return _weight_of_aborts(weight, view)
-    if name == "fork":
-        return weight * 3 if list_ready(view.client) else 2
-    if name == "reset":
-        usual = weight * (1 + 5 * (not view.client.live) + view.swarm.has(TRANSFERS))
-        return _weigh_rare_resets(weight, view) or usual
-    if name == "schedule" and not view.client.live:
-        return 4
-    if name == "schedule" and _is_pipeline_full(view):
-        return 2
-    if name == "answer" and _is_pipeline_full(view):
-        return weight if Habit.LATE_COMMIT in habits else weight * 6
-    if name == "answer" and Habit.FULL_PIPELINE in habits:
-        return 4
-    if name == "propose" and view.swarm.config.async_scheduling:
-        return 4  # no event there: it sets how many drafts will be accepted
-    if name == "submit" and view.swarm.is_crowded:
-        return weight * 3
-    if name == "submit" and view.swarm.config.has_windows and _is_newest_unplanned(view):
+    if swarm.config.has_windows and _is_newest_unplanned(view):
         # two requests with equal states, or with equal windows, in one step
-        return weight * (5 if view.swarm.config.has_states else 3)
-    if name == "submit" and view.client.preempted_texts and _has_preempted(view):
-        return weight * 2
-    return weight
+        return weight * (5 if swarm.config.has_states else 3)
+    return weight * (2 if view.client.preempted_texts and _has_preempted(view) else 1)
+
+
+def _weigh_plans(weight: int, view: View) -> int:
+    if not view.client.live:
+        return 4
+    return 2 if _is_pipeline_full(view) else weight
+
+
+def _weigh_answers(weight: int, view: View) -> int:
+    """Without late commits a commit follows a full pipeline closely, as in real runs."""
+    habits = view.swarm.habits
+    if _is_pipeline_full(view):
+        return weight if Habit.LATE_COMMIT in habits else weight * 6
+    return 4 if Habit.FULL_PIPELINE in habits else weight
+
+
+def _weigh_proposals(weight: int, view: View) -> int:
+    # Asynchronous scheduling has no event for it: it sets how many drafts will be accepted.
+    return 4 if view.swarm.config.async_scheduling else weight
+
+
+def _weigh_resets(weight: int, view: View) -> int:
+    usual = weight * (1 + 5 * (not view.client.live) + view.swarm.has(TRANSFERS))
+    return _weigh_rare_resets(weight, view) or usual
+
+
+def _weigh_grammars(weight: int, view: View) -> int:
+    return weight * 3 if view.swarm.has(MASKS) else weight
+
+
+def _weigh_offers(weight: int, view: View) -> int:
+    # The store answers before a new request is admitted.
+    is_asked = next(reversed(view.client.live)) in view.client.transfers.offers
+    return weight // 4 if is_asked else weight * 2
+
+
+def _weigh_loads(weight: int, view: View) -> int:
+    return weigh_reports(weight, view.client.transfers, view.swarm.token_seed)
+
+
+def _weigh_forks(weight: int, view: View) -> int:
+    return weight * 3 if list_ready(view.client) else 2
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedAction:
+    """Drawing function of an action, and how often it is drawn."""
+
+    draw: Drawing
+    weight: int
+    feature: Feature | None = None
+    """The feature that it needs."""
+    weigh: Callable[[int, View], int] | None = None
+    """Returns the weight now, given the usual one; None if it is always the usual one."""
+    has_point: Callable[[View], bool] | None = None
+    """Whether the action makes sense now; None if it always does."""
+
+
+ACTIONS: Mapping[str, WeightedAction] = {
+    "submit": WeightedAction(submit, 22, None, _weigh_submissions, _may_submit),
+    "schedule": WeightedAction(schedule, 36, None, _weigh_plans, _may_plan),
+    "answer": WeightedAction(answer, 36, None, _weigh_answers, _has_plans),
+    "propose": WeightedAction(propose, 24, DRAFTS, _weigh_proposals),
+    "abort": WeightedAction(abort, 3, ABORTS, _weigh_aborts),
+    "grammar_ready": WeightedAction(grammar_ready, 8, GRAMMAR, _weigh_grammars, _has_requests),
+    "pause": WeightedAction(pause, 3, PAUSE),
+    "reset": WeightedAction(reset, 2, RESET, _weigh_resets),
+    "hostile": WeightedAction(hostile, 4, HOSTILE),
+    "misanswer": WeightedAction(misanswer, 5, HOSTILE),
+    "grammar_failed": WeightedAction(grammar_failed, 2, MASKS),
+    "mask": WeightedAction(mask, 8, MASKS, None, _has_plans),
+    "encoder_reset": WeightedAction(encoder_reset, 2, ENCODER),
+    "encoder_offer": WeightedAction(encoder_offer, 3, ENCODER),
+    "streaming_update": WeightedAction(streaming_update, 14, SESSIONS, None, _may_update),
+    "kv_offer": WeightedAction(kv_offer, 24, TRANSFERS, _weigh_offers, _has_requests),
+    "report": WeightedAction(report, 6, TRANSFERS, _weigh_loads),
+    "clock": WeightedAction(clock, 8, PINS),
+    "pin_estimate": WeightedAction(pin_estimate, 12, PINS),
+    "fork": WeightedAction(fork, 16, FORKS, _weigh_forks, _may_fork),
+}
+
+
+def is_enabled(name: str, view: View) -> bool:
+    """Return whether an action makes sense now. Pointless ones are left to `hostile`."""
+    action = view.actions.get(name)
+    return action is not None and (action.has_point is None or action.has_point(view))
+
+
+def next_action(view: View, draw: Draw) -> Action:
+    """Draw an action by weight, and its details."""
+    found, totals, total = [], [], 0
+    for action in view.actions.values():
+        if action.has_point is None or action.has_point(view):
+            weigh, weight = action.weigh, action.weight
+            total += weight if weigh is None else weigh(weight, view)
+            found.append(action)
+            totals.append(total)
+    return found[bisect_left(totals, draw.integer(1, total))].draw(view, draw)

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
-from itertools import combinations
+from itertools import combinations, compress
+from operator import attrgetter, ne
 from typing import Protocol
 
 from blockstep.conformance.protocol.features import (
@@ -79,7 +80,6 @@ ENDED_MAX = 8
 """Requests that ended lately, at most, to which a signal to all requests counts."""
 _PLAIN = v.Request("", ())
 
-
 SETTINGS: Mapping[str, Callable[[v.Config], bool]] = {
     "whole_prompts": lambda config: not config.enable_chunked_prefill,
     "long_prefill_cap": lambda config: config.long_prefill_token_threshold > 0,
@@ -138,8 +138,19 @@ def is_of_request(feature: Feature) -> bool:
 
 
 OF_REQUESTS = tuple([feature for feature in FEATURES if is_of_request(feature)])
+_ASKING = tuple([name for feature in OF_REQUESTS for name in feature.request])
+"""Fields of a request that ask for features."""
+_get_asking = attrgetter(*_ASKING)
+_PLAIN_ASKING = _get_asking(_PLAIN)
 NO_SIGNALS = (v.Submit, v.Schedule)
 """Events that are no signal."""
+
+
+@cache
+def _list_asking(are_set: tuple[bool, ...]) -> frozenset[str]:
+    """The features of a request that sets these of the fields `_ASKING`."""
+    asking = frozenset(compress(_ASKING, are_set))
+    return frozenset([it.name for it in OF_REQUESTS if not asking.isdisjoint(it.request)])
 
 
 @cache
@@ -192,27 +203,33 @@ class PairCounter:
         """Requests that have ended lately: whether a plan was made since."""
         self._in_flight: dict[v.RequestId, list[tuple[str, tuple[v.FrameId, ...]]]] = {}
         """Signals that came while plans in flight had rows of a request, with those plans."""
-        self._counted: set[frozenset[str]] = set()
-        """Sets of features whose pairs were counted."""
+        self._counted: set[tuple[str, frozenset[str]]] = set()
+        """Sets of features whose pairs were counted, with the feature of an action or ""."""
         self._carried: list[tuple[str, v.RequestId]] = []
         """Signals that the answer at hand carries, about requests of the plan that it answers."""
 
     def note(self, event: v.Event, seen: v.Observation, known: Known) -> None:
         """Count what an event and its answer show. `known` is as it was before the event."""
-        match event, seen:
-            case v.Schedule(), v.Plan() as plan:
-                self._note_plan(plan, known)
-            case v.StreamingUpdate(request=update), v.Ack() | v.Aborted():
-                self._note_chunk(known.live[update.request_id], update)
-        self._note_action(event, seen, known)
+        if isinstance(seen, v.Plan):
+            self._note_plan(seen, known)
+        elif isinstance(event, v.StreamingUpdate) and not isinstance(seen, v.Rejected):
+            self._note_chunk(known.live[event.request.request_id], event.request)
+        kind: type = type(event)
+        acts = _list_acts(kind)
+        if isinstance(seen, v.Rejected):
+            acts = (HOSTILE, *acts)
+        if acts:
+            self._note_acts(acts, known)
         self._carried = []
         if isinstance(event, NO_SIGNALS):
+            return
+        if isinstance(event, v.Commit) and event.transfers is v.NO_TRANSFERS:
             return
         for signal, names in list_signals(event, known, self.config, [*known.live, *self._ended]):
             for name in names:
                 self._note_signal(signal, name, event, known)
 
-    def settle(self, event: v.Event, before: Iterable[v.RequestId], known: Known) -> None:
+    def settle(self, event: v.Event, before: Collection[v.RequestId], known: Known) -> None:
         """Note which requests an event has ended. `before` are those that were live before it."""
         if isinstance(event, v.Submit):
             self._ended.pop(event.request.request_id, None)
@@ -220,9 +237,8 @@ class PairCounter:
             self._submitted.update(known.live)
         if isinstance(event, v.Commit):
             self._answered |= {row.request_id for row in event.sampled} & self._rowed
-        over = [name for name in before if name not in known.live]
-        if over:
-            self._settle_ended(event, over)
+        if len(known.live) < len(before):  # no event begins requests and ends others
+            self._settle_ended(event, [name for name in before if name not in known.live])
 
     def _settle_ended(self, event: v.Event, over: Sequence[v.RequestId]) -> None:
         frame_id = event.frame_id if isinstance(event, v.Commit) else None
@@ -250,27 +266,23 @@ class PairCounter:
 
     def _list_asked(self, request: v.Request) -> frozenset[str]:
         """Features of a request and of its config."""
-        asked = [feature.name for feature in OF_REQUESTS if feature.is_asked_by(request)]
-        return self._of_config.union(asked)
+        return self._of_config | _list_asking(tuple(map(ne, _get_asking(request), _PLAIN_ASKING)))
 
     def _add_features(self, names: frozenset[str]) -> None:
-        if names in self._counted:
-            return
-        self._counted.add(names)
-        self.reached |= {name_pair(*pair) for pair in combinations(names, 2)}
+        if ("", names) not in self._counted:
+            self._counted.add(("", names))
+            self.reached |= {name_pair(*pair) for pair in combinations(names, 2)}
 
-    def _note_action(self, event: v.Event, seen: v.Observation, known: Known) -> None:
-        """Count a feature of actions with those of each live request that has had a row."""
-        kind: type = type(event)
-        acts = _list_acts(kind)
-        for feature in (HOSTILE, *acts) if isinstance(seen, v.Rejected) else acts:
+    def _note_acts(self, acts: Iterable[Feature], known: Known) -> None:
+        """Count features of actions with those of each live request that has had a row."""
+        for feature in acts:
             self._acted.add(feature.name)
-            names = self._of_config | self._acted if self._rowed else self._acted
-            for name in [name for name in known.live if name in self._rowed]:
-                names = names | self._list_asked(known.live[name])
-            self.reached |= {
-                name_pair(feature.name, name) for name in names if name != feature.name
-            }
+            asked = [self._list_asked(known.live[name]) for name in self._rowed & known.live.keys()]
+            names = frozenset(self._acted).union(self._of_config if self._rowed else (), *asked)
+            if (feature.name, names) not in self._counted:
+                self._counted.add((feature.name, names))
+                others = names - {feature.name}
+                self.reached |= {name_pair(feature.name, name) for name in others}
 
     def _note_chunk(self, session: v.Request, update: v.Request) -> None:
         if not update.resumable:

@@ -108,9 +108,10 @@ class Client:
     def list_sharing(self) -> list[v.RequestId]:
         """Return the requests whose first block another request has as well, through a shared
         prefix."""
-        if len(self.first_blocks) < 2:  # no other request
+        firsts = [*chain.from_iterable(self.first_blocks.values())]
+        if len({*firsts}) == len(firsts):
             return []
-        counts = Counter(chain.from_iterable(self.first_blocks.values()))
+        counts = Counter(firsts)
         return [
             name
             for name, blocks in self.first_blocks.items()
@@ -173,7 +174,8 @@ class Client:
             self.first_blocks.pop(request_id, None)
             request, said = self.live.pop(request_id, None), self.said.pop(request_id, ())
             self.ended.append(request_id)
-            self.ending = tuple(name for name in self.ending if name != request_id)
+            if self.ending:
+                self.ending = tuple(name for name in self.ending if name != request_id)
             if request is not None and said:
                 self.texts.append(request.prompt_token_ids + said)
             if request is not None and said and request.job_id is not None:

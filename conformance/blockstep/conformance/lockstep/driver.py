@@ -19,7 +19,7 @@ the spec follows quirks, all are checked at each step: their findings are known,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from typing import Self
@@ -332,9 +332,12 @@ class LockStep(Runner):
             self._keep(Exchange(told, expected, None))
             return self.excuses.take([fault_of(error)], told, expected, None)
         self._keep(Exchange(told, expected, seen))
-        faults = self.excuses.take(faults, told, expected, None)
+        if faults:
+            faults = self.excuses.take(faults, told, expected, None)
         try:
             found = self._compare(event, told, expected, seen, after)
+            if not faults:
+                return found
             leading = list(takewhile(lambda it: it.kind is FindingKind.PROPERTY, found))
             return [*leading, *faults, *found[len(leading) :]]
         except Exception:
@@ -356,13 +359,13 @@ class LockStep(Runner):
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Update the client and the worker, and count the goals of `pairs`."""
-        is_watched = self.compare_every is None
-        before = [*self.live] if is_watched else []
-        if is_watched:
-            self.pairs.note(event, observation, self)
+        if self.compare_every is not None:
+            Runner.follow(self, event, observation)
+            return
+        before = [*self.live]
+        self.pairs.note(event, observation, self)
         Runner.follow(self, event, observation)
-        if is_watched:
-            self.pairs.settle(event, before, self)
+        self.pairs.settle(event, before, self)
 
     def _give_to_engine_alone(self, told: v.Event) -> list[Finding]:
         """Return the findings about the engine's step at an event at which the specification
@@ -400,8 +403,8 @@ class LockStep(Runner):
         Raises:
             Exception: the engine's answer or state is too ill-typed to be compared.
         """
-        comparable = self._comparable(after)
-        findings = list(self._diverge(told, expected, seen, comparable))
+        comparable = self._comparable(after) if after is not None else None
+        findings = self._diverge(told, expected, seen, comparable)
         if findings or self.equivalence:
             found = fault_of_types(told, seen, after)
             if found is not None:
@@ -449,9 +452,7 @@ class LockStep(Runner):
             findings = self.excuses.take(left, told, expected, seen)
         if step is not None:
             if not findings:  # also after findings that a quirk explains
-                witnesses = self.witnesses
-                for name in situations(step, self.ledger):
-                    witnesses[name] += 1
+                self.witnesses.update(situations(step, self.ledger))
             self.ledger.record(step)
         return findings
 
@@ -491,7 +492,7 @@ class LockStep(Runner):
             return [fault_of(error)]
         if (ill_typed := fault_of_types(event, seen, shown)) is not None:
             return [ill_typed]
-        return list(self._diverge(event, expected, seen, self._comparable(shown)))
+        return self._diverge(event, expected, seen, self._comparable(shown))
 
     def _judge_spec(self, told: v.Event, expected: v.Observation) -> list[Finding]:
         """Return the findings about the specification's own step, which its quirks cause.
@@ -569,25 +570,22 @@ class LockStep(Runner):
 
     def _diverge(
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
-    ) -> Iterator[Finding]:
+    ) -> list[Finding]:
+        """Return the finding that answers or states differ; the list is empty if they are equal."""
         with_hints = Capability.COMMON_PREFIX in self.capabilities
         differences = observation_differences(expected, seen, with_hints)
         if after is not None:
             self.num_compared += 1
             differences += snapshot_differences(self.spec.snapshot(), after)
-        if differences:
-            message = tell_divergence(event, differences)
-            names = [*self.live]
-            if isinstance(event, v.Submit):
-                names.append(event.request.request_id)
-            yield Finding(
-                FindingKind.DIVERGENCE,
-                "",
-                "engine_equals_spec",
-                message,
-                tuple(differences),
-                find_subjects(differences[0], names),
-            )
+        if not differences:
+            return []
+        message = tell_divergence(event, differences)
+        names = [*self.live]
+        if isinstance(event, v.Submit):
+            names.append(event.request.request_id)
+        subjects = find_subjects(differences[0], names)
+        kind, name = FindingKind.DIVERGENCE, "engine_equals_spec"
+        return [Finding(kind, "", name, message, differences, subjects)]
 
     def _keep(self, exchange: Exchange) -> None:
         self.last = exchange

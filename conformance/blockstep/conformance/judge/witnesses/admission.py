@@ -74,17 +74,16 @@ def _of_hit(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
             yield "hit_on_freed_block"
     if not before.cached:
         return
-    cached = ledger.named_blocks(before)
+    met, index, following = "", row.first // size, row.first + size
     if not may_ask_the_cache(step, life):
-        if life.num_known > size and life.block_name(0, size) in cached:
-            yield "reading_skipped"
-        return
-    following = row.first + size
-    if following <= life.num_known and life.block_name(row.first // size, size) in cached:
-        if following == life.num_known:
-            yield "full_prompt_hit_recomputes_last_block"
-        elif step.config.drops_last_hit_block and (row.first or not step.config.groups):
-            yield "head_drop"  # with several groups another may have had no block to drop
+        met, index = "reading_skipped" * (life.num_known > size), 0
+    elif following == life.num_known:
+        met = "full_prompt_hit_recomputes_last_block"
+    elif following < life.num_known and step.config.drops_last_hit_block:
+        # With several groups another may have had no block to drop.
+        met = "head_drop" if row.first or not step.config.groups else ""
+    if met and life.block_name(index, size) in ledger.named_blocks(before):
+        yield met
 
 
 def _kept_apart(step: Step, ledger: Ledger, life: Life) -> Iterator[str]:
@@ -117,9 +116,11 @@ def of_waiting(step: Step, ledger: Ledger) -> Iterator[str]:
     after, config = step.after, step.config
     if not (after.waiting or after.skipped_waiting):
         return
+    rest = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
+    if rest <= 0 and not after.skipped_waiting:
+        return
     if ledger.pause_state is not PauseState.UNPAUSED or admits_nobody(step, ledger):
         return
-    rest = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if rest > 0:
         if len(after.running) >= config.max_num_seqs:
             yield "admission_blocked_by_max_num_seqs"

@@ -63,7 +63,8 @@ def of_commit(step: Step, ledger: Ledger, rows: tuple[v.OutputRow, ...]) -> Iter
                 is_stale = step.commit.frame_id >= ledger.first_frame_since_reset
                 yield from _of_output(step, life, answer, tokens, is_stale)
 
-    for stretch in verified_blocks(step, ledger):
+    is_published = step.after.block_keys != step.before.block_keys
+    for stretch in verified_blocks(step, ledger) if is_published else ():
         if stretch.blocks:
             lives = stretch.request_id in step.new
             yield "published_by_commit" if lives else "published_by_the_last_commit"

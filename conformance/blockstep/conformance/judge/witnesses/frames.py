@@ -79,17 +79,16 @@ def _of_promises(step: Step, ledger: Ledger) -> Iterator[str]:
         life = ledger.lives[row.request_id]
         if row.kind is RowKind.RESUMED and life.num_known_then not in (0, life.num_known):
             yield "resumed_after_stale_tokens"
-    is_met = _met_all_who_run(step, ledger)
     for name in _without_row(step):
         if step.old[name].spec_token_ids:
             yield "draft_placeholders_dropped"
-        if is_met and ends_in_flight(ledger, step.old[name]):
+        if _met_all_who_run(step, ledger) and ends_in_flight(ledger, step.old[name]):
             yield "skip_ahead"
     if any(map(ledger.placeholders, step.plan.preempted_req_ids)):
         yield "preempted_in_flight"
         if not step.after.running:
             yield "all_preempted_in_flight"
-    if ledger.promised:
+    if any(name not in step.place for name in ledger.promised):
         yield from _of_stale(step, ledger)
 
 
@@ -98,7 +97,7 @@ def _of_pipeline(step: Step, ledger: Ledger) -> Iterator[str]:
     for row in step.rows:
         if row.kind is RowKind.RUNNING and ledger.in_flight(row.request_id):
             yield "pipeline_chunks_in_two_frames"
-    if _met_all_who_run(step, ledger) and any(map(ledger.promised.get, _without_row(step))):
+    if any(map(ledger.promised.get, _without_row(step))) and _met_all_who_run(step, ledger):
         yield "pipeline_waits_for_its_token"
     if any(map(ledger.promised.get, step.plan.preempted_req_ids)):
         yield "pipeline_preempted_in_flight"
@@ -106,6 +105,8 @@ def _of_pipeline(step: Step, ledger: Ledger) -> Iterator[str]:
 
 def _without_row(step: Step) -> list[RequestId]:
     """Running requests without a row."""
+    if len(step.running_rows) == len(step.before.running):
+        return []
     others = {*step.plan.preempted_req_ids, *(row.request_id for row in step.rows)}
     return [name for name in step.before.running if name not in others]
 

@@ -61,10 +61,11 @@ def of_plan(step: Step, ledger: Ledger) -> Iterator[str]:
         for block in step.all_gained:
             if before[block] is not None:
                 yield "eviction_of_cached_block"
-    old = step.before.cached
-    for key, blocks in after.cached.items() if after.cached is not old else ():
-        if len(blocks) > 1 and len(blocks) > len(old.get(key, ())):
-            yield "duplicate_key_published"
+    old, keys = step.before.cached, after.block_keys
+    if after.cached is not old and len(keys) - keys.count(None) > len(after.cached):
+        for key, blocks in after.cached.items():
+            if len(blocks) > 1 and len(blocks) > len(old.get(key, ())):
+                yield "duplicate_key_published"
 
 
 def of_row(step: Step, life: Life, row: PlannedRow) -> Iterator[str]:

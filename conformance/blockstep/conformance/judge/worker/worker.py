@@ -398,7 +398,8 @@ class Worker(Drafter, Stored):
         return list(sent[: len(view.tokens)]) == view.tokens
 
     def _count_outputs(self, row: v.CachedRow, view: RequestView) -> None:
-        num_output = len(view.output_token_ids) + view.num_promised
+        num_known = len(view.tokens) - view.num_prompt - view.num_unreported
+        num_output = max(num_known, 0) + view.num_promised
         if row.num_output_tokens != num_output:
             what = f"{row.request_id!r}: {row.num_output_tokens} outputs in the plan"
             difference = Difference(
