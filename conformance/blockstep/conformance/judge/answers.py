@@ -13,7 +13,7 @@ from blockstep.conformance.judge.attended import is_across
 from blockstep.conformance.judge.properties import Ledger, Step, find_absent, list_sentences
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.properties.sentence import judge
-from blockstep.conformance.protocol.findings import Difference, Finding, of_request, violated
+from blockstep.conformance.protocol.findings import Difference, Finding, violated
 from blockstep.spec import vocabulary as v
 
 Expected = tuple[v.TokenIds, tuple[v.FinishReason, v.TokenId | None] | None]
@@ -100,25 +100,19 @@ def _judge_plan(
         yield violated("P9", "plan_stays_within_max_loras", what)
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield violated(
-            "P26",
-            "request_has_one_row",
-            f"{name!r} has {names.count(name)} rows",
-            subjects=of_request(name),
+            "P26", "request_has_one_row", f"{name!r} has {names.count(name)} rows", subjects=name
         )
     for row in rows:
         name, end = row.request_id, row.num_computed_tokens + row.num_scheduled_tokens
         if name not in live:
             yield violated(
-                "P26",
-                "row_is_of_an_unfinished_request",
-                f"{name!r} has ended",
-                subjects=of_request(name),
+                "P26", "row_is_of_an_unfinished_request", f"{name!r} has ended", subjects=name
             )
         elif isinstance(row, v.NewRow):
             yield from _judge_new_row(config, row, live[name], said.get(name))
         if end > config.max_model_len:
             what = f"{name!r} runs {end} tokens, the model takes {config.max_model_len}"
-            yield violated("P9", "row_stays_within_max_model_len", what, subjects=of_request(name))
+            yield violated("P9", "row_stays_within_max_model_len", what, subjects=name)
 
 
 def _judge_new_row(
@@ -131,10 +125,7 @@ def _judge_new_row(
     if row.request != request:
         what = f"{row.request_id!r} is not the request that was submitted"
         yield violated(
-            "P26",
-            "new_row_carries_the_request_as_submitted",
-            what,
-            subjects=of_request(row.request_id),
+            "P26", "new_row_carries_the_request_as_submitted", what, subjects=row.request_id
         )
     if row.output_token_ids != (outputs or ()):
         difference = Difference("output_token_ids", str(outputs or ()), str(row.output_token_ids))
@@ -144,15 +135,13 @@ def _judge_new_row(
             "new_row_carries_the_request_as_submitted",
             what,
             difference,
-            subjects=of_request(row.request_id),
+            subjects=row.request_id,
         )
     has_any = config.enable_prefix_caching or config.kv_connector  # a load counts as a hit, too
     may_hit = (has_any and not request.skip_reading_prefix_cache) or outputs is not None
     if row.num_computed_tokens and not may_hit and not request.resumable:
         what = f"{row.request_id!r} has a hit of {row.num_computed_tokens} tokens"
-        yield violated(
-            "P5", "hit_is_taken_only_where_one_may_be", what, subjects=of_request(row.request_id)
-        )
+        yield violated("P5", "hit_is_taken_only_where_one_may_be", what, subjects=row.request_id)
 
 
 def _expected_errors(
@@ -189,18 +178,14 @@ def _judge_outputs(
                 "delivered_tokens_are_the_sampled_ones_until_the_stop",
                 what,
                 difference,
-                subjects=of_request(name),
+                subjects=name,
             )
         seen = None if row.finish_reason is None else (row.finish_reason, row.stop_token_id)
         if seen != stop:
             difference = Difference("finish_reason", _told(stop), _told(seen))
             what = f"{name!r} after {tokens}"
             yield violated(
-                "P13",
-                "finish_reason_is_the_one_that_holds",
-                what,
-                difference,
-                subjects=of_request(name),
+                "P13", "finish_reason_is_the_one_that_holds", what, difference, subjects=name
             )
 
 
@@ -241,7 +226,7 @@ def _judge_computed(step: Step) -> Iterator[Finding]:
                 "computed_tokens_are_in_blocks_that_are_held",
                 what,
                 difference,
-                subjects=of_request(request.request_id),
+                subjects=request.request_id,
             )
 
 

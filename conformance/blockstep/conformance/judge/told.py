@@ -15,7 +15,6 @@ from blockstep.conformance.protocol.findings import (
     Difference,
     Finding,
     Subjects,
-    of_request,
     violated,
 )
 from blockstep.conformance.protocol.sessions import Session
@@ -86,7 +85,7 @@ class Told:
                     "told_cached_tokens_are_those_of_the_first_hit",
                     what,
                     told,
-                    subjects=of_request(row.request_id),
+                    subjects=row.request_id,
                 )
 
     def _judge_ends(self, plan: v.Plan, live: Collection[v.RequestId]) -> Iterator[Finding]:
@@ -130,7 +129,7 @@ class Told:
                     "dispatched_drafts_are_the_last_proposed_ones",
                     what,
                     told,
-                    subjects=of_request(row.request_id),
+                    subjects=row.request_id,
                 )
 
     def follow(
@@ -185,9 +184,7 @@ def _judge_failed_grammar(name: v.RequestId, rows: Sequence[v.OutputRow]) -> Ite
     if seen != due:
         what = f"the grammar of {name!r} cannot be had: it ends by that, and nothing else"
         difference = Difference("rows", str(due), str(seen))
-        yield violated(
-            "P23", "failed_grammar_ends_its_request", what, difference, subjects=of_request(name)
-        )
+        yield violated("P23", "failed_grammar_ends_its_request", what, difference, subjects=name)
 
 
 def _judge_update(
@@ -200,9 +197,5 @@ def _judge_update(
         what = f"{update.request_id!r} rests: {is_over}; further input: {update.resumable}"
         difference = Difference("aborted", str(due), str(list(ended)))
         yield violated(
-            "P13",
-            "end_of_its_input_ends_who_rests",
-            what,
-            difference,
-            subjects=of_request(update.request_id),
+            "P13", "end_of_its_input_ends_who_rests", what, difference, subjects=update.request_id
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from traceback import extract_tb
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 ERROR_CHARS_MAX = 500
 """Most characters of an engine's exception in a report."""
@@ -57,6 +57,8 @@ class Subjects:
     blocks: tuple[int, ...] = ()
 
 
+About: TypeAlias = Subjects | str
+"""Subjects, or the id of the only request among them."""
 NO_SUBJECTS = Subjects()
 """The subjects of a finding about the pool, a queue or the engine as a whole."""
 
@@ -180,7 +182,9 @@ def violated(
     sentence: str,
     message: str,
     *differences: Difference,
-    subjects: Subjects = NO_SUBJECTS,
+    subjects: About = NO_SUBJECTS,
 ) -> Finding:
     """Return a finding for a property that does not hold."""
+    if isinstance(subjects, str):
+        subjects = of_request(subjects)
     return Finding(FindingKind.PROPERTY, property_id, sentence, message, differences, subjects)

@@ -27,7 +27,7 @@ from blockstep.conformance.judge.dataplane import memory
 from blockstep.conformance.judge.worker import NextToken, Worker
 from blockstep.conformance.judge.worker.names import Name
 from blockstep.conformance.judge.worker.view import FrameRow
-from blockstep.conformance.protocol.findings import Difference, of_request
+from blockstep.conformance.protocol.findings import Difference
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockCopy,
@@ -410,7 +410,7 @@ class DataPlaneWorker(Worker):
             "attention_reads_the_slots_of_the_block_table",
             what,
             difference,
-            subjects=of_request(row.view.request.request_id),
+            subjects=row.view.request.request_id,
         )
 
     def _whole(self, numbers: Sequence[int]) -> torch.Tensor:

@@ -40,7 +40,6 @@ from blockstep.conformance.judge.properties.queue_replay import (
 )
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
-from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
@@ -71,9 +70,7 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
         if name in rows or new is old or new == old:
             continue
         if new is None:
-            yield Complaint(
-                f"{name!r} is gone, though a plan ends no request", subjects=of_request(name)
-            )
+            yield Complaint(f"{name!r} is gone, though a plan ends no request", subjects=name)
         elif not (
             _only_promoted(step, ledger, name)
             or _only_lost_drafts(step, name)
@@ -83,11 +80,7 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
             or name in step.loads  # another check judges its load
         ):
             yield unequal(
-                f"{name!r} has no row but changed",
-                f"request {name}",
-                old,
-                new,
-                subjects=of_request(name),
+                f"{name!r} has no row but changed", f"request {name}", old, new, subjects=name
             )
     if not step.new.keys() <= step.old.keys():
         yield Complaint(f"a plan made requests: {step.new.keys() - step.old.keys()}")
@@ -173,7 +166,7 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, ledger: Ledger) -> Complai
         if gained != need:
             what = f"{row.request_id!r} runs positions {row.first} to {row.end - 1}"
             due, seen = _counts(need, gained)
-            yield unequal(what, "blocks gained", due, seen, of_request(row.request_id))
+            yield unequal(what, "blocks gained", due, seen, row.request_id)
 
 
 def _counts(*counts: list[int]) -> list[int | list[int]]:
@@ -202,9 +195,7 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
         need += step.config.watermark_blocks * is_beside
         if need > num_free:
             what = f"{row.request_id!r} was admitted though its {known} tokens do not fit"
-            yield unequal(
-                what, "free blocks", f">= {need}", num_free, subjects=of_request(row.request_id)
-            )
+            yield unequal(what, "free blocks", f">= {need}", num_free, subjects=row.request_id)
 
 
 def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: BlockTables) -> int:
@@ -249,7 +240,7 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
         seen = rows[name].num_scheduled if name in rows else 0
         if seen < expected:
             what = f"{name!r} was not given what it could be"
-            yield unequal(what, "num_scheduled_tokens", expected, seen, subjects=of_request(name))
+            yield unequal(what, "num_scheduled_tokens", expected, seen, subjects=name)
         left -= seen
 
 
@@ -318,7 +309,7 @@ def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
             promised = ledger.placeholders(row.request_id)
             yield Complaint(
                 f"{row.request_id!r} runs position {row.first} with {promised} tokens in flight",
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
 
 
@@ -355,7 +346,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
         expected = least_share(step, ledger, name, expected)
         if (room < 0 or place[name] > last_gain) and seen < expected:
             what = f"{name!r} was not given what {victims} gave back"
-            yield unequal(what, "num_scheduled_tokens", expected, seen, subjects=of_request(name))
+            yield unequal(what, "num_scheduled_tokens", expected, seen, subjects=name)
         left -= seen
         room -= len(rows[name].gained) if name in rows else 0
 
@@ -397,9 +388,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     if need + config.watermark_blocks * bool(after.running) > len(after.free_queue):
         return ()
     what = f"{name!r} was left waiting with {left} tokens of budget"
-    return [
-        unequal(what, "free blocks", f"< {need}", len(after.free_queue), subjects=of_request(name))
-    ]
+    return [unequal(what, "free blocks", f"< {need}", len(after.free_queue), subjects=name)]
 
 
 def _hides_a_return(step: Step) -> bool:

@@ -25,7 +25,6 @@ from blockstep.conformance.judge.properties.step import (
     keeps_blocks,
 )
 from blockstep.conformance.judge.properties.store_ledger import has_lost_all
-from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -66,7 +65,7 @@ def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
         if not 1 <= row.num_scheduled <= threshold:
             yield Complaint(
                 f"{row.request_id!r} runs {row.num_scheduled} tokens, of {threshold}",
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
 
 
@@ -81,7 +80,7 @@ def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Complaints:
             yield Complaint(
                 f"{row.request_id!r} runs up to position {row.end - 1} "
                 f"of a model length of {step.config.max_model_len}",
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
 
 
@@ -93,8 +92,7 @@ def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> Complaints:
     rows = step.rows if ledger.pause_state is v.PauseState.PAUSED_ALL else step.admitted_rows
     return [
         Complaint(
-            f"{row.request_id!r} scheduled while {ledger.pause_state}",
-            subjects=of_request(row.request_id),
+            f"{row.request_id!r} scheduled while {ledger.pause_state}", subjects=row.request_id
         )
         for row in rows
     ]
@@ -118,7 +116,7 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints
         if rest > 0 and row.num_scheduled != threshold and not is_at_item:
             yield Complaint(
                 f"{row.request_id!r} was admitted with {rest} tokens left out",
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
 
 
@@ -160,7 +158,7 @@ def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaint
                 f"request {request.request_id}",
                 released,
                 request,
-                subjects=of_request(request.request_id),
+                subjects=request.request_id,
             )
 
 
@@ -183,9 +181,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         name = request.request_id
         life, owed = ledger.lives.get(name), promised.get(name, 0)
         if life is None:
-            yield Complaint(
-                f"{name!r} was never submitted, or has ended", subjects=of_request(name)
-            )
+            yield Complaint(f"{name!r} was never submitted, or has ended", subjects=name)
             continue
         if old.get(name) is request and owed == promised_before.get(name, 0):
             continue  # as before
@@ -231,7 +227,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
                 (is_held, holding),
             )
             wrong = tuple(one for is_right, one in told if not is_right)
-            yield Complaint(what, wrong, of_request(name))
+            yield Complaint(what, wrong, name)
 
 
 def nothing_held(step: Step) -> tuple[v.BlockTables, tuple[int, ...]]:
@@ -274,7 +270,7 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Complaints:
 
 def _moved(row: PlannedRow, name: str, due: object, seen: object) -> Complaint:
     what = f"{row.request_id!r} ran positions {row.first} to {row.end - 1}"
-    return unequal(what, name, due, seen, subjects=of_request(row.request_id))
+    return unequal(what, name, due, seen, subjects=row.request_id)
 
 
 @sentence(
@@ -299,11 +295,7 @@ def preempted_request_starts_again(step: Step, _ledger: Ledger) -> Complaints:
         )
         if new != expected:
             yield unequal(
-                f"{name!r} was preempted",
-                f"request {name}",
-                expected,
-                new,
-                subjects=of_request(name),
+                f"{name!r} was preempted", f"request {name}", expected, new, subjects=name
             )
 
 
@@ -327,11 +319,7 @@ def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Compla
     if seen != expected:
         what = f"{request.request_id!r} was accepted"
         yield unequal(
-            what,
-            f"request {request.request_id}",
-            expected,
-            seen,
-            subjects=of_request(request.request_id),
+            what, f"request {request.request_id}", expected, seen, subjects=request.request_id
         )
 
 
@@ -409,9 +397,5 @@ def first_hit_is_remembered(step: Step, ledger: Ledger) -> Complaints:
         if (new.num_cached_tokens, new.num_preemptions) != (expected, num_preemptions):
             what = f"{row.request_id!r} was scheduled at position {row.first}"
             yield unequal(
-                what,
-                "num_cached_tokens",
-                expected,
-                new.num_cached_tokens,
-                subjects=of_request(row.request_id),
+                what, "num_cached_tokens", expected, new.num_cached_tokens, subjects=row.request_id
             )

@@ -25,7 +25,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import PlannedRow, Step
-from blockstep.conformance.protocol.findings import Subjects, of_request
+from blockstep.conformance.protocol.findings import Subjects
 from blockstep.spec import vocabulary as v
 
 
@@ -148,11 +148,7 @@ def fork_changes_nobody_else(step: Step, _ledger: Ledger) -> Complaints:
         if expected.get(name) != seen.get(name):
             what = f"{name!r} changed although only a branch was added"
             yield unequal(
-                what,
-                f"request {name}",
-                expected.get(name),
-                seen.get(name),
-                subjects=of_request(name),
+                what, f"request {name}", expected.get(name), seen.get(name), subjects=name
             )
 
 
@@ -291,4 +287,4 @@ def admission_leaves_the_watermark(step: Step, _ledger: Ledger) -> Complaints:
         return ()
     name = step.admitted_rows[-1].request_id
     what = f"{name!r} was admitted while others run"
-    return [unequal(what, "free blocks", f">= {watermark}", num_free, subjects=of_request(name))]
+    return [unequal(what, "free blocks", f">= {watermark}", num_free, subjects=name)]

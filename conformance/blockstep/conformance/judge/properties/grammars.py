@@ -18,7 +18,6 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -46,9 +45,7 @@ def grammar_stands_where_the_outputs_led_it(step: Step, ledger: Ledger) -> Compl
         seen = (request.grammar_state, request.reasoning_ended)
         if seen != due:
             what = f"the grammar of {name!r} is not where its outputs led it"
-            yield unequal(
-                what, "grammar_state, reasoning_ended", due, seen, subjects=of_request(name)
-            )
+            yield unequal(what, "grammar_state, reasoning_ended", due, seen, subjects=name)
 
 
 @sentence("P23", v.Schedule)

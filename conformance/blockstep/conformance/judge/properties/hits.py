@@ -12,7 +12,6 @@ from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker.names import Name
-from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
@@ -67,7 +66,7 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
             yield Complaint(
                 f"{row.request_id!r} has a hit of {row.num_hit} tokens; "
                 f"it knows {life.num_known}, and a block is {unit}",
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
 
 
@@ -102,9 +101,7 @@ def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
         length, _ = longest_hit(step.config, life, lambda *at: _lasting(step, ledger, *at))
         if row.num_hit < length:
             what = f"{row.request_id!r} took a shorter hit than was there"
-            yield unequal(
-                what, "hit tokens", length, row.num_hit, subjects=of_request(row.request_id)
-            )
+            yield unequal(what, "hit tokens", length, row.num_hit, subjects=row.request_id)
 
 
 Find: TypeAlias = Callable[[Name, int], Sequence[BlockId]]
@@ -182,11 +179,7 @@ def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
                 if block and oldest != block and oldest in _lasting(step, ledger, name, group):
                     what = f"{row.request_id!r} hit another copy than the oldest"
                     yield unequal(
-                        what,
-                        f"block table[{index}]",
-                        oldest,
-                        block,
-                        subjects=of_request(row.request_id),
+                        what, f"block table[{index}]", oldest, block, subjects=row.request_id
                     )
 
 

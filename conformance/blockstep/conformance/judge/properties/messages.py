@@ -12,7 +12,6 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec.vocabulary import Schedule, Status, StreamingUpdate
 
 
@@ -50,5 +49,5 @@ def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Comp
         if life is None or (row.request is not life.request and row.request != life.request):
             yield Complaint(
                 f"the new row of {row.request_id!r} is not the request submitted",
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )

@@ -39,7 +39,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step, is_parked, keeps_blocks
-from blockstep.conformance.protocol.findings import MUST_WAIT, Subjects, of_request, requests_apart
+from blockstep.conformance.protocol.findings import MUST_WAIT, Subjects, requests_apart
 from blockstep.spec import vocabulary as v
 
 
@@ -104,7 +104,7 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     for name in admitted:
         if name not in ready and is_passed_over(ledger, step.old[name]):
             order = difference("order of admission", ready, admitted)
-            return [Complaint(f"{name!r} {MUST_WAIT}", (order,), of_request(name))]
+            return [Complaint(f"{name!r} {MUST_WAIT}", (order,), name)]
     return differing_requests("order of admission", ready, admitted)
 
 
@@ -174,9 +174,7 @@ def nobody_is_admitted_after_a_preemption(step: Step, ledger: Ledger) -> Complai
         yield Complaint(f"{names} admitted although {step.preempted} were preempted")
     waiting = find_waiting(step, ledger)
     if waiting is not None:
-        yield Complaint(
-            f"{names} admitted although {waiting!r} waits for blocks", subjects=of_request(waiting)
-        )
+        yield Complaint(f"{names} admitted although {waiting!r} waits for blocks", subjects=waiting)
 
 
 @sentence("P16", v.Schedule, of="acts", fixes="which free block is taken first")
@@ -386,9 +384,7 @@ def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints
     last = victims_of(step, ledger)[-1]
     if ledger.placeholders(last):
         return ()
-    return [
-        Complaint(f"all running requests were preempted, {last!r} last", subjects=of_request(last))
-    ]
+    return [Complaint(f"all running requests were preempted, {last!r} last", subjects=last)]
 
 
 @sentence("P10", v.Schedule, of="preempted", said_by="every_request_ends_once_all_is_healed")
@@ -418,6 +414,5 @@ def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> Co
             for other in survivors
         ):
             yield Complaint(
-                f"{name!r} was preempted again, without progress since the last time",
-                subjects=of_request(name),
+                f"{name!r} was preempted again, without progress since the last time", subjects=name
             )

@@ -16,7 +16,6 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 _KEPT_BY_COMMIT = attrgetter(
@@ -123,9 +122,7 @@ def delivered_tokens_are_the_sampled_ones_until_the_stop(step: Step, ledger: Led
             has_failed = name in ledger.find_void(step) or name in ledger.list_failing(step)
             why = "tokens though its load has failed" if has_failed else "the wrong tokens"
             what = f"{name!r} was delivered {why}"
-            yield unequal(
-                what, "new_token_ids", tokens, row.new_token_ids, subjects=of_request(name)
-            )
+            yield unequal(what, "new_token_ids", tokens, row.new_token_ids, subjects=name)
 
 
 @sentence("P13", v.Commit)
@@ -141,7 +138,7 @@ def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Complaint
             yield Complaint(
                 f"{row.request_id!r} after {row.new_token_ids}",
                 (reasons, tokens),
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
 
 
@@ -172,9 +169,7 @@ def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Comp
             )
             if new.output_token_ids != expected:
                 what = f"the state has other outputs of {name!r}"
-                yield unequal(
-                    what, "outputs", expected, new.output_token_ids, subjects=of_request(name)
-                )
+                yield unequal(what, "outputs", expected, new.output_token_ids, subjects=name)
 
 
 @sentence("P21", v.Commit, v.GrammarFailed, v.TransfersReported)
@@ -186,11 +181,7 @@ def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) ->
         if life is not None and row.num_cached_tokens != due:
             what = f"{row.request_id!r} got a wrong number of cached tokens"
             yield unequal(
-                what,
-                "num_cached_tokens",
-                due,
-                row.num_cached_tokens,
-                subjects=of_request(row.request_id),
+                what, "num_cached_tokens", due, row.num_cached_tokens, subjects=row.request_id
             )
 
 
@@ -206,11 +197,7 @@ def told_external_tokens_are_those_that_were_loaded(step: Step, ledger: Ledger) 
         if row.num_external_tokens != due:
             what = f"{row.request_id!r} got a wrong number of loaded tokens"
             yield unequal(
-                what,
-                "num_external_tokens",
-                due,
-                row.num_external_tokens,
-                subjects=of_request(row.request_id),
+                what, "num_external_tokens", due, row.num_external_tokens, subjects=row.request_id
             )
 
 
@@ -244,7 +231,7 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complain
                 "num_computed_tokens",
                 expected,
                 new.num_computed_tokens,
-                subjects=of_request(flight.request_id),
+                subjects=flight.request_id,
             )
 
 
@@ -280,9 +267,7 @@ def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) 
                 and old.num_cached_blocks != new.num_cached_blocks
             )
         ):
-            yield unequal(
-                f"a commit changed {name!r}", "request", old, new, subjects=of_request(name)
-            )
+            yield unequal(f"a commit changed {name!r}", "request", old, new, subjects=name)
 
 
 @sentence("P24", v.Schedule, of="rows")
@@ -300,11 +285,7 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
         if row.drafts != life.drafts[:count] or len(row.drafts) != count:
             what = f"{row.request_id!r} runs {count} tokens after the known ones and placeholders"
             yield unequal(
-                what,
-                "draft_token_ids",
-                life.drafts[:count],
-                row.drafts,
-                subjects=of_request(row.request_id),
+                what, "draft_token_ids", life.drafts[:count], row.drafts, subjects=row.request_id
             )
 
 
@@ -315,7 +296,7 @@ def attached_drafts_are_accepted_by_the_grammar(step: Step, ledger: Ledger) -> C
         if name in step.new and keeps_more(step, name, expected):
             what = f"{name!r} keeps drafts that its grammar does not accept"
             seen = step.new[name].spec_token_ids
-            yield unequal(what, "spec_token_ids", expected, seen, subjects=of_request(name))
+            yield unequal(what, "spec_token_ids", expected, seen, subjects=name)
 
 
 def keeps_more(step: Step, name: v.RequestId, accepted: v.TokenIds) -> bool:
@@ -344,9 +325,7 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
             expected = proposed.get(name, life.drafts)
             if new.spec_token_ids != expected and not keeps_more(step, name, expected):
                 what = f"the drafts of {name!r} are not those proposed last"
-                yield unequal(
-                    what, "spec_token_ids", expected, new.spec_token_ids, subjects=of_request(name)
-                )
+                yield unequal(what, "spec_token_ids", expected, new.spec_token_ids, subjects=name)
 
 
 def _list_proposed(step: Step, ledger: Ledger) -> dict[v.RequestId, v.TokenIds]:

@@ -31,7 +31,7 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.protocol.findings import of_block, of_request
+from blockstep.conformance.protocol.findings import of_block
 from blockstep.spec import vocabulary as v
 
 NO_PINS = v.PinsSnapshot()
@@ -218,8 +218,7 @@ def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
         return ()
     return [
         Complaint(
-            f"{name!r} waits while no request runs, and {len(pins)} pins hold blocks",
-            subjects=of_request(name),
+            f"{name!r} waits while no request runs, and {len(pins)} pins hold blocks", subjects=name
         )
     ]
 

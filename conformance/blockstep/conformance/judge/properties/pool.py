@@ -27,7 +27,6 @@ from blockstep.conformance.protocol.findings import (
     SUBJECTS_MAX,
     Subjects,
     of_block,
-    of_request,
 )
 from blockstep.spec import vocabulary as v
 
@@ -275,9 +274,7 @@ def _unpublished(step: Step, name: str, blocks: Iterable[v.BlockId]) -> Complain
 def _unsettled(new: v.RequestSnapshot, ends: tuple[int, ...]) -> Complaint:
     """Complain that a request counts other cached blocks than those up to `ends`, one per group."""
     what = f"{new.request_id!r} counts a wrong number of cached blocks"
-    return unequal(
-        what, "num_cached_blocks", ends, new.num_cached_blocks, subjects=of_request(new.request_id)
-    )
+    return unequal(what, "num_cached_blocks", ends, new.num_cached_blocks, subjects=new.request_id)
 
 
 def _settled_before(step: Step, row: PlannedRow) -> Sequence[int]:

@@ -26,7 +26,6 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step, keeps_blocks
-from blockstep.conformance.protocol.findings import of_request
 from blockstep.conformance.protocol.sessions import find_problem_of_chunk, get_longest
 from blockstep.spec import vocabulary as v
 
@@ -360,7 +359,7 @@ def _list_changes_by_a_signal(step: Step) -> Complaints:
             continue
         if replace(old, **{field: getattr(new, field)}) != new:
             what = f"{name!r} changed in more than it should"
-            yield unequal(what, f"request {name}", old, new, subjects=of_request(name))
+            yield unequal(what, f"request {name}", old, new, subjects=name)
 
 
 @sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.GrammarFailed, v.StreamingUpdate, v.Abort)
@@ -386,9 +385,7 @@ def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints
         if new is old or new == old:
             continue
         if name not in concerned:
-            yield unequal(
-                f"{name!r} changed", f"request {name}", old, new, subjects=of_request(name)
-            )
+            yield unequal(f"{name!r} changed", f"request {name}", old, new, subjects=name)
     if is_signal and [it.request_id for it in step.after.requests] != [*step.old]:
         yield Complaint("a request came or went, or is there twice")
 
@@ -406,7 +403,7 @@ def signal_is_remembered(step: Step, _ledger: Ledger) -> Complaints:
     return [
         Complaint(
             f"the grammar of {step.event.request_id!r} is not marked as ready",
-            subjects=of_request(step.event.request_id),
+            subjects=step.event.request_id,
         )
     ]
 
@@ -474,9 +471,7 @@ def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints
     for name, old in step.old.items():
         may_give = keeps_blocks(old) and any(old.block_tables)
         if name not in step.before.running and step.new.get(name) != old and not may_give:
-            yield Complaint(
-                f"a reset changed {name!r}, which did not run", subjects=of_request(name)
-            )
+            yield Complaint(f"a reset changed {name!r}, which did not run", subjects=name)
 
 
 @sentence("P25", v.Reset)

@@ -11,9 +11,9 @@ from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.protocol.findings import (
     NO_SUBJECTS,
+    About,
     Difference,
     Finding,
-    Subjects,
     blocks_apart,
     requests_apart,
     shown,
@@ -33,7 +33,7 @@ class Complaint(NamedTuple):
 
     message: str
     differences: tuple[Difference, ...] = ()
-    subjects: Subjects = NO_SUBJECTS
+    subjects: About = NO_SUBJECTS
 
 
 Complaints: TypeAlias = Iterable[Complaint]
@@ -85,7 +85,7 @@ class Sentence:
         self,
         message: str,
         differences: tuple[Difference, ...] = (),
-        subjects: Subjects = NO_SUBJECTS,
+        subjects: About = NO_SUBJECTS,
     ) -> Finding:
         """Return a finding with the name of this check."""
         return violated(self.property_id, self.sentence, message, *differences, subjects=subjects)
@@ -137,7 +137,7 @@ def sentence(
 
 
 def differing(
-    what: str, expected: object, seen: object, subjects: Subjects = NO_SUBJECTS
+    what: str, expected: object, seen: object, subjects: About = NO_SUBJECTS
 ) -> Complaints:
     """Return what is wrong with a value, if it is not the expected one."""
     if expected == seen:
@@ -158,7 +158,7 @@ def differing_blocks(
 
 
 def unequal(
-    message: str, what: str, expected: object, seen: object, subjects: Subjects = NO_SUBJECTS
+    message: str, what: str, expected: object, seen: object, subjects: About = NO_SUBJECTS
 ) -> Complaint:
     """Return what is wrong with one value, with the expected and the seen one."""
     return Complaint(message, list_differences(what, expected, seen), subjects)

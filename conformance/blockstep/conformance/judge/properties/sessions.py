@@ -11,7 +11,6 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 RESTING = v.Status.WAITING_FOR_STREAMING_REQ
@@ -38,11 +37,7 @@ def session_goes_on_behind_all_but_its_last_token(step: Step, ledger: Ledger) ->
         if seen != due:
             what = f"{name!r} is not what its inputs make it"
             yield unequal(
-                what,
-                "prompt, inputs that wait, whether it is idle",
-                due,
-                seen,
-                subjects=of_request(name),
+                what, "prompt, inputs that wait, whether it is idle", due, seen, subjects=name
             )
 
 
@@ -65,5 +60,5 @@ def end_of_its_input_ends_who_rests(step: Step, ledger: Ledger) -> Complaints:
     if (update.request_id in step.new) is is_over:
         yield Complaint(
             f"{update.request_id!r} should{' not' * is_over} be there any more",
-            subjects=of_request(update.request_id),
+            subjects=update.request_id,
         )

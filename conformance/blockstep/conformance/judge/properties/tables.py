@@ -14,7 +14,6 @@ from blockstep.conformance.judge.properties.queue_replay import unattended_ends
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.conformance.judge.properties.store_ledger import has_lost_all
-from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -44,7 +43,7 @@ def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
             yield Complaint(
                 f"{request.request_id!r} continues at position {certain} at the earliest, and has "
                 f"no block at index {index} of group {at}, which it attends to",
-                subjects=of_request(request.request_id),
+                subjects=request.request_id,
             )
 
 
@@ -69,5 +68,5 @@ def row_has_given_back_what_it_attends_to_no_more(step: Step, ledger: Ledger) ->
                 yield Complaint(
                     f"{name!r} runs from position {row.first} on and keeps blocks {kept} "
                     f"of group {at}, which it skips",
-                    subjects=of_request(name),
+                    subjects=name,
                 )

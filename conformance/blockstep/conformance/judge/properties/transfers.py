@@ -38,7 +38,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step, is_parked
-from blockstep.conformance.protocol.findings import Subjects, of_request
+from blockstep.conformance.protocol.findings import Subjects
 from blockstep.spec import vocabulary as v
 
 _NOTHING = v.TransfersSnapshot()
@@ -55,7 +55,7 @@ def load_is_what_the_store_offers(step: Step, ledger: Ledger) -> Complaints:
         seen = (0, False) if load is None else (load.num_external_tokens, load.is_async)
         if seen != due:
             what = f"{name!r} has a hit of {row.num_hit} tokens, and is loaded otherwise"
-            yield unequal(what, "tokens, whether later", due, seen, subjects=of_request(name))
+            yield unequal(what, "tokens, whether later", due, seen, subjects=name)
     strange = step.loads.keys() - {row.request_id for row in step.askers}
     if strange:
         what = f"{sorted(strange)} are loaded, and were not given blocks behind a hit"
@@ -79,11 +79,7 @@ def parked_request_is_what_its_load_says(step: Step, ledger: Ledger) -> Complain
             waiting, new = step.old.get(name), step.new.get(name)
             if waiting is not None and new != waiting and name not in failed:
                 yield unequal(
-                    f"a report changed {name!r}",
-                    f"request {name}",
-                    waiting,
-                    new,
-                    subjects=of_request(name),
+                    f"a report changed {name!r}", f"request {name}", waiting, new, subjects=name
                 )
         return
     for row in step.parked:
@@ -97,9 +93,7 @@ def parked_request_is_what_its_load_says(step: Step, ledger: Ledger) -> Complain
             num_cached_blocks=tuple([len(table) for table in row.hit_tables]),
         )
         if new != expected:
-            yield unequal(
-                f"{name!r} is parked", f"request {name}", expected, new, subjects=of_request(name)
-            )
+            yield unequal(f"{name!r} is parked", f"request {name}", expected, new, subjects=name)
 
 
 def _list_loaded_tables(step: Step, name: v.RequestId) -> v.BlockTables:
@@ -341,9 +335,7 @@ def preempted_request_has_no_row_in_flight(step: Step, ledger: Ledger) -> Compla
     for name in step.preempted:
         fence = ledger.get_fence(name)
         if fence is not None:
-            yield Complaint(
-                f"{name!r} was preempted while frame {fence} names it", subjects=of_request(name)
-            )
+            yield Complaint(f"{name!r} was preempted while frame {fence} names it", subjects=name)
 
 
 @sentence("P18", v.TransfersReported)
@@ -354,9 +346,7 @@ def report_changes_only_what_it_is_about(step: Step, ledger: Ledger) -> Complain
     for name, old in step.old.items():
         new = step.new.get(name)
         if name not in concerned and new is not old and new != old:
-            yield unequal(
-                f"a report changed {name!r}", f"request {name}", old, new, subjects=of_request(name)
-            )
+            yield unequal(f"a report changed {name!r}", f"request {name}", old, new, subjects=name)
 
 
 @sentence(
@@ -372,11 +362,7 @@ def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Co
         due = replace(old, num_computed_tokens=min(old.num_computed_tokens, valid))
         if new != due:
             yield unequal(
-                f"{name!r} has {valid} tokens",
-                f"request {name}",
-                due,
-                new,
-                subjects=of_request(name),
+                f"{name!r} has {valid} tokens", f"request {name}", due, new, subjects=name
             )
     void = ledger.find_void(step)
     lost = ledger.list_lost(step)
@@ -405,11 +391,7 @@ def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Co
             )
         if new != due:
             yield unequal(
-                f"{name!r} has {valid} tokens",
-                f"request {name}",
-                due,
-                new,
-                subjects=of_request(name),
+                f"{name!r} has {valid} tokens", f"request {name}", due, new, subjects=name
             )
 
 
@@ -468,4 +450,4 @@ def received_one_is_not_left_behind_a_head_that_does_not_fit(
         need += config.watermark_blocks * bool(after.running)
         if need <= num_free:
             what = f"{name!r} was left waiting, and its load is done"
-            yield unequal(what, "free blocks", f"< {need}", num_free, subjects=of_request(name))
+            yield unequal(what, "free blocks", f"< {need}", num_free, subjects=name)

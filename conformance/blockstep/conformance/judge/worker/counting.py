@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.judge.worker.worker import Tables, Worker
-from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -40,7 +39,7 @@ class CountingWorker(Worker):
                 f"{request_id!r} gets blocks {tables}, and the factory says that plans show none: "
                 "give (), or set shows_blocks"
             )
-            self._complain("P26", "plan_shows_no_blocks", what, subjects=of_request(request_id))
+            self._complain("P26", "plan_shows_no_blocks", what, subjects=request_id)
         return [[] for _ in self.groups]
 
     def _count_slots(self, view: RequestView) -> int:

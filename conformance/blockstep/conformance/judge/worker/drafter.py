@@ -21,7 +21,7 @@ from blockstep.conformance.judge.worker.items import Items
 from blockstep.conformance.judge.worker.names import Name
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.view import FrameRow
-from blockstep.conformance.protocol.findings import Subjects, of_request
+from blockstep.conformance.protocol.findings import Subjects
 from blockstep.spec import vocabulary as v
 
 
@@ -146,7 +146,7 @@ class Drafter(Items):
                 "P5",
                 "draft_head_has_run_the_token_behind_a_hit",
                 what,
-                subjects=of_request(view.request.request_id),
+                subjects=view.request.request_id,
             )
 
     def propose_in_slots(self, row: FrameRow) -> None:
@@ -181,5 +181,5 @@ class Drafter(Items):
                 "P26",
                 "table_holds_the_slots_of_its_drafts",
                 what,
-                subjects=of_request(row.view.request.request_id),
+                subjects=row.view.request.request_id,
             )

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 
 from blockstep.conformance.judge.worker.sampling import NextToken, Sampling
 from blockstep.conformance.judge.worker.view import FrameRow
-from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -68,20 +67,14 @@ class Items(Sampling):
                 if not 0 <= index < len(items):
                     what = f"{entry.request_id!r} has no item {index}"
                     self._complain(
-                        "P22",
-                        "encoded_item_is_of_its_request",
-                        what,
-                        subjects=of_request(entry.request_id),
+                        "P22", "encoded_item_is_of_its_request", what, subjects=entry.request_id
                     )
                     continue
                 identifier, count = items[index].identifier, items[index].num_embeds
                 if identifier in filled and not self.config.is_encoder_decoder:
                     what = f"{identifier!r} is made for {entry.request_id!r} and for another"
                     self._complain(
-                        "P22",
-                        "item_is_made_once_in_a_plan",
-                        what,
-                        subjects=of_request(entry.request_id),
+                        "P22", "item_is_made_once_in_a_plan", what, subjects=entry.request_id
                     )
                 filled.add(identifier)
                 self.encoded[identifier] = count
@@ -100,25 +93,19 @@ class Items(Sampling):
             name = row.view.request.request_id
             if row.view.across and not row.first and name not in self.made_for:
                 what = f"{name!r} begins, and its items are not made for it"
-                self._complain(
-                    "P22", "item_that_a_row_reads_is_there", what, subjects=of_request(name)
-                )
+                self._complain("P22", "item_that_a_row_reads_is_there", what, subjects=name)
             return
         end = row.end + self.config.num_encoder_lookahead_tokens
         for identifier in self._list_read(row, end):
             if identifier not in self.encoded:
                 name = row.view.request.request_id
                 what = f"{name!r} reads {identifier!r} at positions {row.first} to {end - 1}"
-                self._complain(
-                    "P22", "item_that_a_row_reads_is_there", what, subjects=of_request(name)
-                )
+                self._complain("P22", "item_that_a_row_reads_is_there", what, subjects=name)
         for item in row.view.request.items if self.config.disable_chunked_mm_input else ():
             if item.offset < row.end < item.offset + item.length:
                 name = row.view.request.request_id
                 what = f"{name!r} ends at {row.end}, inside of {item.identifier!r} at {item.offset}"
-                self._complain(
-                    "P22", "row_ends_inside_of_no_whole_item", what, subjects=of_request(name)
-                )
+                self._complain("P22", "row_ends_inside_of_no_whole_item", what, subjects=name)
 
     def _list_read(self, row: FrameRow, end: int) -> Iterator[str]:
         """Yield the items of which a row reads an embedding."""

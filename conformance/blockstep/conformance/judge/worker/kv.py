@@ -28,11 +28,11 @@ from blockstep.conformance.judge.worker.states import (
 from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import (
     NO_SUBJECTS,
+    About,
     Difference,
     Finding,
     Subjects,
     of_block,
-    of_request,
     violated,
 )
 from blockstep.spec.vocabulary import (
@@ -226,9 +226,7 @@ class TaggedKV:
             note = f"state read by {reader!r} at position {first} in plan {self.frame_id}"
             if block == NULL_BLOCK:
                 what = f"group {at}: no {note}"
-                self._complain(
-                    "P5", "attended_position_has_a_block", what, subjects=of_request(reader)
-                )
+                self._complain("P5", "attended_position_has_a_block", what, subjects=reader)
             elif seen != expected:
                 self._complain_slot("attended_slot", (block, 0), expected, seen, note, reader)
             else:
@@ -269,9 +267,7 @@ class TaggedKV:
         reader = view.request.request_id
         if len(table) * size < len(view.across):
             what = f"{reader!r}: {len(view.across)} embeddings, {len(table) * size} slots"
-            self._complain(
-                "P26", "table_across_holds_the_embeddings", what, subjects=of_request(reader)
-            )
+            self._complain("P26", "table_across_holds_the_embeddings", what, subjects=reader)
         for number, expected in enumerate(view.across[: len(table) * size]):
             place = table[number // size], number % size
             seen = self._seen(*place, at)
@@ -343,9 +339,7 @@ class TaggedKV:
             note = f"read by {reader!r} at position {position} in plan {self.frame_id}"
             if block == NULL_BLOCK:
                 what = f"group {at} has no block {note}"
-                self._complain(
-                    "P5", "attended_position_has_a_block", what, subjects=of_request(reader)
-                )
+                self._complain("P5", "attended_position_has_a_block", what, subjects=reader)
             else:
                 self._complain_slot("attended_slot", (block, slot), expected, seen, note, reader)
             row.is_astray = True
@@ -420,7 +414,7 @@ class TaggedKV:
         sentence: str,
         message: str,
         *differences: Difference,
-        subjects: Subjects = NO_SUBJECTS,
+        subjects: About = NO_SUBJECTS,
     ) -> None:
         found = violated(property_id, sentence, message, *differences, subjects=subjects)
         self._findings.append(found)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from blockstep.conformance.judge.automaton import Automaton, Place
 from blockstep.conformance.judge.worker.kv import TaggedKV
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
-from blockstep.conformance.protocol.findings import Difference, Finding, of_request
+from blockstep.conformance.protocol.findings import Difference, Finding
 from blockstep.spec import vocabulary as v
 
 NextToken: TypeAlias = Callable[[Sequence[int]], int]
@@ -201,7 +201,7 @@ class Sampling(TaggedKV):
                 "scheduled_drafts_are_accepted_by_the_grammar",
                 what,
                 difference,
-                subjects=of_request(name),
+                subjects=name,
             )
 
     def check_mask(self, asked: v.GrammarBitmask, mask: v.GrammarOutput) -> list[Finding]:
@@ -241,11 +241,7 @@ class Sampling(TaggedKV):
             difference = Difference("draft_token_ids", str(padded), str(seen.draft_token_ids))
             what = f"{name!r}: its grammar accepts {valid} of {known}"
             self._complain(
-                "P23",
-                "mask_keeps_the_drafts_that_are_accepted",
-                what,
-                difference,
-                subjects=of_request(name),
+                "P23", "mask_keeps_the_drafts_that_are_accepted", what, difference, subjects=name
             )
             return
         allowed: list[v.TokenIds | None] = [view.automaton.list_allowed(place)]
@@ -259,14 +255,8 @@ class Sampling(TaggedKV):
             difference = Difference("allowed", str(allowed), str(held[: len(allowed)]))
             what = f"{name!r} behind {valid}"
             self._complain(
-                "P23",
-                "mask_allows_what_the_grammar_does",
-                what,
-                difference,
-                subjects=of_request(name),
+                "P23", "mask_allows_what_the_grammar_does", what, difference, subjects=name
             )
         elif allowed[-1] is not None and None in held[len(allowed) :]:
             what = f"{name!r}: behind {padded} all tokens are allowed"
-            self._complain(
-                "P24", "nothing_behind_a_placeholder_is_unmasked", what, subjects=of_request(name)
-            )
+            self._complain("P24", "nothing_behind_a_placeholder_is_unmasked", what, subjects=name)

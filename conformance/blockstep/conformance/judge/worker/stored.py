@@ -20,7 +20,7 @@ from blockstep.conformance.judge.worker.names import SPOILED, Name, NamedText
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.states import get_read_index, list_touched
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
-from blockstep.conformance.protocol.findings import Difference, Subjects, of_block, of_request
+from blockstep.conformance.protocol.findings import Difference, Subjects, of_block
 from blockstep.conformance.protocol.transfers import count_valid, list_loaded, loses_all
 from blockstep.spec import vocabulary as v
 
@@ -445,9 +445,7 @@ class Stored(Items):
             name, view = save.request_id, self.views.get(save.request_id)
             if view is None or view.is_preempted or name not in plan.preempted_req_ids:
                 what = f"{name!r} holds nothing here that this plan takes"
-                self._complain(
-                    "P26", "saved_request_is_preempted_by_the_plan", what, subjects=of_request(name)
-                )
+                self._complain("P26", "saved_request_is_preempted_by_the_plan", what, subjects=name)
                 continue
             view.name_positions(save.num_tokens, ())
             for at in self.attended:
@@ -485,7 +483,7 @@ class Stored(Items):
                     "saved_slot_holds_the_text_of_its_request",
                     what,
                     difference,
-                    subjects=of_request(view.request.request_id),
+                    subjects=view.request.request_id,
                 )
                 return
 

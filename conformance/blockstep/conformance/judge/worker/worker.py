@@ -22,7 +22,7 @@ from blockstep.conformance.judge.worker.drafter import Drafter
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.stored import Stored
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView, is_outdated
-from blockstep.conformance.protocol.findings import Difference, Finding, of_request, shown
+from blockstep.conformance.protocol.findings import Difference, Finding, shown
 from blockstep.spec import vocabulary as v
 
 Tables: TypeAlias = list[list[v.BlockId]]
@@ -174,9 +174,7 @@ class Worker(Drafter, Stored):
         view = self.views.get(request_id)
         if view is None:
             what = f"{request_id!r} is not known here"
-            self._complain(
-                "P26", "preempted_request_was_known", what, subjects=of_request(request_id)
-            )
+            self._complain("P26", "preempted_request_was_known", what, subjects=request_id)
             return
         self.give_back(request_id, view.tables, "was preempted")
         view.is_preempted = True
@@ -211,9 +209,7 @@ class Worker(Drafter, Stored):
         for request_id in plan.remapped_req_ids:
             if request_id not in told:
                 what = f"{request_id!r} has no row that tells its new block table"
-                self._complain(
-                    "P26", "remapped_request_has_a_row", what, subjects=of_request(request_id)
-                )
+                self._complain("P26", "remapped_request_has_a_row", what, subjects=request_id)
 
     def _start_new(self, row: v.NewRow) -> FrameRow:
         known = self.views.get(row.request_id)
@@ -227,7 +223,7 @@ class Worker(Drafter, Stored):
                 "P26",
                 "new_row_is_new",
                 f"{row.request_id!r} is known already",
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
         self.views[row.request_id] = view = self.make_view(row.request)
         view.tokens += row.output_token_ids
@@ -242,7 +238,7 @@ class Worker(Drafter, Stored):
                 "P26",
                 "cached_row_is_known",
                 f"{row.request_id!r} is not known here",
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
             return None
         blocks = self._blocks(row.request_id, row.new_block_ids)
@@ -286,7 +282,7 @@ class Worker(Drafter, Stored):
                 "P24",
                 "placeholder_stands_for_a_draft_after_the_last_plan",
                 what,
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
             # A token that is never sampled, as a worker might find in an old buffer.
             return (*proposal, *drafts)[: len(drafts)]
@@ -296,16 +292,11 @@ class Worker(Drafter, Stored):
         may_resume = view.is_preempted or view.may_resume or not self._hears_more_than_plans
         if not may_resume:
             what = f"{row.request_id!r} was running"
-            self._complain(
-                "P26", "resumed_request_was_preempted", what, subjects=of_request(row.request_id)
-            )
+            self._complain("P26", "resumed_request_was_preempted", what, subjects=row.request_id)
         if view.num_unreported:
             what = f"{row.request_id!r}: {view.num_unreported} of its tokens are not reported yet"
             self._complain(
-                "P13",
-                "resumed_request_has_no_token_in_flight",
-                what,
-                subjects=of_request(row.request_id),
+                "P13", "resumed_request_has_no_token_in_flight", what, subjects=row.request_id
             )
         self.give_back(
             row.request_id, view.tables, "was preempted"
@@ -321,18 +312,12 @@ class Worker(Drafter, Stored):
         if view.is_preempted:
             what = f"{row.request_id!r} holds no block here"
             self._complain(
-                "P26",
-                "preempted_request_returns_resumed",
-                what,
-                subjects=of_request(row.request_id),
+                "P26", "preempted_request_returns_resumed", what, subjects=row.request_id
             )
         elif view.num_unreported and not self.config.async_scheduling:
             what = f"{row.request_id!r} runs again before its token in flight is known"
             self._complain(
-                "P13",
-                "row_waits_for_the_token_of_its_request",
-                what,
-                subjects=of_request(row.request_id),
+                "P13", "row_waits_for_the_token_of_its_request", what, subjects=row.request_id
             )
         if row.request_id in self._remapped:
             gone = set(chain(*view.tables)) - set(chain(*blocks))
@@ -352,7 +337,7 @@ class Worker(Drafter, Stored):
                 "plan_counts_the_computed_tokens_of_the_worker",
                 what,
                 difference,
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
             view.num_computed = row.num_computed_tokens - view.num_rejected
 
@@ -361,9 +346,7 @@ class Worker(Drafter, Stored):
         if sent is None:
             if row.resumed or row.request_id not in self._last_scheduled:
                 what = f"{row.request_id!r} was not in the plan before, and its tokens are not sent"
-                self._complain(
-                    "P26", "tokens_are_sent_after_a_gap", what, subjects=of_request(row.request_id)
-                )
+                self._complain("P26", "tokens_are_sent_after_a_gap", what, subjects=row.request_id)
         elif view.num_dropped and len(sent) > len(view.tokens) and self._begins_alike(sent, view):
             what = (
                 f"{row.request_id!r} is resumed behind position {len(view.tokens)}, whose token "
@@ -371,11 +354,7 @@ class Worker(Drafter, Stored):
             )
             difference = Difference("all_token_ids", shown(view.tokens, 80), shown(sent, 80))
             self._complain(
-                "P13",
-                "dropped_position_runs_again",
-                what,
-                difference,
-                subjects=of_request(row.request_id),
+                "P13", "dropped_position_runs_again", what, difference, subjects=row.request_id
             )
             view.replace_tokens(sent)
         elif list(sent) != view.reported_token_ids:
@@ -388,7 +367,7 @@ class Worker(Drafter, Stored):
                 "sent_tokens_are_those_of_the_worker",
                 what,
                 difference,
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
             if not view.num_unreported:
                 view.replace_tokens(sent)
@@ -410,16 +389,14 @@ class Worker(Drafter, Stored):
                 "plan_counts_the_outputs_of_the_worker",
                 what,
                 difference,
-                subjects=of_request(row.request_id),
+                subjects=row.request_id,
             )
 
     def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> Tables:
         """Per group: the blocks that a plan names."""
         if len(tables) != len(self.groups):
             what = f"{request_id!r}: {len(tables)} tables"
-            self._complain(
-                "P26", "plan_has_one_table_per_group", what, subjects=of_request(request_id)
-            )
+            self._complain("P26", "plan_has_one_table_per_group", what, subjects=request_id)
             missing = len(self.groups) - len(tables)
             tables = (*tables, *[()] * missing)[: len(self.groups)]
         return [
@@ -437,7 +414,7 @@ class Worker(Drafter, Stored):
                 "P1",
                 "plan_names_real_blocks",
                 f"{request_id!r} gets blocks {blocks}",
-                subjects=of_request(request_id),
+                subjects=request_id,
             )
             blocks = [block for block in blocks if least <= block < num_blocks]
         return blocks
@@ -453,22 +430,18 @@ class Worker(Drafter, Stored):
                 "P12",
                 "row_runs_a_token",
                 f"{request_id!r}: {num_scheduled} tokens",
-                subjects=of_request(request_id),
+                subjects=request_id,
             )
         if max(end - known, 0) != len(drafts):
             what = (
                 f"{request_id!r}: positions {first} to {end - 1} with {known} known tokens "
                 f"and {len(drafts)} drafts"
             )
-            self._complain(
-                "P24", "drafts_are_the_last_scheduled_tokens", what, subjects=of_request(request_id)
-            )
+            self._complain("P24", "drafts_are_the_last_scheduled_tokens", what, subjects=request_id)
         room = self._count_slots(view)
         if end > room:
             what = f"{request_id!r}: {end} tokens, {room} slots"
-            self._complain(
-                "P26", "table_holds_the_scheduled_tokens", what, subjects=of_request(request_id)
-            )
+            self._complain("P26", "table_holds_the_scheduled_tokens", what, subjects=request_id)
         # Run as much of a wrong row as makes sense, to find further defects.
         end = max(min(end, known + len(drafts), room), 0)
         first = min(first, end)
@@ -562,9 +535,7 @@ class Worker(Drafter, Stored):
                 continue
             if view is None:
                 what = f"{request.request_id!r} is unknown"
-                self._complain(
-                    "P26", "running_request_is_known", what, subjects=of_request(request.request_id)
-                )
+                self._complain("P26", "running_request_is_known", what, subjects=request.request_id)
                 continue
             shown_by_state = _get_viewed(request)
             _, promised, tables, computed = shown_by_state
@@ -590,7 +561,7 @@ class Worker(Drafter, Stored):
                         "plans_alone_rebuild_the_request",
                         what,
                         difference,
-                        subjects=of_request(request.request_id),
+                        subjects=request.request_id,
                     )
         return self._findings
 
