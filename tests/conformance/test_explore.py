@@ -17,11 +17,10 @@ from blockstep.conformance.explore.copies import Copies
 from blockstep.conformance.explore.cycles import find_cycles
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, get_ledger
 from blockstep.conformance.explore.shard import OUT_OF_NOTHING, Task
-from blockstep.conformance.explore.swapped import SWAPPED
 from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN, list_worlds, tell_program
 from blockstep.conformance.explore.walk import LostShardError, _Processes, walk
 from blockstep.conformance.explore.world import World, get_events
-from blockstep.conformance.explore.worlds import WORLDS
+from blockstep.conformance.explore.worlds import SWAPPED, WORLDS
 from blockstep.conformance.judge.properties import Ledger, Step
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from blockstep.conformance.explore.forked import FORKED
-from blockstep.conformance.explore.swapped import SWAPPED
 from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
 
@@ -81,6 +79,93 @@ _BESIDE: dict[str, Any] = {
 }
 _NGRAM: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
 
+_FORKED: dict[str, Any] = {"enable_forks": True}
+_LEFT: dict[str, Any] = {"watermark_blocks": 1, "pool_order": v.PoolOrder.LIFO}
+_SWAPPED: dict[str, Any] = {"swap_min_tokens": 2} | _FETCHED | _UNRESERVED
+_CLOSED: dict[str, Any] = {"admission_low_blocks": 1, "admission_high_blocks": 2}
+
+
+def _alike(names: str, *more: Any, **fields: Any) -> tuple[v.Request, ...]:
+    """Return equal requests with these names; other arguments as of `_request`."""
+    return tuple(_request(name, *more, **fields) for name in names)
+
+
+_FORKED_WORLDS = (
+    World("branches", "three equal requests, three blocks: the first two that write copy",
+        v.Config(4, 4, 3, 4, 4, **_FORKED), _alike("ABC", 2, 2),
+        vocabulary=(0, 1), aborts=True, resets=_BOTH, forks=True,
+        expected=Counts(5_085, 37_086, 64_274, 17)),
+    World("beams", "PRIORITY: two equal requests are preempted for a more urgent one",
+        v.Config(4, 2, 3, 4, 4, **_RANKED, **_UNRESERVED, **_FORKED),
+        (*_alike("AB", 1, 3, priority=1), *_alike("C", 2, 2)), vocabulary=(0, 1), forks=True,
+        expected=Counts(7_060, 15_896, 55_017, 28)),
+    World("spread", "branches in blocks of two and of four tokens, and a window that frees some",
+        v.Config(6, 2, 2, 3, 5, **_FORKED,
+                 groups=(_FULL_OF_2, _group("sliding_window", 4, sliding_window=3))),
+        _alike("AB", 2, 3), vocabulary=(0, 1), aborts=True, forks=True,
+        expected=Counts(10_974, 42_083, 75_771, 24)),
+    World("left", "a watermark, a LIFO pool: branches that free what they share",
+        v.Config(4, 2, 3, 3, 4, **_UNRESERVED, **_FORKED, **_LEFT), _alike("ABC", 1, 3),
+        aborts=True, forks=True, expected=Counts(17_327, 83_906, 196_944, 34)),
+    World("stack", "a watermark in the admission check as well, no prefix caching",
+        v.Config(4, 2, 3, 3, 4, **_UNCACHED, **_FORKED, **_LEFT),
+        _alike("ABC", 1, 3), aborts=True, forks=True, expected=Counts(2_722, 12_896, 32_162, 28)),
+    World("filled", "KV events: drafts fill a block that a branch shares before it is published",
+        v.Config(4, 3, 2, 4, 5, **_TOLD, **_NGRAM, **_FORKED),
+        _alike("AB", 1, 4), resets=_BOTH, forks=True,
+        expected=Counts(814, 4_367, 5_563, 18)),
+    World("overtaken", "two plans in flight, drafts at the worker: parents that may not be forked",
+        v.Config(5, 2, 2, 4, 4, **_AHEAD, **_NGRAM, **_FORKED), _alike("AB", 1, 3),
+        vocabulary=(0, 1), resets=(True,), forks=True, expected=Counts(4_370, 17_489, 31_799, 19)),
+    World("verses", "branches under a grammar: each has its own outputs and grammar state",
+        v.Config(5, 2, 2, 3, 4, **_FORKED),
+        _alike("AB", 1, 3, structured_output=True, grammar=_GRAMMAR),
+        vocabulary=(0, 1, 2), forks=True, expected=Counts(4_302, 21_603, 34_952, 26)),
+    World("crowned", "branches with an EAGLE head: lookahead slots after the copied block",
+        v.Config(6, 2, 2, 4, 4, **_HEAD, **_FORKED), _alike("AB", 1, 3), aborts=True, forks=True,
+        expected=Counts(4_410, 22_644, 26_804, 27)),
+    World("pictured", "a branch of a prompt without outputs: it reads the item again",
+        v.Config(4, 2, 2, 4, 4, **_encoder(1, 1), **_FORKED),
+        _alike("AB", 2, 2, items=(_item("x", 1),)), aborts=True, forks=True,
+        expected=Counts(357, 1_318, 2_102, 17)),
+)  # fmt: skip
+"""Worlds with forks: requests that differ only in their ids may be forked into one another. Each is
+walked within a minute."""
+SWAPPED = (
+    World("swapped", "victims are swapped out, and loading them again fails: by an error",
+        v.Config(5, 1, 2, 3, 4, **_SWAPPED), (_a(2, 3), _b(3, 2)),
+        aborts=True, kv_offers=(_offer("A", 2), _offer("B", 2, is_async=True)),
+        expected=Counts(2_210, 16_778, 7_655, 20)),
+    World("reswapped", "two plans in flight, and loading a swapped-out victim again fails",
+        v.Config(5, 1, 2, 3, 4, **_SWAPPED | _COMPUTED, **_AHEAD),
+        (_a(2, 3), _b(3, 2)), resets=(True,),
+        kv_offers=(_offer("A", 2), _offer("B", 2, is_async=True)),
+        expected=Counts(3_513, 30_739, 16_226, 26)),
+    World("outranked", "PRIORITY: a victim planned in this step is swapped out as it was before",
+        v.Config(5, 1, 2, 4, 5, **_SWAPPED | _COMPUTED, **_RANKED),
+        (_a(2, 3, priority=1), _b(3, 2)), kv_offers=(_offer("A", 2), _offer("B", 2, is_async=True)),
+        expected=Counts(405, 2_459, 1_830, 16)),
+    World("slid", "a window of longer blocks has freed what is swapped out, and loading fails",
+        v.Config(7, 1, 2, 4, 5, **_SWAPPED | _COMPUTED,
+                 groups=(_FULL, _group("sliding_window", 2, sliding_window=2))),
+        (_a(2, 3), _b(3, 2)), kv_offers=(_offer("A", 2), _offer("B", 2)),
+        expected=Counts(281, 1_529, 1_178, 18)),
+    World("several", "PRIORITY: an urgent request needs the blocks of two others in one step",
+        v.Config(6, 1, 3, 5, 5, **_SWAPPED, **_RANKED),
+        (_a(1, 3), _b(2, 2, priority=1), _c(2, 2, priority=1)),
+        expected=Counts(754, 3_024, 3_326, 20)),
+    World("closed", "admission closes below one free block, and opens with two; aborts, pauses",
+        v.Config(5, 1, 2, 4, 4, **_CLOSED, **_UNRESERVED), (_a(2, 2), _b(1, 3)),
+        aborts=True, pauses=tuple(v.PauseState),
+        expected=Counts(5_583, 37_164, 17_823, 21)),
+    World("shut", "two plans in flight, and a waiting load needs admission to open",
+        v.Config(5, 1, 2, 3, 4, **_SWAPPED, **_CLOSED, **_AHEAD),
+        (_a(2, 2), _b(3, 2)), aborts=True,
+        kv_offers=(_offer("B", 1, is_async=True),),
+        expected=Counts(2_459, 17_293, 9_494, 25)),
+)  # fmt: skip
+"""Worlds in which victims are swapped out, and in which admission closes. Each is walked within
+seconds."""
 _TABLE = (
     World("loop", "one request that hits its own first block",
         v.Config(3, 1, 1, 2, 3), (_a(2, 1),), expected=Counts(8, 11, 21, 5)),
@@ -419,7 +504,7 @@ _TABLE = (
     World("again", "a prompt of one token that a store has: it is computed, and never loaded",
         v.Config(3, 1, 1, 2, 2, **_FETCHED), (_a(1, 1),),
         kv_offers=(_offer("A", 1, is_async=True),), expected=Counts(19, 81, 49, 9)),
-    *FORKED,
+    *_FORKED_WORLDS,
     *SWAPPED,
     World("tokens", "FCFS with caching: three tokens to sample, two of them equal, both resets",
         v.Config(5, 2, 3, 3, 6), (_a(3, 3), _b(2, 3)),

@@ -16,7 +16,7 @@ tokens. Goals are counted on the specification's side, whose plans are equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Self, TypeVar
@@ -118,7 +118,7 @@ class PlanRun(ScopedRun):
 
     def _diverge(
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
-    ) -> Iterator[Finding]:
+    ) -> list[Finding]:
         if isinstance(expected, v.Plan) and isinstance(seen, v.Plan):
             self.loads.take(expected, seen)
         if isinstance(seen, type(expected)):

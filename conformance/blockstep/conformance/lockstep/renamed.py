@@ -15,7 +15,6 @@ one step to the next: it plays the engine's own plans with the engine's own ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.judge.properties import Asked, Step, check_step
@@ -38,7 +37,7 @@ class RenamedRun(ScopedRun):
 
     def _diverge(
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
-    ) -> Iterator[Finding]:
+    ) -> list[Finding]:
         if isinstance(expected, v.Plan) and isinstance(seen, v.Plan):
             seen = self.tables.take_read(seen)
             # No plan shows a freed window, a failed load, or a session whose blocks were reclaimed.
