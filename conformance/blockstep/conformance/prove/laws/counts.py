@@ -41,70 +41,37 @@ def hit_counts_twice(num_wanted: int, num_computed: int, threshold: int, budget:
 # A running request.
 
 
-@ROOM.law("P9", (20, 4, 8, 6, 100))
-def check_running_request_stays_within_the_budget(
+@ROOM.law("P9 P12", (20, 4, 8, 6, 100), last_position_is_computed_too)
+def check_running_request_stays_within_every_limit(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> None:
-    """This holds for all limits, also for a budget of zero."""
+    """The limits are the budget, the threshold, the tokens left to compute, and the model length.
+
+    The token sampled before the last position was the last one.
+    """
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
     assert 2 <= max_model_len
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     assert num_new <= budget
-
-
-@ROOM.law("P9", (20, 4, 8, 6, 100), last_position_is_computed_too)
-def check_position_before_the_model_length_is_never_computed(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
-) -> None:
-    """The token sampled before that position was the last one."""
-    assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
-    assert 2 <= max_model_len
-    num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
+    assert num_new <= threshold or threshold == 0
+    assert num_computed + num_new <= num_with_spec
     assert num_computed + num_new <= max_model_len - 1
 
 
-@ROOM.law("P9", (20, 4, 8, 60, 100))
-def check_running_request_stays_within_the_threshold(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
-) -> None:
-    """No request gets more tokens than the threshold in one step."""
-    assert 0 <= num_computed <= num_with_spec and 0 < threshold and 0 <= budget
-    assert 2 <= max_model_len
-    num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
-    assert num_new <= threshold
-
-
-@ROOM.law("P12", (20, 4, 8, 60, 100))
-def check_running_request_gets_no_more_than_its_gap(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
-) -> None:
-    """Only known tokens, placeholders and drafts are scheduled."""
-    assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
-    assert 2 <= max_model_len
-    num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
-    assert num_computed + num_new <= num_with_spec
-
-
-@ROOM.law("P15", (20, 4, 8, 6, 100))
+@ROOM.law("P10 P15", (20, 4, 8, 6, 100), chunk_is_rounded_down_to_blocks)
 def check_running_request_catches_up_unless_a_cap_binds(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> None:
-    """It gets the tokens left to compute, or exactly what one of the three limits allows."""
+    """It gets the tokens left to compute, or exactly what one of the three limits allows.
+
+    That is at least one token within budget and model length; otherwise the same step would repeat
+    for ever.
+    """
     assert 0 <= num_computed < num_with_spec and 0 <= threshold and 0 <= budget
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     caps = (num_with_spec - num_computed, budget, max_model_len - 1 - num_computed)
     assert num_new in caps or (threshold > 0 and num_new == threshold)
-
-
-@ROOM.law("P10", (20, 4, 8, 6, 100), chunk_is_rounded_down_to_blocks)
-def check_running_request_with_a_gap_room_and_budget_progresses(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
-) -> None:
-    """It gets at least one token; otherwise the same step would repeat for ever."""
-    assert 0 <= num_computed < num_with_spec and 0 <= threshold
-    assert 1 <= budget and num_computed < max_model_len - 1
-    num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
-    assert num_new >= 1
+    assert num_new >= 1 or budget == 0 or num_computed >= max_model_len - 1
 
 
 @ROOM.law("P15", (20, 4, 60, 100))

@@ -75,36 +75,21 @@ def check_touched_free_block_leaves_the_middle_of_the_queue(
     assert h.is_conserved(pool)
 
 
-@ROOM.law("P1 P2", (1, 2, 3))
-def check_block_is_free_only_when_its_last_holder_lets_go(
-    first: int, second: int, third: int
-) -> None:
-    """Each ref count falls by one, and the queue gains exactly the blocks at zero."""
-    assert 1 <= first and 1 <= second and 1 <= third
-    pool = free_blocks(build(first, second, third), (1, 2, 3))
-    assert pool.ref_counts == (0, first - 1, second - 1, third - 1, 0, 0, 0)
-    assert h.is_conserved(pool)
-
-
-@ROOM.law("P16", (1, 2, 1))
+@ROOM.law("P1 P2 P3 P16", (1, 2, 1), freed_block_loses_its_key)
 def check_freed_tail_is_evicted_before_its_prefix_and_after_all_others(
     first: int, second: int, third: int
 ) -> None:
-    """The order is exact: free blocks first, then those of the table that become free, last one
-    first.
+    """Each ref count falls by one; blocks without a holder join the queue, the last one first.
+
+    They can still be hit: freeing a block changes no key and no map entry.
     """
-    assert 1 <= first and 1 <= second and 1 <= third
-    pool = free_blocks(build(first, second, third), (1, 2, 3))
-    released = tuple(b for b, count in ((3, third), (2, second), (1, first)) if count == 1)
-    assert pool.free_queue == QUEUE + released
-
-
-@ROOM.law("P3", (1, 2, 1), freed_block_loses_its_key)
-def check_freed_block_can_still_be_hit(first: int, second: int, third: int) -> None:
-    """Eviction is lazy: freeing a block changes no key and no map entry."""
     assert 1 <= first and 1 <= second and 1 <= third
     before = build(first, second, third)
     pool = free_blocks(before, (1, 2, 3))
+    released = tuple(b for b, count in ((3, third), (2, second), (1, first)) if count == 1)
+    assert pool.ref_counts == (0, first - 1, second - 1, third - 1, 0, 0, 0)
+    assert pool.free_queue == QUEUE + released
+    assert h.is_conserved(pool)
     assert pool.block_keys == before.block_keys
     assert pool.cached == before.cached
 
@@ -124,11 +109,14 @@ def check_freeing_undoes_touching_but_for_the_place_in_the_queue(
 # Allocation.
 
 
-@ROOM.law("P1 P16", (2, 1, 2, 3))
+@ROOM.law("P1 P3 P16", (2, 1, 2, 3))
 def check_blocks_are_taken_from_the_head_of_the_queue(
     num_blocks: int, first: int, second: int, third: int
 ) -> None:
-    """Each taken block has one holder, and held blocks are not affected."""
+    """Each taken block has one holder, and held blocks are not affected.
+
+    A taken block, which is about to be overwritten, cannot be hit; held blocks can.
+    """
     assert 0 <= num_blocks <= 3 and 1 <= first and 1 <= second and 1 <= third
     pool, taken = allocate_blocks(build(first, second, third), num_blocks)
     assert taken == QUEUE[:num_blocks]
@@ -136,15 +124,6 @@ def check_blocks_are_taken_from_the_head_of_the_queue(
     assert pool.ref_counts[:4] == (0, first, second, third)
     assert all(pool.ref_counts[block_id] == 1 for block_id in taken)
     assert h.is_conserved(pool)
-
-
-@ROOM.law("P3", (2, 1, 2, 3))
-def check_taken_block_loses_its_key_and_nobody_else_does(
-    num_blocks: int, first: int, second: int, third: int
-) -> None:
-    """A block that is about to be overwritten cannot be hit; held blocks can."""
-    assert 0 <= num_blocks <= 3 and 1 <= first and 1 <= second and 1 <= third
-    pool, taken = allocate_blocks(build(first, second, third), num_blocks)
     for block_id in (2, 3, 4, 5):
         found = find_block(pool, h.key_of(block_id))
         assert found == (None if block_id in taken else block_id)

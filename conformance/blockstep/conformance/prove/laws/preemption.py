@@ -145,27 +145,18 @@ def build_step(budget: int, num_first: int, num_second: int) -> Step:
     return step
 
 
-@ROOM.law("P9 P15", (3, 5, 7, 0), budget_of_the_victim_is_lost)
-def check_tokens_of_a_victim_return_to_the_budget(
+@ROOM.law("P9 P14 P15 P26", (3, 5, 7, 0), budget_of_the_victim_is_lost)
+def check_victim_leaves_the_step_with_its_tokens_and_nobody_else_does(
     budget: int, num_first: int, num_second: int, victim_index: int
 ) -> None:
-    """The sum of the budget and of all rows does not change."""
-    assert 0 <= budget and 1 <= num_first and 1 <= num_second and 0 <= victim_index <= 2
-    step = build_step(budget, num_first, num_second)
-    process_preemption(step, victim_index)
-    assert step.budget + sum(row.num_scheduled for row in step.rows) == (
-        budget + num_first + num_second
-    )
-
-
-@ROOM.law("P14 P26", (3, 5, 7, 0))
-def check_victim_leaves_the_step_and_nobody_else_does(
-    budget: int, num_first: int, num_second: int, victim_index: int
-) -> None:
-    """The victim has no row and waits, and one preemption is counted."""
+    """The victim has no row and waits, its tokens return to the budget, and one preemption is
+    counted.
+    """
     assert 0 <= budget and 1 <= num_first and 1 <= num_second and 0 <= victim_index <= 2
     step = build_step(budget, num_first, num_second)
     victim = process_preemption(step, victim_index)
+    num_left = sum(row.num_scheduled for row in step.rows)
+    assert step.budget + num_left == budget + num_first + num_second
     assert victim == ("a", "b", "c")[victim_index]
     assert [row.request_id for row in step.rows] == [name for name in "ab" if name != victim]
     assert step.running == [name for name in "abc" if name != victim]

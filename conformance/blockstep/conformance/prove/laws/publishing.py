@@ -23,25 +23,18 @@ ROOM = Room("publishing")
 
 
 @ROOM.law("P3 P4", (16, 20, 33, 16))
-def check_published_blocks_are_full_of_known_tokens_that_the_step_computes(
+def check_published_blocks_are_those_full_of_known_tokens_that_the_step_computes(
     num_computed: int, num_new: int, num_known: int, block_size: int
 ) -> None:
-    """No draft, no partly filled block and nothing that a later step computes is published."""
+    """No draft, no partly filled block and nothing that a later step computes is published.
+
+    The next block is not full yet, or its tokens are not known.
+    """
     assert 0 <= num_computed and 1 <= num_new and 1 <= num_known and 1 <= block_size
     num_full = compute_num_publishable_blocks(num_computed, num_new, num_known, block_size)
-    assert num_full * block_size <= num_known
-    assert num_full * block_size <= num_computed + num_new
-
-
-@ROOM.law("P3", (16, 20, 33, 16))
-def check_every_full_block_of_computed_known_tokens_is_published(
-    num_computed: int, num_new: int, num_known: int, block_size: int
-) -> None:
-    """The next block is not full yet, or its tokens are not known."""
-    assert 0 <= num_computed and 1 <= num_new and 1 <= num_known and 1 <= block_size
-    num_full = compute_num_publishable_blocks(num_computed, num_new, num_known, block_size)
-    next_end = (num_full + 1) * block_size
-    assert next_end > num_known or next_end > num_computed + num_new
+    end = num_full * block_size
+    assert end <= num_known and end <= num_computed + num_new
+    assert end + block_size > num_known or end + block_size > num_computed + num_new
 
 
 @ROOM.law("P3 P8", (16, 20, 33, 4, 64, 16))

@@ -62,25 +62,18 @@ def sessions_never_give_way() -> bool:
 # Laws.
 
 
-@ROOM.law("P3 P13", (5, 3, 0), as_many_are_kept_as_are_computed)
+@ROOM.law("P3 P12 P13", (5, 3, 2), as_many_are_kept_as_are_computed, computed_is_left_as_it_is)
 def check_all_but_the_last_token_is_kept_however_many_are_computed(
     num_prompt: int, num_outputs: int, num_computed: int
 ) -> None:
-    """The input has stopped while it ran, or after it was preempted."""
+    """The input has stopped while it ran, or after it was preempted.
+
+    No token behind the kept ones stays computed; fewer are only if the session was preempted.
+    """
     assert 1 <= num_prompt and 1 <= num_outputs and 0 <= num_computed
     request = h.build_request("a", num_prompt, num_outputs, resumable=True)
     request = replace(request, num_computed_tokens=num_computed)
     assert get_num_kept(request) == num_prompt + num_outputs - 1
-
-
-@ROOM.law("P3 P12", (5, 3, 2), computed_is_left_as_it_is)
-def check_nothing_behind_what_is_kept_stays_computed(
-    num_prompt: int, num_outputs: int, num_computed: int
-) -> None:
-    """Fewer tokens are computed only if the session was preempted."""
-    assert 1 <= num_prompt and 1 <= num_outputs and 0 <= num_computed
-    request = h.build_request("a", num_prompt, num_outputs, resumable=True)
-    request = replace(request, num_computed_tokens=num_computed)
     pool = h.build_pool((0,), (), ())
     _, after = get_stopped(h.build_config(), pool, request, STRICT_RULES)
     assert after.num_computed_tokens == min(num_computed, num_prompt + num_outputs - 1)
