@@ -12,7 +12,7 @@ from typing import Any
 
 from blockstep.conformance.engine import Equivalence, Safety
 from blockstep.conformance.judge.witnesses import WITNESSES
-from blockstep.conformance.judge.witnesses.plans import PREEMPTION
+from blockstep.conformance.judge.witnesses.core import PREEMPTION
 from blockstep.conformance.protocol.features import FEATURES, PIPELINE, Feature
 from blockstep.spec import vocabulary as v
 

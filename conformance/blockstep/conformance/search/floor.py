@@ -22,7 +22,7 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.judge.legal import list_legal
 from blockstep.conformance.judge.witnesses import WITNESSES
-from blockstep.conformance.judge.witnesses.plans import PREEMPTION
+from blockstep.conformance.judge.witnesses.core import PREEMPTION
 from blockstep.conformance.judge.witnesses.tiers import TIERS
 from blockstep.conformance.lockstep.quirks import (
     UNMET,

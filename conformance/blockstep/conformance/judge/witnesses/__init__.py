@@ -10,64 +10,39 @@ from collections.abc import Iterator, Mapping
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.judge.witnesses.adapters import ADAPTERS, of_adapters
-from blockstep.conformance.judge.witnesses.admission import ADMISSION, of_admission, of_waiting
-from blockstep.conformance.judge.witnesses.commits import COMMITS, of_commit, of_drafts
-from blockstep.conformance.judge.witnesses.encoder import (
-    ENCODER,
-    of_encoder_reset,
-    of_ends_across,
-    of_items,
+from blockstep.conformance.judge.witnesses import (
+    adapters,
+    core,
+    encoder,
+    forks,
+    groups,
+    masks,
+    pins,
+    sessions,
+    telling,
+    tiers,
+    transfers,
 )
-from blockstep.conformance.judge.witnesses.forks import FORKS, of_forks
-from blockstep.conformance.judge.witnesses.frames import FRAMES, of_frames
-from blockstep.conformance.judge.witnesses.groups import GROUPED, of_ends, of_groups
-from blockstep.conformance.judge.witnesses.masks import (
-    MASKS,
-    of_failure,
-    of_mask,
-    of_masked_commit,
-    of_masked_plan,
-    of_proposals,
-)
-from blockstep.conformance.judge.witnesses.pins import PINS, of_pins
-from blockstep.conformance.judge.witnesses.plans import (
-    PLANS,
-    PREEMPTION,
-    of_plan,
-    of_preemption,
-    of_row,
-)
-from blockstep.conformance.judge.witnesses.sessions import (
-    SESSIONS,
-    of_returns,
-    of_stops,
-    of_update,
-)
-from blockstep.conformance.judge.witnesses.signals import SIGNALS, of_abort, of_reset
-from blockstep.conformance.judge.witnesses.telling import TELLING, of_telling
-from blockstep.conformance.judge.witnesses.tiers import TIERS, of_tiers
-from blockstep.conformance.judge.witnesses.transfers import TRANSFERS, of_store
 from blockstep.spec import vocabulary as v
 
 REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
 WITNESSES: Mapping[str, str] = (
-    ADMISSION
-    | PLANS
-    | PREEMPTION
-    | COMMITS
-    | SIGNALS
-    | FRAMES
-    | GROUPED
-    | ADAPTERS
-    | MASKS
-    | SESSIONS
-    | ENCODER
-    | TELLING
-    | TRANSFERS
-    | PINS
-    | FORKS
-    | TIERS
+    core.ADMISSION
+    | core.PLANS
+    | core.PREEMPTION
+    | core.COMMITS
+    | core.SIGNALS
+    | core.FRAMES
+    | groups.GROUPED
+    | adapters.ADAPTERS
+    | masks.MASKS
+    | sessions.SESSIONS
+    | encoder.ENCODER
+    | telling.TELLING
+    | transfers.TRANSFERS
+    | pins.PINS
+    | forks.FORKS
+    | tiers.TIERS
     | REFUSALS
 )
 """All goals by name, with what they mean."""
@@ -86,50 +61,50 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
     elif isinstance(event, v.Schedule):
         yield from _of_schedule(step, ledger)
     elif isinstance(observation, v.Outputs) and isinstance(event, v.Commit):
-        yield from of_commit(step, ledger, observation.rows)
+        yield from core.of_commit(step, ledger, observation.rows)
         if config.groups:
-            yield from of_ends(step)
-            yield from of_ends_across(step)
+            yield from groups.of_ends(step)
+            yield from encoder.of_ends_across(step)
         if ledger.has_grammars:
-            yield from of_masked_commit(step)
+            yield from masks.of_masked_commit(step)
         if ledger.has_sessions:
-            yield from of_stops(step, ledger)
+            yield from sessions.of_stops(step, ledger)
         if config.enable_kv_cache_events:
-            yield from of_telling(step, ledger)
+            yield from telling.of_telling(step, ledger)
     else:
         yield from _of_signal(step, ledger)
     if config.kv_connector:
-        yield from of_store(step, ledger)
+        yield from transfers.of_store(step, ledger)
     if config.has_pins:
-        yield from of_pins(step, ledger)
+        yield from pins.of_pins(step, ledger)
     if config.enable_forks:
-        yield from of_forks(step, ledger)
+        yield from forks.of_forks(step, ledger)
     if config.swap_min_tokens or config.admission_high_blocks:
-        yield from of_tiers(step, ledger)
+        yield from tiers.of_tiers(step, ledger)
 
 
 def _of_schedule(step: Step, ledger: Ledger) -> Iterator[str]:
     config = step.config
-    yield from of_plan(step, ledger)
+    yield from core.of_plan(step, ledger)
     for row in step.rows:
-        yield from of_row(step, ledger.lives[row.request_id], row)
+        yield from core.of_row(step, ledger.lives[row.request_id], row)
     for row in step.admitted_rows:
-        yield from of_admission(step, ledger, row)
-    yield from of_waiting(step, ledger)
+        yield from core.of_admission(step, ledger, row)
+    yield from core.of_waiting(step, ledger)
     if step.plan.preempted_req_ids:
-        yield from of_preemption(step, ledger)
+        yield from core.of_preemption(step, ledger)
     if config.max_frames_in_flight > 1:
-        yield from of_frames(step, ledger)
+        yield from core.of_frames(step, ledger)
     if config.groups:
-        yield from of_groups(step, ledger)
+        yield from groups.of_groups(step, ledger)
     if config.max_loras:
-        yield from of_adapters(step, ledger)
+        yield from adapters.of_adapters(step, ledger)
     if config.encoder_cache_size:
-        yield from of_items(step, ledger)
+        yield from encoder.of_items(step, ledger)
     if ledger.has_grammars:
-        yield from of_masked_plan(step)
+        yield from masks.of_masked_plan(step)
     if ledger.has_sessions:
-        yield from of_returns(step, ledger)
+        yield from sessions.of_returns(step, ledger)
 
 
 def _of_signal(step: Step, ledger: Ledger) -> Iterator[str]:
@@ -138,23 +113,23 @@ def _of_signal(step: Step, ledger: Ledger) -> Iterator[str]:
             if request.request_id in ledger.ended:
                 yield "id_used_again"
         case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
-            yield from of_drafts(step, ledger)
+            yield from core.of_drafts(step, ledger)
             if ledger.has_grammars:
-                yield from of_proposals(ledger, drafts, taken)
+                yield from masks.of_proposals(ledger, drafts, taken)
         case v.GrammarReady(request_id=request_id), _:
             if ledger.lives[request_id].grammar_ready:
                 yield "grammar_ready_twice"
-        case v.GrammarBitmask(), v.GrammarOutput(rows=masks):
-            yield from of_mask(step, ledger, masks)
+        case v.GrammarBitmask(), v.GrammarOutput(rows=rows):
+            yield from masks.of_mask(step, ledger, rows)
         case v.GrammarFailed(), _:
-            yield from of_failure(step, ledger)
+            yield from masks.of_failure(step, ledger)
         case v.EncoderReset(), _:
-            yield from of_encoder_reset(step)
+            yield from encoder.of_encoder_reset(step)
         case v.StreamingUpdate(request=request), _:
-            yield from of_update(step, ledger, request)
+            yield from sessions.of_update(step, ledger, request)
         case v.Abort(), v.Aborted():
-            yield from of_abort(step, ledger)
+            yield from core.of_abort(step, ledger)
         case v.Reset(), v.ResetDone(success=success):
-            yield from of_reset(step, ledger, success)
+            yield from core.of_reset(step, ledger, success)
             if step.config.enable_kv_cache_events:
-                yield from of_telling(step, ledger)
+                yield from telling.of_telling(step, ledger)
