@@ -15,43 +15,35 @@ from collections.abc import Iterable
 
 from blockstep.conformance.explore.canonical import Digest
 from blockstep.conformance.explore.probe import Moment
+from blockstep.spec import vocabulary as v
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS, get_offer, is_moving
 from blockstep.spec.features.structured_output import GRAMMAR_READY
-from blockstep.spec.vocabulary import (
-    Commit,
-    Outputs,
-    PauseState,
-    Plan,
-    Schedule,
-    Status,
-    TransfersReported,
-)
 
-GRAMMAR = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+GRAMMAR = v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
 def get_no_progress(moment: Moment, is_loop: bool) -> bool:
     """Whether a transition may be part of a forbidden cycle."""
     state = moment.before
     match moment.event, moment.observation:
-        case Schedule(), Plan() if not (is_loop and state.frames):
+        case v.Schedule(), v.Plan() if not (is_loop and state.frames):
             pass
-        case Commit(transfers=transfers), Outputs(rows=()) if not transfers.invalid_block_ids:
+        case v.Commit(transfers=transfers), v.Outputs(rows=()) if not transfers.invalid_block_ids:
             pass
-        case TransfersReported(transfers=transfers), Outputs(rows=()):
+        case v.TransfersReported(transfers=transfers), v.Outputs(rows=()):
             if is_loop or transfers.invalid_block_ids:
                 return False
         case _:
             return False
-    ends_transfer = isinstance(moment.event, TransfersReported)
+    ends_transfer = isinstance(moment.event, v.TransfersReported)
     if (
         is_moving(TRANSFERS.of(state)) != ends_transfer
-        or state.pause_state is not PauseState.UNPAUSED
+        or state.pause_state is not v.PauseState.UNPAUSED
     ):
         return False
     return any(
         get_offer(TRANSFERS.of(state), request.request_id).num_tokens is not None
-        and request.status is not Status.WAITING_FOR_STREAMING_REQ
+        and request.status is not v.Status.WAITING_FOR_STREAMING_REQ
         and (GRAMMAR_READY.of(request) or request.status is not GRAMMAR)
         for request in state.requests.values()
     )

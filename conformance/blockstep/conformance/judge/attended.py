@@ -11,95 +11,89 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockId,
-    Config,
-    GroupKind,
-    KVGroup,
-    MambaCacheMode,
-    Request,
-)
+from blockstep.spec import vocabulary as v
 
 
-def first_attended(group: KVGroup, position: int) -> int:
+def first_attended(group: v.KVGroup, position: int) -> int:
     """The first position that a token at `position`, or any later one, attends to.
 
     A recurrent layer continues from the state after the token before.
     """
     match group.kind:
-        case GroupKind.FULL:
+        case v.GroupKind.FULL:
             return 0
-        case GroupKind.SLIDING_WINDOW:
+        case v.GroupKind.SLIDING_WINDOW:
             return max(position - (group.sliding_window - 1), 0)
-        case GroupKind.CHUNKED_LOCAL:
+        case v.GroupKind.CHUNKED_LOCAL:
             return position - position % group.attention_chunk_size
-        case GroupKind.RECURRENT:
+        case v.GroupKind.RECURRENT:
             return max(position - 1, 0)
-        case GroupKind.CROSS_ATTENTION:
+        case v.GroupKind.CROSS_ATTENTION:
             return 0  # all embeddings of the encoder are attended
         case _:
             assert_never(group.kind)
 
 
-def most_attended_before(group: KVGroup) -> int | None:
+def most_attended_before(group: v.KVGroup) -> int | None:
     """The most tokens before a token whose blocks are held; None if all are."""
     match group.kind:
-        case GroupKind.FULL:
+        case v.GroupKind.FULL:
             return None
-        case GroupKind.SLIDING_WINDOW:
+        case v.GroupKind.SLIDING_WINDOW:
             return group.sliding_window - 1
-        case GroupKind.CHUNKED_LOCAL:
+        case v.GroupKind.CHUNKED_LOCAL:
             return group.attention_chunk_size - 1
-        case GroupKind.RECURRENT:
+        case v.GroupKind.RECURRENT:
             return 1 + 2 * group.num_speculative_blocks
-        case GroupKind.CROSS_ATTENTION:
+        case v.GroupKind.CROSS_ATTENTION:
             return None
         case _:
             assert_never(group.kind)
 
 
-def count_unattended(group: KVGroup, position: int) -> int:
+def count_unattended(group: v.KVGroup, position: int) -> int:
     """Leading blocks of a table that no token from `position` on attends to."""
     return first_attended(group, position) // group.block_size
 
 
-def without_given_back(told: Sequence[BlockId], shown: Sequence[BlockId]) -> tuple[BlockId, ...]:
+def without_given_back(
+    told: Sequence[v.BlockId], shown: Sequence[v.BlockId]
+) -> tuple[v.BlockId, ...]:
     """A table from plans, with the null blocks of a state, since no plan shows skipped blocks."""
-    if NULL_BLOCK not in shown:
+    if v.NULL_BLOCK not in shown:
         return tuple(told)
-    nulls = {index for index, block in enumerate(shown) if block == NULL_BLOCK}
-    return tuple([NULL_BLOCK if index in nulls else block for index, block in enumerate(told)])
+    nulls = {index for index, block in enumerate(shown) if block == v.NULL_BLOCK}
+    return tuple([v.NULL_BLOCK if index in nulls else block for index, block in enumerate(told)])
 
 
-def is_recurrent(group: KVGroup) -> bool:
+def is_recurrent(group: v.KVGroup) -> bool:
     """Whether a block holds a state, and not the KV of tokens."""
-    return group.kind is GroupKind.RECURRENT
+    return group.kind is v.GroupKind.RECURRENT
 
 
-def is_across(group: KVGroup) -> bool:
+def is_across(group: v.KVGroup) -> bool:
     """Whether a table holds the encoder's embeddings of the request's items."""
-    return group.kind is GroupKind.CROSS_ATTENTION
+    return group.kind is v.GroupKind.CROSS_ATTENTION
 
 
-def count_across(config: Config, request: Request) -> int:
+def count_across(config: v.Config, request: v.Request) -> int:
     """Slots of a request in each cross-attention table: one per embedding."""
     if not config.is_encoder_decoder:
         return 0
     return sum([item.num_embeds for item in request.items])
 
 
-def slots_of(group: KVGroup, num_tokens: int, num_across: int) -> int:
+def slots_of(group: v.KVGroup, num_tokens: int, num_across: int) -> int:
     """Slots that a table of a group must have for `num_tokens`, or for `num_across` embeddings."""
     return num_across if is_across(group) else num_tokens
 
 
-def is_aligned(config: Config) -> bool:
+def is_aligned(config: v.Config) -> bool:
     """Whether chunks of prompts end where states are kept, so that a row may run less than fits."""
-    return any(group.mamba_cache_mode is MambaCacheMode.ALIGN for group in config.groups)
+    return any(group.mamba_cache_mode is v.MambaCacheMode.ALIGN for group in config.groups)
 
 
-def blocks_of_drafts(group: KVGroup, table: Sequence[BlockId]) -> Sequence[BlockId]:
+def blocks_of_drafts(group: v.KVGroup, table: Sequence[v.BlockId]) -> Sequence[v.BlockId]:
     """The last blocks of a table, which hold the states after drafts and move with its end."""
     num_kept = len(table) - group.num_speculative_blocks
     return table[max(num_kept, 0) :]

@@ -7,37 +7,27 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from blockstep.conformance.protocol.findings import Difference, Subjects, shown_apart
-from blockstep.spec.vocabulary import (
-    BlockId,
-    BlockKey,
-    Observation,
-    OutputRow,
-    Plan,
-    Rejected,
-    RequestId,
-    RequestSnapshot,
-    Snapshot,
-)
+from blockstep.spec import vocabulary as v
 
 ABSENT = "-"
 NOT_COMPARED: Mapping[type, Mapping[str, str]] = {
-    Rejected: {"detail": "wording is free"},
-    OutputRow: {"num_external_tokens": "a hint, held to the loads that plans told (P21)"},
-    Plan: {"num_common_prefix_blocks": "a hint, compared of an engine that claims it"},
+    v.Rejected: {"detail": "wording is free"},
+    v.OutputRow: {"num_external_tokens": "a hint, held to the loads that plans told (P21)"},
+    v.Plan: {"num_common_prefix_blocks": "a hint, compared of an engine that claims it"},
 }
 """Fields of states and observations that are not compared, by type, with the reason. All others are
 compared; a field is left out by `compare=False` in its declaration, and nowhere else."""
 
 
 def observation_differences(
-    spec: Observation, engine: object, with_hints: bool = False
+    spec: v.Observation, engine: object, with_hints: bool = False
 ) -> tuple[Difference, ...]:
     """Return where the engine's observation of one event differs from the spec's; empty if nowhere.
 
     `with_hints`: the engine claims `Capability.COMMON_PREFIX`, so the hints of its plans are
     compared.
     """
-    with_hints = with_hints and isinstance(spec, Plan)
+    with_hints = with_hints and isinstance(spec, v.Plan)
     if spec == engine:
         return _hint_differences(spec, engine) if with_hints else ()
     if type(spec) is not type(engine):
@@ -46,14 +36,14 @@ def observation_differences(
     return (*found, *_hint_differences(spec, engine)) if with_hints else found
 
 
-def _hint_differences(spec: Observation, engine: object) -> tuple[Difference, ...]:
-    if not (isinstance(spec, Plan) and isinstance(engine, Plan)):
+def _hint_differences(spec: v.Observation, engine: object) -> tuple[Difference, ...]:
+    if not (isinstance(spec, v.Plan) and isinstance(engine, v.Plan)):
         return ()
     mine, theirs = spec.num_common_prefix_blocks, engine.num_common_prefix_blocks
     return () if mine == theirs else tuple(_value("num_common_prefix_blocks", mine, theirs))
 
 
-def find_subjects(difference: Difference, names: Collection[RequestId]) -> Subjects:
+def find_subjects(difference: Difference, names: Collection[v.RequestId]) -> Subjects:
     """Return the request or the block that a difference is about, by the words of its field.
 
     Args:
@@ -66,7 +56,7 @@ def find_subjects(difference: Difference, names: Collection[RequestId]) -> Subje
     return Subjects(requests[:1], (int(words[1]),) if is_block else ())
 
 
-def snapshot_differences(spec: Snapshot, engine: Snapshot) -> tuple[Difference, ...]:
+def snapshot_differences(spec: v.Snapshot, engine: v.Snapshot) -> tuple[Difference, ...]:
     """Return where two states differ: queues, requests, blocks, then the rest."""
     if spec == engine:
         return ()
@@ -78,17 +68,17 @@ def snapshot_differences(spec: Snapshot, engine: Snapshot) -> tuple[Difference, 
         found.extend(
             find(spec, engine) or [each for name in names for each in _field(name, spec, engine)]
         )
-    for part in fields(Snapshot):
+    for part in fields(v.Snapshot):
         if part.name not in _SHOWN_APART:
             found.extend(_field(part.name, spec, engine))
     return tuple(found)
 
 
-def _field(name: str, spec: Snapshot, engine: Snapshot) -> list[Difference]:
+def _field(name: str, spec: v.Snapshot, engine: v.Snapshot) -> list[Difference]:
     return _field_differences(name, getattr(spec, name), getattr(engine, name))
 
 
-def name_key(key: BlockKey | None) -> str:
+def name_key(key: v.BlockKey | None) -> str:
     """Return a short name of a key: its block index and tokens, adapter, salt, group and items."""
     if key is None:
         return ABSENT
@@ -100,7 +90,7 @@ def name_key(key: BlockKey | None) -> str:
     return " ".join([f"#{key.index}[{tokens}]", *(extra for extra in extras if extra)])
 
 
-def _request_differences(spec: Snapshot, engine: Snapshot) -> list[Difference]:
+def _request_differences(spec: v.Snapshot, engine: v.Snapshot) -> list[Difference]:
     found: list[Difference] = []
     left = {request.request_id: request for request in spec.requests}
     right = {request.request_id: request for request in engine.requests}
@@ -115,11 +105,11 @@ def _request_differences(spec: Snapshot, engine: Snapshot) -> list[Difference]:
     return found
 
 
-def _present(request: RequestSnapshot | None) -> str:
+def _present(request: v.RequestSnapshot | None) -> str:
     return "no such request" if request is None else str(request.status)
 
 
-def _block_differences(spec: Snapshot, engine: Snapshot) -> list[Difference]:
+def _block_differences(spec: v.Snapshot, engine: v.Snapshot) -> list[Difference]:
     found: list[Difference] = []
     for block_id in range(max(len(spec.ref_counts), len(engine.ref_counts))):
         mine, theirs = describe_block(spec, block_id), describe_block(engine, block_id)
@@ -128,7 +118,7 @@ def _block_differences(spec: Snapshot, engine: Snapshot) -> list[Difference]:
     return found
 
 
-def describe_block(snapshot: Snapshot, block_id: BlockId) -> str:
+def describe_block(snapshot: v.Snapshot, block_id: v.BlockId) -> str:
     """Return a block in words: `free, carries #0[1,2]`, `held by 2, no key`."""
     if block_id >= len(snapshot.ref_counts):
         return "no such block"
@@ -140,7 +130,7 @@ def describe_block(snapshot: Snapshot, block_id: BlockId) -> str:
     return f"{held}{twice}, " + ("no key" if key is None else f"carries {name_key(key)}")
 
 
-def _cached_differences(spec: Snapshot, engine: Snapshot) -> list[Difference]:
+def _cached_differences(spec: v.Snapshot, engine: v.Snapshot) -> list[Difference]:
     found: list[Difference] = []
     left, right = spec.cached, engine.cached
     for key in [*left, *(key for key in right if key not in left)]:
@@ -150,7 +140,7 @@ def _cached_differences(spec: Snapshot, engine: Snapshot) -> list[Difference]:
     return found
 
 
-def _blocks(cached: Mapping[BlockKey, tuple[BlockId, ...]], key: BlockKey) -> str:
+def _blocks(cached: Mapping[v.BlockKey, tuple[v.BlockId, ...]], key: v.BlockKey) -> str:
     return "blocks " + ", ".join(map(str, cached[key])) if key in cached else ABSENT
 
 
@@ -226,7 +216,7 @@ def _short(value: object) -> str:
 
 
 _QUEUES = ("waiting", "skipped_waiting", "running", "free_queue")
-_TOLD_IN_WORDS: dict[tuple[str, ...], Callable[[Snapshot, Snapshot], list[Difference]]] = {
+_TOLD_IN_WORDS: dict[tuple[str, ...], Callable[[v.Snapshot, v.Snapshot], list[Difference]]] = {
     ("requests",): _request_differences,
     ("ref_counts", "block_keys"): _block_differences,
     ("cached",): _cached_differences,

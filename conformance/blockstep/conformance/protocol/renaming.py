@@ -11,17 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockCopy,
-    BlockId,
-    BlockTables,
-    CachedRow,
-    NewRow,
-    Plan,
-    RequestId,
-    Snapshot,
-)
+from blockstep.spec import vocabulary as v
 
 
 class Names:
@@ -30,22 +20,22 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self.of: dict[BlockId, BlockId] = {NULL_BLOCK: NULL_BLOCK}
-        self._taken = {NULL_BLOCK}
+        self.of: dict[v.BlockId, v.BlockId] = {v.NULL_BLOCK: v.NULL_BLOCK}
+        self._taken = {v.NULL_BLOCK}
 
-    def pair(self, mine: Iterable[BlockId], theirs: Iterable[BlockId]) -> None:
+    def pair(self, mine: Iterable[v.BlockId], theirs: Iterable[v.BlockId]) -> None:
         """Pair the spec's blocks with the engine's in order; blocks that have a partner keep it."""
         for left, right in zip(mine, theirs, strict=False):
             if left not in self._taken and right not in self.of:
                 self.of[right] = left
                 self._taken.add(left)
 
-    def pair_rest(self, mine: Iterable[BlockId], theirs: Iterable[BlockId]) -> None:
+    def pair_rest(self, mine: Iterable[v.BlockId], theirs: Iterable[v.BlockId]) -> None:
         """Pair the blocks that have no partner yet, in order."""
         left = [block for block in mine if block not in self._taken]
         self.pair(left, [block for block in theirs if block not in self.of])
 
-    def rename(self, tables: BlockTables) -> BlockTables:
+    def rename(self, tables: v.BlockTables) -> v.BlockTables:
         """Return tables in the spec's ids; a block without a partner gets the smallest free id."""
         for block in chain.from_iterable(tables):
             if block not in self.of:
@@ -53,14 +43,14 @@ class Names:
         return tuple(tuple(self.of[block] for block in table) for table in tables)
 
 
-def rename_snapshot(spec: Snapshot, engine: Snapshot) -> Snapshot:
+def rename_snapshot(spec: v.Snapshot, engine: v.Snapshot) -> v.Snapshot:
     """Return the engine's state with the spec's block ids, and its free queue in the spec's
     order.
     """
     return engine if spec == engine else _renamed(spec, engine, pair_states(spec, engine))
 
 
-def rename_plan(plan: Plan, names: Names) -> Plan:
+def rename_plan(plan: v.Plan, names: Names) -> v.Plan:
     """Return the engine's plan with the spec's block ids, except in swap-outs and sources of
     copies, which are of the state before the plan.
     """
@@ -78,17 +68,17 @@ def rename_plan(plan: Plan, names: Names) -> Plan:
     )
 
 
-def _copies(plan: Plan, **names: Names) -> tuple[BlockCopy, ...]:
+def _copies(plan: v.Plan, **names: Names) -> tuple[v.BlockCopy, ...]:
     """Return the copies of a plan with sources or destinations renamed."""
 
-    def rename(copy: BlockCopy) -> BlockCopy:
+    def rename(copy: v.BlockCopy) -> v.BlockCopy:
         named = {side: of.rename(((getattr(copy, side),),))[0][0] for side, of in names.items()}
         return replace(copy, **named)
 
     return tuple(map(rename, plan.block_copies))
 
 
-def pair_states(spec: Snapshot, engine: Snapshot) -> Names:
+def pair_states(spec: v.Snapshot, engine: v.Snapshot) -> Names:
     """Return the names of the engine's blocks in these states."""
     names = Names()
     tables_of = {request.request_id: request.block_tables for request in engine.requests}
@@ -106,7 +96,7 @@ def pair_states(spec: Snapshot, engine: Snapshot) -> Names:
     return names
 
 
-def _list_left(snapshot: Snapshot) -> dict[tuple[str, str], BlockTables]:
+def _list_left(snapshot: v.Snapshot) -> dict[tuple[str, str], v.BlockTables]:
     """Return blocks that requests left held: for a transfer, a frame in flight, or a job's next
     turn.
     """
@@ -120,14 +110,14 @@ def _list_left(snapshot: Snapshot) -> dict[tuple[str, str], BlockTables]:
     return left | {("job", pin.job_id): pin.block_tables for pin in kept}
 
 
-def _by_use(snapshot: Snapshot) -> list[BlockId]:
+def _by_use(snapshot: v.Snapshot) -> list[v.BlockId]:
     """Return all blocks: free ones first, then those that cannot be allocated, by id."""
     queued = set(snapshot.free_queue)
     counts = snapshot.ref_counts
     return sorted(range(len(counts)), key=lambda block: (block not in queued, counts[block], block))
 
 
-def _renamed(spec: Snapshot, engine: Snapshot, names: Names) -> Snapshot:
+def _renamed(spec: v.Snapshot, engine: v.Snapshot, names: Names) -> v.Snapshot:
     size = len(engine.ref_counts)
     new_size = 1 + max((names.of[block] for block in range(size)), default=-1)
     ref_counts, block_keys = [0] * new_size, [None] * new_size
@@ -162,7 +152,7 @@ def _renamed(spec: Snapshot, engine: Snapshot, names: Names) -> Snapshot:
     )
 
 
-def sort_free_queue(snapshot: Snapshot) -> Snapshot:
+def sort_free_queue(snapshot: v.Snapshot) -> v.Snapshot:
     """Return the state with its free queue sorted by id, for an engine whose order is not
     compared.
     """
@@ -173,10 +163,10 @@ def sort_free_queue(snapshot: Snapshot) -> Snapshot:
 class TablePairs:
     """The block tables of both sides, as their plans list them."""
 
-    of: dict[RequestId, tuple[BlockTables, BlockTables]] = field(default_factory=dict)
+    of: dict[v.RequestId, tuple[v.BlockTables, v.BlockTables]] = field(default_factory=dict)
     """The spec's and the engine's tables of each request that holds blocks."""
 
-    def take_read(self, engine: Plan) -> Plan:
+    def take_read(self, engine: v.Plan) -> v.Plan:
         """Return the engine's plan with the spec's block ids in its swap-outs and its sources of
         copies.
 
@@ -189,7 +179,7 @@ class TablePairs:
         saves = [replace(it, block_ids=names.rename(it.block_ids)) for it in engine.kv_saves]
         return replace(engine, kv_saves=tuple(saves), block_copies=_copies(engine, source=names))
 
-    def take(self, spec: Plan, engine: Plan) -> Plan:
+    def take(self, spec: v.Plan, engine: v.Plan) -> v.Plan:
         """Take over the tables of a plan of each side; return the engine's plan in the spec's block
         ids.
         """
@@ -212,20 +202,20 @@ class TablePairs:
             names.pair(chain.from_iterable(mine), chain.from_iterable(theirs))
         return names
 
-    def let_go(self, held: Mapping[RequestId, BlockTables]) -> None:
+    def let_go(self, held: Mapping[v.RequestId, v.BlockTables]) -> None:
         """Drop the places whose block left the spec's tables, for example behind a window."""
         for name, (mine, theirs) in self.of.items():
             now = held.get(name, mine)
             if now != mine:
                 self.of[name] = (_kept(mine, mine, now), _kept(theirs, mine, now))
 
-    def fork(self, parent: RequestId, child: RequestId, held: BlockTables) -> None:
+    def fork(self, parent: v.RequestId, child: v.RequestId, held: v.BlockTables) -> None:
         """Give a branch the tables of its parent, as far as the spec's branch holds them."""
         if parent in self.of:
             mine, theirs = self.of[parent]
             self.of[child] = _cut(mine, held), _cut(theirs, held)
 
-    def drop(self, names: Iterable[RequestId]) -> None:
+    def drop(self, names: Iterable[v.RequestId]) -> None:
         """Drop the tables of requests that hold no blocks any more."""
         for name in names:
             self.of.pop(name, None)
@@ -236,10 +226,10 @@ class LoadPairs:
     """Blocks that a store loads, as the plans of both sides list them."""
 
     num_blocks: int
-    of: dict[BlockId, BlockId] = field(default_factory=dict)
+    of: dict[v.BlockId, v.BlockId] = field(default_factory=dict)
     """The engine's blocks by the spec's, of the latest loads; each block occurs once."""
 
-    def take(self, spec: Plan, engine: Plan) -> None:
+    def take(self, spec: v.Plan, engine: v.Plan) -> None:
         """Take over the loads of a plan of each side."""
         theirs = {load.request_id: load.block_ids for load in engine.kv_loads}
         for load in spec.kv_loads:
@@ -248,36 +238,36 @@ class LoadPairs:
                 self.of = {left: right for left, right in self.of.items() if right != other}
                 self.of[mine] = other
 
-    def tell(self, blocks: Iterable[BlockId]) -> tuple[BlockId, ...]:
+    def tell(self, blocks: Iterable[v.BlockId]) -> tuple[v.BlockId, ...]:
         """Return the spec's blocks in the engine's ids; blocks not loaded on either side pair in
         order.
         """
-        known, called = {NULL_BLOCK, *self.of}, {NULL_BLOCK, *self.of.values()}
+        known, called = {v.NULL_BLOCK, *self.of}, {v.NULL_BLOCK, *self.of.values()}
         mine = (block for block in range(self.num_blocks) if block not in known)
         theirs = (block for block in range(self.num_blocks) if block not in called)
         names = dict(zip(mine, theirs, strict=False)) | self.of
         return tuple(names.get(block, block) for block in blocks)
 
 
-def _kept(tables: BlockTables, mine: BlockTables, now: BlockTables) -> BlockTables:
+def _kept(tables: v.BlockTables, mine: v.BlockTables, now: v.BlockTables) -> v.BlockTables:
     """Return the tables without the places at which the spec's tables changed."""
     return tuple(
         tuple(
-            block if old == new else NULL_BLOCK
+            block if old == new else v.NULL_BLOCK
             for block, old, new in zip(table, before, after, strict=False)
         )
         for table, before, after in zip(tables, mine, now, strict=False)
     )
 
 
-def _cut(tables: BlockTables, held: BlockTables) -> BlockTables:
+def _cut(tables: v.BlockTables, held: v.BlockTables) -> v.BlockTables:
     """Return from each table as many blocks as are held."""
     return tuple(table[: len(own)] for table, own in zip(tables, held, strict=False))
 
 
-def _grown(tables: BlockTables, row: NewRow | CachedRow, plan: Plan) -> BlockTables:
+def _grown(tables: v.BlockTables, row: v.NewRow | v.CachedRow, plan: v.Plan) -> v.BlockTables:
     """Return a request's tables after a row is dispatched."""
-    if isinstance(row, NewRow):
+    if isinstance(row, v.NewRow):
         return row.block_ids
     if row.resumed or not tables or row.request_id in plan.remapped_req_ids:
         return row.new_block_ids

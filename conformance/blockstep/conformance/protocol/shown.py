@@ -11,15 +11,7 @@ from dataclasses import fields, replace
 
 from blockstep.conformance.engine import PartOfState
 from blockstep.conformance.protocol.renaming import pair_states
-from blockstep.spec.vocabulary import (
-    BlockId,
-    BlockKey,
-    Config,
-    Policy,
-    RequestSnapshot,
-    Snapshot,
-    Status,
-)
+from blockstep.spec import vocabulary as v
 
 ALWAYS_SHOWN = frozenset(
     {"request_id", "status", "output_token_ids", "num_computed_tokens", "block_tables"}
@@ -27,11 +19,11 @@ ALWAYS_SHOWN = frozenset(
 """Fields of a request that every engine shows. Another field is shown if it differs from its
 default in `RequestSnapshot`."""
 DEFAULTS = {
-    part.name: part.default for part in fields(RequestSnapshot) if part.name not in ALWAYS_SHOWN
+    part.name: part.default for part in fields(v.RequestSnapshot) if part.name not in ALWAYS_SHOWN
 }
 
 
-def tells_holders(shown: Snapshot, config: Config) -> bool:
+def tells_holders(shown: v.Snapshot, config: v.Config) -> bool:
     """Whether a state shows the holders of each block.
 
     A partial state does, except the blocks that transfers and pins hold, which `show_state` does
@@ -39,11 +31,11 @@ def tells_holders(shown: Snapshot, config: Config) -> bool:
     """
     if not isinstance(shown, PartOfState):
         return True
-    needs = config.kv_connector or config.policy is Policy.CONTINUUM
+    needs = config.kv_connector or config.policy is v.Policy.CONTINUUM
     return not needs or shown.transfers is not None or shown.pins is not None
 
 
-def complete_state(shown: PartOfState, spec: Snapshot, is_renamed: bool) -> Snapshot:
+def complete_state(shown: PartOfState, spec: v.Snapshot, is_renamed: bool) -> v.Snapshot:
     """Return the state that an engine shows, with all other parts as in the specification.
 
     `is_renamed`: its block ids are the engine's own.
@@ -75,8 +67,8 @@ def complete_state(shown: PartOfState, spec: Snapshot, is_renamed: bool) -> Snap
 
 
 def _order_copies(
-    shown: Snapshot, spec: Snapshot, is_renamed: bool
-) -> Mapping[BlockKey, tuple[BlockId, ...]]:
+    shown: v.Snapshot, spec: v.Snapshot, is_renamed: bool
+) -> Mapping[v.BlockKey, tuple[v.BlockId, ...]]:
     """Return the blocks of each key in the specification's order, since an engine shows none."""
     name_of = pair_states(spec, shown).of if is_renamed else {}
     return {
@@ -86,8 +78,8 @@ def _order_copies(
 
 
 def _place_in(
-    ordered: Sequence[BlockId], name_of: Mapping[BlockId, BlockId]
-) -> Callable[[BlockId], int]:
+    ordered: Sequence[v.BlockId], name_of: Mapping[v.BlockId, v.BlockId]
+) -> Callable[[v.BlockId], int]:
     """Return a function that gives the place of a block among others, or the end if it is not
     there.
     """
@@ -95,7 +87,7 @@ def _place_in(
     return lambda block: place.get(name_of.get(block, block), len(place))
 
 
-def _complete(shown: RequestSnapshot, spec: RequestSnapshot | None) -> RequestSnapshot:
+def _complete(shown: v.RequestSnapshot, spec: v.RequestSnapshot | None) -> v.RequestSnapshot:
     """Return a request with the fields that are not shown taken from the specification."""
     if spec is None:
         return shown
@@ -105,6 +97,6 @@ def _complete(shown: RequestSnapshot, spec: RequestSnapshot | None) -> RequestSn
         if getattr(shown, name) == default
     }
     # The reason why a request waits is not shown.
-    if Status.RUNNING not in (shown.status, spec.status):
+    if v.Status.RUNNING not in (shown.status, spec.status):
         missing["status"] = spec.status
     return replace(shown, **missing)

@@ -28,16 +28,7 @@ from blockstep.conformance.judge.worker import NextToken, Worker
 from blockstep.conformance.judge.worker.names import Name
 from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import Difference
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockCopy,
-    BlockId,
-    Config,
-    GroupKind,
-    KVGroup,
-    KVLoad,
-    RequestId,
-)
+from blockstep.spec import vocabulary as v
 
 GQA = 2
 """Query heads of each KV head."""
@@ -78,7 +69,7 @@ class DataPlaneWorker(Worker):
     """
 
     def __init__(
-        self, config: Config, next_token: NextToken, kernels: Kernels, device: str = "cpu"
+        self, config: v.Config, next_token: NextToken, kernels: Kernels, device: str = "cpu"
     ) -> None:
         super().__init__(config, next_token)
         self.kernels = kernels
@@ -89,7 +80,7 @@ class DataPlaneWorker(Worker):
         width = self.block_sizes[0] * self.num_heads[0] * memory.HEAD_SIZE
         self.expected = np.zeros((2, num_blocks, width), dtype=np.float32)
         """Keys and values that each block must hold."""
-        self.expected[:, NULL_BLOCK] = np.nan
+        self.expected[:, v.NULL_BLOCK] = np.nan
         self.memory = self._tensor(self.expected.copy())
         """Keys and values that each block holds."""
         widths = [max(config.num_blocks, -(-config.max_model_len // n)) for n in self.block_sizes]
@@ -97,8 +88,8 @@ class DataPlaneWorker(Worker):
             torch.zeros((1, width), dtype=torch.int32, device=device) for width in widths
         ]
         """Persistent tables per group: a request keeps its row, and plans append to it."""
-        self._places: dict[RequestId, int] = {}
-        self._tables: list[list[list[BlockId]]] = [[[]] for _ in self.groups]
+        self._places: dict[v.RequestId, int] = {}
+        self._tables: list[list[list[v.BlockId]]] = [[[]] for _ in self.groups]
         """The content of each row of `block_tables`."""
         self._spare_owners = [0] * NUM_SPARE_BLOCKS
         """The groups by which the blocks after those of the config are laid out."""
@@ -153,7 +144,7 @@ class DataPlaneWorker(Worker):
     # Loads.
 
     def _fill_slots(
-        self, load: KVLoad, names: Sequence[Name], invalid: Collection[BlockId]
+        self, load: v.KVLoad, names: Sequence[Name], invalid: Collection[v.BlockId]
     ) -> None:
         """Write a load through a buffer, by the kernels and into the expected memory."""
         super()._fill_slots(load, names, invalid)
@@ -163,12 +154,12 @@ class DataPlaneWorker(Worker):
             loaded = [
                 (block, max(begin - first, 0), min(end - first, size))
                 for first, block in zip(range(0, end, size), load.block_ids[group], strict=False)
-                if first + size > begin and block != NULL_BLOCK and self._owners[block] == group
+                if first + size > begin and block != v.NULL_BLOCK and self._owners[block] == group
             ]
             if loaded:
                 self._load_blocks(group, loaded)
 
-    def _load_blocks(self, group: int, loaded: Sequence[tuple[BlockId, int, int]]) -> None:
+    def _load_blocks(self, group: int, loaded: Sequence[tuple[v.BlockId, int, int]]) -> None:
         """Write slots [first, stop) of each of these blocks of a group, and move whole blocks."""
         ids = torch.tensor([block for block, _, _ in loaded])
         spelled = [memory.spell(self.kv[block], self.num_heads[group]) for block, _, _ in loaded]
@@ -219,7 +210,7 @@ class DataPlaneWorker(Worker):
         place = self._places[name]
         for number, group in enumerate(self.groups):
             left = min(count_unattended(group, row.first), len(view.tables[number]))
-            table = [NULL_BLOCK] * left + view.tables[number][left:]
+            table = [v.NULL_BLOCK] * left + view.tables[number][left:]
             pairs = zip(self._tables[number][place], table, strict=False)
             first = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if first < len(table):
@@ -230,7 +221,7 @@ class DataPlaneWorker(Worker):
 
     # Copies.
 
-    def copy(self, copies: Iterable[BlockCopy]) -> None:
+    def copy(self, copies: Iterable[v.BlockCopy]) -> None:
         """Copy a plan's blocks by the kernels, pair by pair, and in the expected memory.
 
         Pairs are passed as independent only if no block occurs twice: a block may be free again,
@@ -282,7 +273,7 @@ class DataPlaneWorker(Worker):
         for target, owner in zip(targets, owners, strict=True):
             self._spare_owners[target - first] = owner
 
-    def _owner(self, block: BlockId) -> int:
+    def _owner(self, block: v.BlockId) -> int:
         """The group in whose layout a block was written."""
         owners = [*self._owners, *self._spare_owners]
         return max(owners[block], 0)
@@ -339,17 +330,17 @@ class DataPlaneWorker(Worker):
                 f"kv[{block}][{offset}]",
                 self._name(self.expected, block, offset),
                 self._name(seen, block, offset),
-                note or "the null block, which is never written" * (block == NULL_BLOCK),
+                note or "the null block, which is never written" * (block == v.NULL_BLOCK),
             ),
         )
 
-    def _slots(self, halves: Any, block: BlockId) -> Any:
+    def _slots(self, halves: Any, block: v.BlockId) -> Any:
         """Keys and values of one block, slot by slot, as its owner lays it out."""
         group = self._owner(block)
         shape = (2, self.block_sizes[group], self.num_heads[group], memory.HEAD_SIZE)
         return halves[:, block].reshape(shape)
 
-    def _name(self, halves: npt.NDArray[np.float32], block: BlockId, offset: int) -> str:
+    def _name(self, halves: npt.NDArray[np.float32], block: v.BlockId, offset: int) -> str:
         keys, values = self._slots(halves, block)
         return self.names.show(memory.read(keys, values)[offset])
 
@@ -420,12 +411,12 @@ class DataPlaneWorker(Worker):
         return torch.from_numpy(values).to(self.device)
 
 
-def _get_reach(group: KVGroup) -> dict[str, int]:
+def _get_reach(group: v.KVGroup) -> dict[str, int]:
     """The arguments by which `paged_attention` limits how far back a token attends."""
     match group.kind:
-        case GroupKind.SLIDING_WINDOW:
+        case v.GroupKind.SLIDING_WINDOW:
             return {"sliding_window": group.sliding_window}
-        case GroupKind.CHUNKED_LOCAL:
+        case v.GroupKind.CHUNKED_LOCAL:
             return {"attention_chunk_size": group.attention_chunk_size}
         case _:
             return {}

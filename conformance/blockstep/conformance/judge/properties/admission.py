@@ -40,20 +40,10 @@ from blockstep.conformance.judge.properties.queue_replay import (
 )
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockId,
-    BlockTables,
-    Config,
-    PauseState,
-    RequestId,
-    Schedule,
-    Snapshot,
-    Status,
-)
+from blockstep.spec import vocabulary as v
 
 
-@sentence("P7", Schedule, fixes="what a step does for requests without a row")
+@sentence("P7", v.Schedule, fixes="what a step does for requests without a row")
 def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complaints:
     """A request that is neither scheduled nor preempted does not change, even if its admission
     failed.
@@ -86,21 +76,21 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
         yield Complaint(f"a plan made requests: {step.new.keys() - step.old.keys()}")
 
 
-def _only_promoted(step: Step, ledger: Ledger, name: RequestId) -> bool:
+def _only_promoted(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
     old, new = step.old[name], step.new[name]
     return (
         ledger.lives[name].grammar_ready
-        and old.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        and new == replace(old, status=Status.WAITING)
+        and old.status is v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        and new == replace(old, status=v.Status.WAITING)
     )
 
 
-def _only_lost_drafts(step: Step, name: RequestId) -> bool:
+def _only_lost_drafts(step: Step, name: v.RequestId) -> bool:
     old, new = step.old[name], step.new[name]
     return step.config.async_scheduling and new == replace(old, spec_token_ids=())
 
 
-def _only_left_windows(step: Step, ledger: Ledger, name: RequestId) -> bool:
+def _only_left_windows(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
     old, new = step.old[name], step.new[name]
     if name != find_waiting(step, ledger):
         return False
@@ -109,13 +99,13 @@ def _only_left_windows(step: Step, ledger: Ledger, name: RequestId) -> bool:
     if step.config.async_scheduling:
         kept = replace(kept, spec_token_ids=old.spec_token_ids)
     return kept == old and all(
-        now in (block, NULL_BLOCK)
+        now in (block, v.NULL_BLOCK)
         for table, after in tables
         for block, now in zip(table, after)  # noqa: B905
     )
 
 
-@sentence("P7", Schedule, fixes="what a step without rows clears away")
+@sentence("P7", v.Schedule, fixes="what a step without rows clears away")
 def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
     """A plan without rows, loads and preemptions leaves pool, queues and statistics as they are.
 
@@ -139,7 +129,7 @@ def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
             yield unequal(f"nothing was scheduled, but {name} changed", name, old, new)
 
 
-@sentence("P8", Schedule, of="rows", fixes="when blocks are taken and given back")
+@sentence("P8", v.Schedule, of="rows", fixes="when blocks are taken and given back")
 def row_gains_exactly_the_blocks_it_needs(step: Step, ledger: Ledger) -> Complaints:
     """A row gains the blocks for the tokens of the step and the lookahead slots of the proposer.
 
@@ -174,7 +164,7 @@ def _counts(*counts: list[int]) -> list[int | list[int]]:
     return [count[0] if len(count) == 1 else count for count in counts]
 
 
-@sentence("P8", Schedule, of="askers", fixes="how much room an admission leaves")
+@sentence("P8", v.Schedule, of="askers", fixes="how much room an admission leaves")
 def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Complaints:
     """All known tokens of an admitted request fit the free blocks, under
     `scheduler_reserve_full_isl`.
@@ -198,7 +188,9 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
             yield unequal(what, "free blocks", f">= {need}", num_free, subjects=row.request_id)
 
 
-def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: BlockTables) -> int:
+def _reserve(
+    config: v.Config, first: int, end: int, num_across: int, hit_tables: v.BlockTables
+) -> int:
     """The least number of blocks that are taken and held at once, beyond a hit, to compute [first,
     end).
 
@@ -209,11 +201,11 @@ def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: 
     pairs = zip(config.groups, hit_tables, strict=True)
     hit_tables = tuple([table for group, table in pairs if not is_recurrent(group)])
     return most_held(config, first, end, num_across) - sum(
-        1 for block in chain(*hit_tables) if block != NULL_BLOCK
+        1 for block in chain(*hit_tables) if block != v.NULL_BLOCK
     )
 
 
-@sentence("P15", Schedule, fixes="how the tokens of a step are shared out")
+@sentence("P15", v.Schedule, fixes="how the tokens of a step are shared out")
 def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     """Each running request in order gets the tokens that it asks for or the rest of the budget, no
     less.
@@ -225,7 +217,7 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     victims = victims_of(step, ledger)
     if hides_a_rollback(step, victims):
         return
-    is_paused = ledger.pause_state is PauseState.PAUSED_ALL
+    is_paused = ledger.pause_state is v.PauseState.PAUSED_ALL
     left = 0 if is_paused else config.max_num_batched_tokens
     rows = {row.request_id: row for row in step.running_rows}
     for name in step.before.running:
@@ -244,7 +236,7 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
         left -= seen
 
 
-def has_items_ahead(step: Step, ledger: Ledger, name: RequestId) -> bool:
+def has_items_ahead(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
     """Whether a request has items that the encoder may have to compute first."""
     if not step.config.encoder_cache_size:
         return False
@@ -256,7 +248,7 @@ def has_items_ahead(step: Step, ledger: Ledger, name: RequestId) -> bool:
     return any(item.offset + item.length > computed for item in items)
 
 
-def may_have_its_items(step: Step, ledger: Ledger, name: RequestId) -> bool:
+def may_have_its_items(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
     """Whether no item can keep a waiting request from a row.
 
     For encoder-decoder inputs the rest of budget and cache is known, since nothing is kept there.
@@ -277,7 +269,7 @@ def may_have_its_items(step: Step, ledger: Ledger, name: RequestId) -> bool:
     return count_across(config, ledger.lives[name].request) <= most - num_made
 
 
-def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> int:
+def least_share(step: Step, ledger: Ledger, name: v.RequestId, expected: int) -> int:
     """The fewest tokens that a row may run of those that it could run.
 
     Chunks that end at recurrent states may be shorter, but never empty: a request whose chunk is
@@ -294,7 +286,7 @@ def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> i
 
 @sentence(
     "P15",
-    Schedule,
+    v.Schedule,
     needs="async_scheduling",
     of="rows",
     fixes="how far a plan runs ahead of its tokens",
@@ -313,7 +305,7 @@ def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
             )
 
 
-@sentence("P15", Schedule, of="preempted", fixes="how the tokens of a step are shared out")
+@sentence("P15", v.Schedule, of="preempted", fixes="how the tokens of a step are shared out")
 def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Complaints:
     """After a row was withdrawn, the requests scheduled later have the budget as if it had never
     been.
@@ -351,7 +343,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
         room -= len(rows[name].gained) if name in rows else 0
 
 
-@sentence("P15", Schedule, fixes="which request is admitted, and when")
+@sentence("P15", v.Schedule, fixes="which request is admitted, and when")
 def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Complaints:
     """When a plan stops admitting, the next waiting request does not fit.
 
@@ -361,7 +353,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     left = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if (
         left <= 0
-        or ledger.pause_state is not PauseState.UNPAUSED
+        or ledger.pause_state is not v.PauseState.UNPAUSED
         or len(after.running) >= config.max_num_seqs
         or admits_nobody(step, ledger)
     ):
@@ -397,16 +389,16 @@ def _hides_a_return(step: Step) -> bool:
     return any(is_parked(step.old[row.request_id]) for row in step.admitted_rows + step.parked)
 
 
-def count_free(snapshot: Snapshot, table: Iterable[BlockId]) -> int:
+def count_free(snapshot: v.Snapshot, table: Iterable[v.BlockId]) -> int:
     """Blocks of a table that have no holder."""
-    return sum(1 for block in table if block != NULL_BLOCK and not snapshot.ref_counts[block])
+    return sum(1 for block in table if block != v.NULL_BLOCK and not snapshot.ref_counts[block])
 
 
 def _charge(
-    config: Config,
+    config: v.Config,
     num_known: int,
     num_across: int,
-    hits: Sequence[Sequence[BlockId]],
+    hits: Sequence[Sequence[v.BlockId]],
     nums_free: Sequence[int],
 ) -> int:
     """The most blocks that an admission may be charged for all known tokens after its hit."""

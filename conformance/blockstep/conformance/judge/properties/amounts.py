@@ -21,14 +21,7 @@ from blockstep.conformance.judge.attended import (
     slots_of,
 )
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.spec.vocabulary import (
-    BlockId,
-    Config,
-    KVGroup,
-    MambaCacheMode,
-    Request,
-    RequestSnapshot,
-)
+from blockstep.spec import vocabulary as v
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -37,9 +30,9 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def blocks_behind(
-    config: Config,
+    config: v.Config,
     num_tokens: int,
-    tables: Sequence[Sequence[BlockId | None]],
+    tables: Sequence[Sequence[v.BlockId | None]],
     num_across: int = 0,
 ) -> int:
     """Number of blocks that tables lack to hold `num_tokens` in each group, summed over the groups.
@@ -50,9 +43,9 @@ def blocks_behind(
 
 
 def blocks_to_begin(
-    config: Config,
+    config: v.Config,
     end: int,
-    hits: Sequence[Sequence[BlockId]],
+    hits: Sequence[Sequence[v.BlockId]],
     num_across: int,
     is_loaded: bool,
 ) -> int:
@@ -67,14 +60,14 @@ def blocks_to_begin(
         return sum(lacking)
     return sum(
         min(num, 1 + is_loaded + group.num_speculative_blocks)
-        if group.mamba_cache_mode is MambaCacheMode.ALIGN
+        if group.mamba_cache_mode is v.MambaCacheMode.ALIGN
         else num
         for group, num in zip(config.groups, lacking, strict=True)
     )
 
 
 def _lacking(
-    config: Config, num_tokens: int, tables: Sequence[Sequence[BlockId | None]], num_across: int
+    config: v.Config, num_tokens: int, tables: Sequence[Sequence[v.BlockId | None]], num_across: int
 ) -> list[int]:
     """Per group: the blocks that its table lacks to hold `num_tokens`."""
     if not config.groups:
@@ -86,30 +79,30 @@ def _lacking(
     return [max(length - len(table), 0) for length, table in pairs]
 
 
-def table_length(group: KVGroup, end: int, num_slots: int) -> int:
+def table_length(group: v.KVGroup, end: int, num_slots: int) -> int:
     """Blocks in a table after a row that ends at `end`, with lookahead slots up to `num_slots`.
 
     A recurrent group has one more for each draft. A proposer keeps no states, but this is counted
     so only where chunks end at states.
     """
-    num_tokens = end if group.mamba_cache_mode is MambaCacheMode.ALIGN else num_slots
+    num_tokens = end if group.mamba_cache_mode is v.MambaCacheMode.ALIGN else num_slots
     return blocks_for(num_tokens, group.block_size) + group.num_speculative_blocks
 
 
-def longest_row(config: Config) -> int:
+def longest_row(config: v.Config) -> int:
     """The most tokens of one request in one step."""
     budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
     return min(budget, threshold) if threshold else budget
 
 
-def blocks_across(config: Config, num_across: int) -> int:
+def blocks_across(config: v.Config, num_across: int) -> int:
     """Number of blocks that hold `num_across` slots in each cross-attention group."""
     across = [group for group in config.groups if is_across(group)]
     return sum([blocks_for(num_across, group.block_size) for group in across])
 
 
 @lru_cache(maxsize=4096)
-def most_held(config: Config, first: int, end: int, num_across: int = 0) -> int:
+def most_held(config: v.Config, first: int, end: int, num_across: int = 0) -> int:
     """The most blocks that a request holds at once, in all groups, to compute [first, end) in rows.
 
     A row may begin at any token, depending on the budget that others leave. The request holds the
@@ -128,17 +121,17 @@ def most_held(config: Config, first: int, end: int, num_across: int = 0) -> int:
     )
 
 
-def list_of_tokens(groups: Sequence[KVGroup]) -> list[KVGroup]:
+def list_of_tokens(groups: Sequence[v.KVGroup]) -> list[v.KVGroup]:
     """Groups whose blocks hold the KV of tokens."""
     return [group for group in groups if not (is_recurrent(group) or is_across(group))]
 
 
-def count_least_states(config: Config) -> int:
+def count_least_states(config: v.Config) -> int:
     """State blocks that a row needs in all groups: the one that it writes, and those of drafts."""
     return sum([1 + group.num_speculative_blocks for group in config.groups if is_recurrent(group)])
 
 
-def charge_at_most(config: Config, group: KVGroup, num_blocks: int) -> int:
+def charge_at_most(config: v.Config, group: v.KVGroup, num_blocks: int) -> int:
     """The most blocks that may be charged for `num_blocks` of a group: those that a step touches.
 
     These are the blocks attended to before a row, which may begin anywhere in a block, those of the
@@ -155,7 +148,7 @@ def charge_at_most(config: Config, group: KVGroup, num_blocks: int) -> int:
     return min(num_blocks, num_touched_blocks) + group.num_speculative_blocks
 
 
-def least_need(config: Config, request: Request) -> int:
+def least_need(config: v.Config, request: v.Request) -> int:
     """Number of blocks without which a request cannot be served, in all groups.
 
     Under full attention these hold its longest extent. In other groups they are what a request
@@ -176,7 +169,7 @@ def least_need(config: Config, request: Request) -> int:
     return max(most_held(config, 0, last, num_across), at_the_end)
 
 
-def most_need(config: Config, request: Request) -> int:
+def most_need(config: v.Config, request: v.Request) -> int:
     """Number of blocks with which a request must not be rejected as too large, in all groups."""
     extent, num_across = longest_extent(config, request), count_across(config, request)
     return sum(
@@ -187,7 +180,7 @@ def most_need(config: Config, request: Request) -> int:
     )
 
 
-def longest_extent(config: Config, request: Request) -> int:
+def longest_extent(config: v.Config, request: v.Request) -> int:
     """The slots that a request needs at its greatest length, in tokens.
 
     The last output needs no slot; drafts and lookahead slots do.
@@ -198,7 +191,7 @@ def longest_extent(config: Config, request: Request) -> int:
     return min(scheduled + config.num_lookahead_tokens, config.max_model_len)
 
 
-def ends_in_flight(ledger: Ledger, request: RequestSnapshot) -> bool:
+def ends_in_flight(ledger: Ledger, request: v.RequestSnapshot) -> bool:
     """Whether a frame in flight may bring the last output that a request can have.
 
     A further row would then run for nothing. The rule is upstream's: it counts computed tokens as
@@ -212,7 +205,7 @@ def ends_in_flight(ledger: Ledger, request: RequestSnapshot) -> bool:
     return certain >= life.num_prompt + life.request.max_tokens
 
 
-def share_of(ledger: Ledger, request: RequestSnapshot) -> int:
+def share_of(ledger: Ledger, request: v.RequestSnapshot) -> int:
     """Tokens that a running request would run with an unlimited budget; below 1 it gets no row."""
     if ends_in_flight(ledger, request):
         return 0
@@ -222,12 +215,12 @@ def share_of(ledger: Ledger, request: RequestSnapshot) -> int:
     return min(admitted_share(config, due, computed), config.max_model_len - 1 - computed)
 
 
-def running_slots(config: Config, end: int) -> int:
+def running_slots(config: v.Config, end: int) -> int:
     """Slots that a running request needs to run up to `end`, lookahead included."""
     return min(end + config.num_lookahead_tokens, config.max_model_len)
 
 
-def admitted_share(config: Config, num_known: int, num_hit_tokens: int) -> int:
+def admitted_share(config: v.Config, num_known: int, num_hit_tokens: int) -> int:
     """Tokens that an admitted request would run with an unlimited budget."""
     share, threshold = num_known - num_hit_tokens, config.long_prefill_token_threshold
     return min(share, threshold) if threshold else share

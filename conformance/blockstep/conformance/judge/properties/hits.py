@@ -12,15 +12,7 @@ from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker.names import Name
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockId,
-    Config,
-    KVGroup,
-    Request,
-    RequestId,
-    Schedule,
-)
+from blockstep.spec import vocabulary as v
 
 
 def may_ask_the_cache(step: Step, life: Life) -> bool:
@@ -28,12 +20,12 @@ def may_ask_the_cache(step: Step, life: Life) -> bool:
     return step.config.enable_prefix_caching and not life.request.skip_reading_prefix_cache
 
 
-def may_ask_the_store(config: Config, request: Request) -> bool:
+def may_ask_the_store(config: v.Config, request: v.Request) -> bool:
     """Whether a store is asked for an offer for a request without blocks, if there is a store."""
     return config.kv_connector and not request.skip_reading_prefix_cache
 
 
-def find_offered(ledger: Ledger, name: RequestId, num_hit: int) -> tuple[int, bool]:
+def find_offered(ledger: Ledger, name: v.RequestId, num_hit: int) -> tuple[int, bool]:
     """Number of tokens that a store offers after a hit, and whether they are loaded asynchronously.
 
     The last known token is always computed, since its logits are needed. A state belongs to the
@@ -49,7 +41,7 @@ def find_offered(ledger: Ledger, name: RequestId, num_hit: int) -> tuple[int, bo
     return (count, offer.is_async) if count > 0 else (0, False)
 
 
-@sentence("P5", Schedule, of="askers", fixes="where a hit may end")
+@sentence("P5", v.Schedule, of="askers", fixes="where a hit may end")
 def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Complaints:
     """A hit is whole blocks and leaves a known token to compute, since its logits are needed.
 
@@ -70,7 +62,7 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
             )
 
 
-def count_behind(config: Config, group: KVGroup) -> int:
+def count_behind(config: v.Config, group: v.KVGroup) -> int:
     """Number of cached blocks that a group must have after a hit.
 
     A state depends on the tokens before it only; KV that a proposer reads depends on the next
@@ -79,13 +71,13 @@ def count_behind(config: Config, group: KVGroup) -> int:
     return int(config.drops_last_hit_block and not is_recurrent(group))
 
 
-def longest_of(config: Config, life: Life, group: KVGroup) -> int:
+def longest_of(config: v.Config, life: Life, group: v.KVGroup) -> int:
     """Tokens of the longest hit that whole blocks of one group allow; negative if there is none."""
     num_blocks = (life.num_known - 1) // group.block_size
     return (num_blocks - count_behind(config, group)) * group.block_size
 
 
-@sentence("P5", Schedule, of="askers", fixes="how long a hit is")
+@sentence("P5", v.Schedule, of="askers", fixes="how long a hit is")
 def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
     """A hit takes every leading block that was cached before the step and still is.
 
@@ -104,11 +96,11 @@ def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
             yield unequal(what, "hit tokens", length, row.num_hit, subjects=row.request_id)
 
 
-Find: TypeAlias = Callable[[Name, int], Sequence[BlockId]]
+Find: TypeAlias = Callable[[Name, int], Sequence[v.BlockId]]
 """The blocks cached under a name in a KV group, oldest first."""
 
 
-def longest_hit(config: Config, life: Life, find: Find) -> tuple[int, list[list[BlockId]]]:
+def longest_hit(config: v.Config, life: Life, find: Find) -> tuple[int, list[list[v.BlockId]]]:
     """The greatest length in tokens that is a hit in every group, and the blocks that each group
     shares.
 
@@ -130,9 +122,9 @@ def longest_hit(config: Config, life: Life, find: Find) -> tuple[int, list[list[
     return 0, [[] for _ in config.groups]
 
 
-def _longest_prefix(config: Config, life: Life, find: Find) -> tuple[int, list[list[BlockId]]]:
+def _longest_prefix(config: v.Config, life: Life, find: Find) -> tuple[int, list[list[v.BlockId]]]:
     """Under full attention the first missing block ends the search."""
-    hits: list[BlockId] = []
+    hits: list[v.BlockId] = []
     for index in range((life.num_known - 1) // config.block_size):
         blocks = find(life.block_name(index), 0)
         if not blocks:
@@ -144,15 +136,15 @@ def _longest_prefix(config: Config, life: Life, find: Find) -> tuple[int, list[l
 
 
 def _table_behind(
-    config: Config, life: Life, find: Find, at: int, length: int
-) -> list[BlockId] | None:
+    config: v.Config, life: Life, find: Find, at: int, length: int
+) -> list[v.BlockId] | None:
     """The blocks that a group shares for a hit of `length` tokens; None if one is missing."""
     group = config.groups[at]
     if length > longest_of(config, life, group):
         return None
     first, end = count_unattended(group, length), length // group.block_size
     behind = end + count_behind(config, group)
-    table = [NULL_BLOCK] * first
+    table = [v.NULL_BLOCK] * first
     for index in range(first, behind):
         blocks = find(life.block_name(index, group.block_size), at)
         if not blocks:
@@ -161,7 +153,7 @@ def _table_behind(
     return table[:end]
 
 
-@sentence("P16", Schedule, of="askers", fixes="which of several copies is hit")
+@sentence("P16", v.Schedule, of="askers", fixes="which of several copies is hit")
 def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
     """A hit takes the block published first of several blocks with one key.
 
@@ -183,7 +175,7 @@ def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
                     )
 
 
-def _lasting(step: Step, ledger: Ledger, name: Name, group: int) -> list[BlockId]:
+def _lasting(step: Step, ledger: Ledger, name: Name, group: int) -> list[v.BlockId]:
     """Blocks that had this name throughout the step."""
     before, after = step.before.block_keys, step.after.block_keys
     gained = step.all_gained
@@ -194,13 +186,13 @@ def _lasting(step: Step, ledger: Ledger, name: Name, group: int) -> list[BlockId
     ]
 
 
-def hit_now(step: Step, ledger: Ledger, life: Life) -> tuple[int, list[list[BlockId]]]:
+def hit_now(step: Step, ledger: Ledger, life: Life) -> tuple[int, list[list[v.BlockId]]]:
     """The longest prefix hit in the state after the step: tokens, and a table for each group."""
     config, after = step.config, step.after
     if not may_ask_the_cache(step, life) or not (after.cached or config.groups):
         return 0, [[] for _ in config.block_sizes]
 
-    def find(name: Name, group: int) -> Sequence[BlockId]:
+    def find(name: Name, group: int) -> Sequence[v.BlockId]:
         if config.groups and is_recurrent(config.groups[group]):
             # States are read before any row writes, so those of this step do not count.
             return _lasting(step, ledger, name, group)

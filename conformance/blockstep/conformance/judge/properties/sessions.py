@@ -30,7 +30,7 @@ def session_goes_on_behind_all_but_its_last_token(step: Step, ledger: Ledger) ->
         request, session = ledger.foresee(step, name)
         if new is None:
             what = f"{name!r} has ended, and its input has not"
-            yield unequal(what, "unfinished", True, False, subjects=of_request(name))
+            yield unequal(what, "unfinished", True, False, subjects=name)
             continue
         due = (request.prompt_token_ids, len(session.updates), session.is_resting)
         seen = (new.prompt_token_ids, new.num_streaming_updates, new.status is RESTING)

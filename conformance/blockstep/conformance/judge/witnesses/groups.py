@@ -15,15 +15,7 @@ from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.queue_replay import victims_of
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.worker.names import Name
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockId,
-    BlockTables,
-    Config,
-    GroupKind,
-    RequestId,
-    RequestSnapshot,
-)
+from blockstep.spec import vocabulary as v
 
 GROUPED = {
     "groups_of_three_kinds": "a plan had a row, with groups of three kinds or more",
@@ -51,9 +43,9 @@ GROUPED = {
     "groups_ended_with_nulls": "a request with skipped blocks ended",
 }
 LEFT = {
-    GroupKind.SLIDING_WINDOW: "groups_window_slid",
-    GroupKind.CHUNKED_LOCAL: "groups_chunk_left",
-    GroupKind.RECURRENT: "groups_state_left",
+    v.GroupKind.SLIDING_WINDOW: "groups_window_slid",
+    v.GroupKind.CHUNKED_LOCAL: "groups_chunk_left",
+    v.GroupKind.RECURRENT: "groups_state_left",
 }
 """The goal of a freed block, by kind of group."""
 
@@ -87,30 +79,32 @@ def of_ends(step: Step) -> Iterator[str]:
             yield "groups_ended_with_nulls"
 
 
-def count_nulls(tables: BlockTables) -> int:
+def count_nulls(tables: v.BlockTables) -> int:
     """Number of null blocks of a request, in all groups."""
-    return sum([table.count(NULL_BLOCK) for table in tables])
+    return sum([table.count(v.NULL_BLOCK) for table in tables])
 
 
-def _list_done_with(config: Config, request: RequestSnapshot, num_in_doubt: int) -> Iterator[int]:
+def _list_done_with(
+    config: v.Config, request: v.RequestSnapshot, num_in_doubt: int
+) -> Iterator[int]:
     """Yield, per group, the number of held blocks that a running request no longer attends to."""
     certain = request.num_computed_tokens - num_in_doubt
     for group, table in zip(config.groups, request.block_tables, strict=True):
-        yield min(count_unattended(group, certain), len(table)) - table.count(NULL_BLOCK)
+        yield min(count_unattended(group, certain), len(table)) - table.count(v.NULL_BLOCK)
 
 
 def _of_sliding(step: Step, ledger: Ledger) -> Iterator[str]:
     in_doubt = ledger.count_drafts_in_flight()
-    running: dict[RequestId, int] = {row.request_id: row.first for row in step.running_rows}
+    running: dict[v.RequestId, int] = {row.request_id: row.first for row in step.running_rows}
     for name, first in running.items():
         tables = zip(step.old[name].block_tables, step.new[name].block_tables, strict=True)
         for group, (old, new) in zip(step.config.groups, tables, strict=True):
-            if NULL_BLOCK not in new and name not in in_doubt:
+            if v.NULL_BLOCK not in new and name not in in_doubt:
                 continue
-            num_null = new.count(NULL_BLOCK)
-            if num_null > old.count(NULL_BLOCK):
+            num_null = new.count(v.NULL_BLOCK)
+            if num_null > old.count(v.NULL_BLOCK):
                 yield LEFT[group.kind]
-            if group.kind is GroupKind.RECURRENT:
+            if group.kind is v.GroupKind.RECURRENT:
                 continue  # its state blocks of drafts move
             if name in in_doubt and num_null < min(count_unattended(group, first), len(old)):
                 yield "groups_block_in_doubt"
@@ -135,7 +129,7 @@ def _of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
     if has_nulls and row.kind is RowKind.RESUMED:
         yield "groups_resumed_behind_nulls"
     pairs = zip(config.groups, shared, strict=True)
-    if any(table and group.kind is GroupKind.RECURRENT for group, table in pairs):
+    if any(table and group.kind is v.GroupKind.RECURRENT for group, table in pairs):
         yield "groups_hit_of_a_state"
     if sum(map(bool, shared)) > 1:
         yield "groups_hit_in_several"
@@ -170,12 +164,12 @@ def _of_cuts(step: Step, ledger: Ledger, life: Life, num_hit: int) -> Iterator[s
         named = ledger.named_blocks(step.before, index)
 
         def find(
-            name: Name, _group: int, named: dict[Name, tuple[BlockId, ...]] = named
-        ) -> Sequence[BlockId]:
+            name: Name, _group: int, named: dict[Name, tuple[v.BlockId, ...]] = named
+        ) -> Sequence[v.BlockId]:
             return named.get(name, ())
 
         if named and longest_hit(_alone(step.config, index), life, find)[0] >= num_hit + unit:
-            cut.add(group.kind is GroupKind.FULL)
+            cut.add(group.kind is v.GroupKind.FULL)
     if True in cut:
         yield "groups_hit_cut_by_a_window"
     if False in cut:
@@ -183,6 +177,6 @@ def _of_cuts(step: Step, ledger: Ledger, life: Life, num_hit: int) -> Iterator[s
 
 
 @lru_cache(maxsize=32)
-def _alone(config: Config, index: int) -> Config:
+def _alone(config: v.Config, index: int) -> v.Config:
     """The config with one of its groups."""
     return replace(config, groups=config.groups[index : index + 1])

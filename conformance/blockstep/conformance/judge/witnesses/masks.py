@@ -6,14 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import RowKind, Step
-from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
-    GrammarFailed,
-    GrammarRow,
-    RequestId,
-    RowTokens,
-    Status,
-)
+from blockstep.spec import vocabulary as v
 
 MASKS = {
     "masks_made": "the bitmask of a frame had a row",
@@ -35,7 +28,7 @@ MASKS = {
 }
 
 
-def of_mask(step: Step, ledger: Ledger, rows: Sequence[GrammarRow]) -> Iterator[str]:
+def of_mask(step: Step, ledger: Ledger, rows: Sequence[v.GrammarRow]) -> Iterator[str]:
     """Yield the goals of a bitmask."""
     if rows:
         yield "masks_made"
@@ -43,11 +36,11 @@ def of_mask(step: Step, ledger: Ledger, rows: Sequence[GrammarRow]) -> Iterator[
         life, request = ledger.lives[row.request_id], step.new[row.request_id]
         if row.draft_token_ids:
             yield "masks_of_drafts"
-        if DRAFT_PLACEHOLDER in row.draft_token_ids:
+        if v.DRAFT_PLACEHOLDER in row.draft_token_ids:
             yield "masks_draft_cut"
-            if row.draft_token_ids.count(DRAFT_PLACEHOLDER) > 1:
+            if row.draft_token_ids.count(v.DRAFT_PLACEHOLDER) > 1:
                 yield "masks_behind_a_cut_draft"
-        if request.status is Status.PREEMPTED:
+        if request.status is v.Status.PREEMPTED:
             yield "masks_of_the_preempted"
         place = life.find_place()
         if place is not None and row.allowed[0] is None:
@@ -55,7 +48,7 @@ def of_mask(step: Step, ledger: Ledger, rows: Sequence[GrammarRow]) -> Iterator[
 
 
 def of_proposals(
-    ledger: Ledger, drafts: Sequence[RowTokens], taken: Sequence[RequestId]
+    ledger: Ledger, drafts: Sequence[v.RowTokens], taken: Sequence[v.RequestId]
 ) -> Iterator[str]:
     """Yield a goal for each proposal whose drafts a grammar cut."""
     for row in drafts:
@@ -86,12 +79,12 @@ def of_masked_commit(step: Step) -> Iterator[str]:
 
 def of_failure(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of a failed grammar."""
-    assert isinstance(step.event, GrammarFailed)
+    assert isinstance(step.event, v.GrammarFailed)
     name = step.event.request_id
     status = step.old[name].status
-    if status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+    if status is v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
         yield "masks_failed_while_it_waits"
-    elif status is Status.RUNNING:
+    elif status is v.Status.RUNNING:
         yield "masks_failed_while_it_runs"
     if ledger.in_flight(name):
         yield "masks_failed_in_flight"

@@ -35,26 +35,18 @@ from blockstep.conformance.protocol.findings import (
     of_block,
     violated,
 )
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockCopy,
-    BlockId,
-    Config,
-    FrameId,
-    RequestId,
-    Snapshot,
-)
+from blockstep.spec import vocabulary as v
 
 Place: TypeAlias = tuple[FrameRow, int, int]
 """A row that writes a block, the group, and the index in its table."""
-Write: TypeAlias = tuple[int, int, RequestId, FrameId]
+Write: TypeAlias = tuple[int, int, v.RequestId, v.FrameId]
 """First slot and one past the last, the request that wrote them, and the plan."""
 
 
 class TaggedKV:
     """The slots of a pool, each with the name of its content."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: v.Config) -> None:
         self.config = config
         self.groups = config.kv_groups
         self.block_sizes = config.block_sizes
@@ -63,7 +55,7 @@ class TaggedKV:
         others = {*self.recurrent, *self.across}
         self.attended = tuple(at for at in range(len(self.groups)) if at not in others)
         """Groups whose blocks hold the KV of tokens."""
-        self.made_for: set[RequestId] = set()
+        self.made_for: set[v.RequestId] = set()
         """Requests whose items the current plan computes."""
         self.names = PrefixNames(config.block_size, len(self.groups))
         self.kv: list[list[Name]] = [
@@ -75,15 +67,15 @@ class TaggedKV:
         self._checked: list[object] = [None] * config.num_blocks
         """By block: the key for which it was found right, until it is written again."""
         self._findings: list[Finding] = []
-        self.frame_id: FrameId = -1
+        self.frame_id: v.FrameId = -1
         """The plan that runs."""
         self._writes: list[list[Write]] = [[] for _ in range(config.num_blocks)]
         """By block: the writes since its first slot was written."""
-        self._returns: dict[BlockId, tuple[RequestId, str, FrameId]] = {}
+        self._returns: dict[v.BlockId, tuple[v.RequestId, str, v.FrameId]] = {}
         """By block: the request that gave it back last, why, and the plan that said so."""
 
     def give_back(
-        self, request_id: RequestId, tables: Iterable[Iterable[BlockId]], why: str
+        self, request_id: v.RequestId, tables: Iterable[Iterable[v.BlockId]], why: str
     ) -> None:
         """Note that a request no longer holds the blocks of these tables, as a plan says."""
         for table in tables:
@@ -96,7 +88,7 @@ class TaggedKV:
             self._checked[block] = None
             slots[:] = [name if name == NEVER_WRITTEN else BEFORE_RESET for name in slots]
 
-    def check_published(self, snapshot: Snapshot) -> list[Finding]:
+    def check_published(self, snapshot: v.Snapshot) -> list[Finding]:
         """Check that every cached block holds, completely, the content that its key names (P3, P4,
         P6)."""
         self._findings = []
@@ -119,7 +111,7 @@ class TaggedKV:
 
     def _write(self, rows: list[FrameRow]) -> None:
         """Write the slots of every row in every group, in plan order."""
-        writers: dict[BlockId, Place] = {}
+        writers: dict[v.BlockId, Place] = {}
         for row in rows:
             row.view.name_positions(row.end, row.drafts)
         for row in rows if self.recurrent else ():
@@ -134,7 +126,7 @@ class TaggedKV:
         for row in rows:
             self._check_exclusive(row, writers)
 
-    def _write_table(self, row: FrameRow, group: int, writers: dict[BlockId, Place]) -> None:
+    def _write_table(self, row: FrameRow, group: int, writers: dict[v.BlockId, Place]) -> None:
         size, kv, checked = self.block_sizes[group], self.kv, self._checked
         writes, frame_id, owners = self._writes, self.frame_id, self._owners
         view, position, end = row.view, row.first, row.end
@@ -174,13 +166,13 @@ class TaggedKV:
             view.name_positions(end, ())
         return views[0].chain[first:end] == views[1].chain[first:end]
 
-    def _take_over(self, block: BlockId, group: int) -> bool:
+    def _take_over(self, block: v.BlockId, group: int) -> bool:
         """Give a block to another group, which cannot use its content; return False for the null
         block.
 
         The null block stays empty: a row that would write there also reads there.
         """
-        if block == NULL_BLOCK:
+        if block == v.NULL_BLOCK:
             return False
         if self._owners[block] in self.recurrent and group in self.attended:
             what = f"block {block} holds a state of group {self._owners[block]}, and is not zeroed"
@@ -193,7 +185,7 @@ class TaggedKV:
         self._writes[block] = []
         return True
 
-    def copy(self, copies: Iterable[BlockCopy]) -> None:
+    def copy(self, copies: Iterable[v.BlockCopy]) -> None:
         """Copy blocks one by one, with their content and its history."""
         for copy in copies:
             source, target = copy.source, copy.destination
@@ -208,7 +200,7 @@ class TaggedKV:
             self._writes[target] = [*self._writes[source]]
             self._checked[target] = None
 
-    def zero(self, blocks: Iterable[BlockId]) -> None:
+    def zero(self, blocks: Iterable[v.BlockId]) -> None:
         """Blank blocks: their content must be written again before it is read."""
         for block in blocks:
             if 0 < block < len(self._owners):
@@ -220,11 +212,11 @@ class TaggedKV:
         view, first = row.view, row.first
         for at in self.recurrent if first else ():
             table, index = view.tables[at], get_read_index(self.groups[at], view, at, first)
-            block = table[index] if index < len(table) else NULL_BLOCK
+            block = table[index] if index < len(table) else v.NULL_BLOCK
             seen, expected = self._seen(block, 0, at), view.chain[first - 1]
             reader = view.request.request_id
             note = f"state read by {reader!r} at position {first} in plan {self.frame_id}"
-            if block == NULL_BLOCK:
+            if block == v.NULL_BLOCK:
                 what = f"group {at}: no {note}"
                 self._complain("P5", "attended_position_has_a_block", what, subjects=reader)
             elif seen != expected:
@@ -233,10 +225,10 @@ class TaggedKV:
                 continue
             row.is_astray = True
 
-    def _write_states(self, row: FrameRow, at: int, writers: dict[BlockId, Place]) -> None:
+    def _write_states(self, row: FrameRow, at: int, writers: dict[v.BlockId, Place]) -> None:
         view, table = row.view, row.view.tables[at]
         for boundary, index in list_written(self.groups[at], row):
-            block = table[index] if index < len(table) else NULL_BLOCK
+            block = table[index] if index < len(table) else v.NULL_BLOCK
             if self._owners[block] != at and not self._take_over(block, at):
                 continue
             self.kv[block] = [view.chain[boundary - 1]]
@@ -246,7 +238,7 @@ class TaggedKV:
                 self._complain_shared(writers[block], (row, at, index), block)
             writers[block] = (row, at, index)
 
-    def _write_across(self, row: FrameRow, at: int, writers: dict[BlockId, Place]) -> None:
+    def _write_across(self, row: FrameRow, at: int, writers: dict[v.BlockId, Place]) -> None:
         """Write the embeddings of a request's items, one to a slot, if the plan computes them."""
         view, size = row.view, self.block_sizes[at]
         name = view.request.request_id
@@ -282,14 +274,14 @@ class TaggedKV:
         for at in self.recurrent:
             table = row.view.tables[at]
             for source, target in list_copied(self.groups[at], row):
-                if source >= len(table) or NULL_BLOCK in (table[source], table[target]):
+                if source >= len(table) or v.NULL_BLOCK in (table[source], table[target]):
                     continue
                 if self._owners[table[target]] == at or self._take_over(table[target], at):
                     self.kv[table[target]] = [self._seen(table[source], 0, at)]
                     self._checked[table[target]] = None
         move_on([(at, self.groups[at]) for at in self.recurrent], row)
 
-    def _check_exclusive(self, row: FrameRow, writers: dict[BlockId, Place]) -> None:
+    def _check_exclusive(self, row: FrameRow, writers: dict[v.BlockId, Place]) -> None:
         """Check that a written block is in no other table, except as a hit at the same position.
 
         Skipped blocks may be in any table.
@@ -337,7 +329,7 @@ class TaggedKV:
                 continue
             reader = view.request.request_id
             note = f"read by {reader!r} at position {position} in plan {self.frame_id}"
-            if block == NULL_BLOCK:
+            if block == v.NULL_BLOCK:
                 what = f"group {at} has no block {note}"
                 self._complain("P5", "attended_position_has_a_block", what, subjects=reader)
             else:
@@ -345,7 +337,7 @@ class TaggedKV:
             row.is_astray = True
             return
 
-    def _seen(self, block: BlockId, slot: int, group: int) -> Name:
+    def _seen(self, block: v.BlockId, slot: int, group: int) -> Name:
         """The content of a slot for a row that reads the block as one of this group."""
         owner = self._owners[block]
         if owner != group:
@@ -355,11 +347,11 @@ class TaggedKV:
     def _complain_slot(
         self,
         what: str,
-        place: tuple[BlockId, int],
+        place: tuple[v.BlockId, int],
         expected: Name,
         seen: Name,
         note: str,
-        reader: RequestId = "",
+        reader: v.RequestId = "",
     ) -> None:
         """Complain about a slot that holds something else than it should."""
         show = self.names.show
@@ -380,7 +372,7 @@ class TaggedKV:
         subjects = Subjects((reader,) if reader else (), place[:1])
         self._complain(blame[0], f"{what}_{blame[1]}", blame[2], difference, subjects=subjects)
 
-    def _complain_shared(self, writer: Place, other: Place, block: BlockId) -> None:
+    def _complain_shared(self, writer: Place, other: Place, block: v.BlockId) -> None:
         places = " and ".join(
             f"{row.view.request.request_id!r} at index {index}"
             + f" of group {group}" * bool(self.config.groups)
@@ -392,7 +384,7 @@ class TaggedKV:
         subjects = Subjects(tuple(names), (block,))
         self._complain("P2", "written_block_is_in_one_place", told, subjects=subjects)
 
-    def _tell_history(self, block: BlockId, slot: int) -> Iterator[str]:
+    def _tell_history(self, block: v.BlockId, slot: int) -> Iterator[str]:
         """Yield the request that wrote a slot last and the one that gave its block back since, with
         the plans."""
         since = -1
@@ -403,7 +395,7 @@ class TaggedKV:
                 break
         yield from self._tell_return(block, since)
 
-    def _tell_return(self, block: BlockId, since: FrameId = -1) -> Iterator[str]:
+    def _tell_return(self, block: v.BlockId, since: v.FrameId = -1) -> Iterator[str]:
         name, why, frame_id = self._returns.get(block, ("", "", -1))
         if frame_id > since:
             yield f"given back by {name!r}, which {why}, says plan {frame_id}"
