@@ -13,11 +13,8 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from blockstep.conformance.judge.pairs import (
-    SIGNALS,
-    list_cells,
-)
-from blockstep.conformance.protocol.features import BY_NAME, HOSTILE
+from blockstep.conformance.judge.pairs import SIGNALS, list_cells
+from blockstep.conformance.protocol.features import BY_NAME, FEATURES, HOSTILE
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
 
@@ -260,17 +257,8 @@ OF_SIGNALS: Mapping[str, str] = {
     **dict.fromkeys(("clock", "estimate"), "pins"),
 }
 """The feature of each signal."""
-OF_FIELDS: Mapping[str, str] = {
-    **dict.fromkeys(("min_tokens", "eos_token_id", "stop_token_ids"), "stops"),
-    "repetition_detection": "stops",
-    "items": "multimodal",
-    "priority": "priority",
-    **dict.fromkeys(("adapter", "cache_salt"), "keys"),
-    "structured_output": "grammar",
-    "grammar": "masks",
-    **dict.fromkeys(("job_id", "is_last_step"), "pins"),
-}
-"""The feature of a request's fields, where they have one."""
+OF_FIELDS = {name: feature.name for feature in FEATURES for name in feature.request}
+"""The feature of a request's fields, where they have one; the last of several."""
 REFUSED_AT = ("never_submitted", "before_its_end_is_told", "after_its_end")
 """Moments at which a signal about one request is refused, or changes nothing."""
 

@@ -116,9 +116,4 @@ def subjects_to_json(subjects: Subjects) -> dict[str, object]:
 
 def difference_to_json(difference: Difference) -> dict[str, object]:
     """Return one field in which two sides differ."""
-    return {
-        "field": difference.field,
-        "expected": difference.expected,
-        "seen": difference.seen,
-        "note": difference.note,
-    }
+    return asdict(difference)
