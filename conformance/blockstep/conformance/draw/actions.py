@@ -458,7 +458,7 @@ def _weigh_plans(weight: int, view: View) -> int:
 
 
 def _weigh_answers(weight: int, view: View) -> int:
-    """Without late commits a commit follows a full pipeline closely, as in real runs."""
+    """Return the weight of commits: without late ones, one closely follows a full pipeline."""
     habits = view.swarm.habits
     if _is_pipeline_full(view):
         return weight if Habit.LATE_COMMIT in habits else weight * 6

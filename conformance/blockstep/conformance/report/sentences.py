@@ -256,7 +256,7 @@ model_runs_the_tokens_of_the_plan P24
     The token that the model runs at a position is the known one, or its draft.
 """
 _AFTER_SLOTS = """
-# `blockstep replay`, where a workload is played to an engine without a specification beside it
+# `blockstep replay`, which plays a workload to an engine alone
 a_submit_is_taken_or_refused P11
     `Submit` is answered with `Ack` or `Rejected`.
 a_schedule_gives_a_plan P26
