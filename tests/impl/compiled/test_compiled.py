@@ -30,6 +30,7 @@ from blockstep.spec.vocabulary import (
     Ack,
     Commit,
     Config,
+    Fork,
     Grammar,
     GrammarReady,
     GroupKind,
@@ -298,3 +299,16 @@ def test_extras_are_those_of_the_specification() -> None:
     numbers = [table.number_of(extras) for extras in list_extras(request, 2, 6)]
     assert numbers == [table.number_of(extras) for extras in list_extras(request, 2, 6)]
     assert len(set(numbers)) == 6
+
+
+def test_branches_of_one_block_have_a_batch_row_each() -> None:
+    """More requests hold blocks than there are blocks, where branches share one."""
+    config = Config(num_blocks=3, block_size=8, max_model_len=8, max_num_seqs=1, enable_forks=True)
+    engine, other, draw = CompiledEngine(config), HostEngine(config), random.Random(0)
+    apply_alike(engine, other, Submit(Request("a", (1, 2, 3), max_tokens=4)))
+    step_alike(engine, other, draw)
+    for name in "bcd":
+        assert apply_alike(engine, other, Fork("a", name, (5,))) == Ack()
+        assert engine.snapshot() == other.snapshot()
+    while other.table.slot_of:
+        step_alike(engine, other, draw)
