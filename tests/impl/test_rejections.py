@@ -19,7 +19,6 @@ from blockstep.spec.vocabulary import (
     GrammarFailed,
     GroupKind,
     KVGroup,
-    Policy,
     RejectCode,
     Rejected,
     Request,
@@ -42,7 +41,7 @@ def test_an_unknown_digest_is_refused() -> None:
 def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     config = Config(num_blocks=2)
     assert HostEngine(config).capabilities() == ALL_CAPABILITIES
-    lacking = {"transfers", "pins", "tiers"}
+    lacking = {"transfers", "tiers"}
     assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
 
 
@@ -50,7 +49,6 @@ def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     ("fields", "said"),
     [
         ({"kv_connector": True}, "kv_connector = True: .* has no store; leave it out"),
-        ({"policy": Policy.CONTINUUM}, "policy = .*: .* pins nothing; use Policy.FCFS"),
         ({"admission_high_blocks": 1}, "admission_high_blocks = 1: .* admission stays open"),
     ],
 )

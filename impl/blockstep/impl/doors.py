@@ -138,11 +138,9 @@ class Doors(ABC, Generic[F]):
             case Reset(reset_running_requests=reset_running_requests):
                 is_done = self._reset(reset_running_requests)
                 return ResetDone(is_done, self._tell() if is_done else ())
-            case EncoderReset() | EncoderOffer():
-                self._take_offer(event)
+            case EncoderReset() | EncoderOffer() | KVOffer() | Clock() | PinEstimate():
+                self._take_message(event)
                 return Ack()
-            case KVOffer() | Clock() | PinEstimate():
-                return Ack()  # this engine has no store or pins
             case TransfersReported():
                 return Outputs()
             case Fork():
@@ -203,8 +201,10 @@ class Doors(ABC, Generic[F]):
         """Add a branch of a request."""
         return bad_fork(event, "this engine has no forks")
 
-    def _take_offer(self, event: EncoderReset | EncoderOffer) -> None:
-        """Take a message about the encoder cache."""
+    def _take_message(
+        self, event: EncoderReset | EncoderOffer | KVOffer | Clock | PinEstimate
+    ) -> None:
+        """Take a message about the encoder cache, the store or the pins."""
 
     def _update(self, update: Request) -> Ack | Aborted | Rejected:
         """Take the next input of a session, or its end."""

@@ -121,6 +121,26 @@ def free_blocks(s: State, slot: int) -> None:
             s.holdings[slot, group, column] = 0
 
 
+@entry("state", "int32 1")
+def free_list(s: State, found: Int32s) -> None:
+    """Free the blocks of a list, last block first; null blocks are left out."""
+    s.scalars[NUM_MOVES] += 1
+    for at in range(len(found)):
+        block = found[at] if s.scalars[IS_LIFO] != 0 else found[len(found) - 1 - at]
+        if block != NULL_BLOCK:
+            s.blocks[block, REF_COUNT] -= 1
+            if s.blocks[block, REF_COUNT] == 0:
+                append_free(s, block)
+
+
+@entry("state", "int32 1")
+def touch_list(s: State, found: Int32s) -> None:
+    """Add a holder to each block of a list; null blocks are left out."""
+    for block in found:
+        if block != NULL_BLOCK:
+            touch(s, block)
+
+
 # The prefix cache (P3, P4)
 
 

@@ -11,30 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.impl.arrays import ArrayPlan
-from blockstep.impl.compiled.planning import (
-    PlanArrays,
-    admit_due,
-    admit_rows,
-    count_due,
-    end_running,
-    issue,
-    plan_step,
-    run_due,
-    run_rows,
-)
 from blockstep.impl.compiled.requests import Requests
 from blockstep.impl.compiled.state import (
-    BUDGET,
-    DUE_POSITION,
-    DUE_SLOT,
-    DUE_START,
-    DUE_TOKENS,
-    MAX_NUM_SEQS,
     NEXT_ITEM,
-    NONE,
     NUM_COMPUTED,
     NUM_PREEMPTED,
-    NUM_ROWS,
     NUM_RUNNING,
     RUNNING,
     State,
@@ -65,33 +46,10 @@ class Encodings:
         self._num_undone = 0
         """Preempted requests of this step whose encodings are undone."""
 
-    def plan_step(
-        self, s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
-    ) -> PlanArrays:
-        """Plan one step, as the function of machine code with this name does.
-
-        Where that stops at a due item, the parts of the step are called one by one.
-        """
+    def begin_step(self) -> None:
+        """Begin a step."""
         self._budget, self._num_undone = self.config.encoder_compute_budget, 0
         self._encodings.clear()
-        result = plan_step(s, frame_id, previous_id, oldest_id, budget, admits)
-        position, slot = s.scalars[[DUE_POSITION, DUE_SLOT]].tolist()
-        self._undo_preempted(s)
-        if position == NONE and slot == NONE:
-            return result
-        num_running = result[6]
-        if position != NONE:
-            while position != NONE:
-                position = self._run_due(s, position)
-                if position != NONE:
-                    position = run_rows(s, position)
-                    self._undo_preempted(s)
-            num_running = end_running(s)
-            if admits and not s.scalars[NUM_PREEMPTED]:
-                slot = admit_rows(s, oldest_id)
-        while slot != NONE:
-            slot = admit_rows(s, oldest_id) if self._admit_due(s, slot) else NONE
-        return issue(s, frame_id, previous_id, num_running)
 
     def tell(self, plan: ArrayPlan) -> None:
         """Add to a plan the encoder inputs to compute, load and drop; release what is behind."""
@@ -146,38 +104,21 @@ class Encodings:
         kept = self.cache.entries.get(identifier)
         return None if kept is None else kept.num_embeds
 
-    def _choose(self, slot: int, computed: int, tokens: int) -> Encoding:
+    def choose(self, slot: int, computed: int, tokens: int) -> Encoding:
+        """Return what a row of up to `tokens` tokens needs; this changes nothing."""
         return self.cache.choose(self.requests.requests[slot], computed, tokens, self._budget)
 
-    def _hold(self, slot: int, chosen: Encoding) -> None:
+    def give_way(self, slot: int) -> None:
+        """Release the items of a running request whose next item does not fit."""
+        self.cache.drop(self.requests.requests[slot])
+
+    def hold(self, slot: int, chosen: Encoding) -> None:
         """Hold what a new row needs."""
         self.cache.hold(self.requests.requests[slot], chosen)
         self._budget -= chosen.num_embeds
         self._encodings[slot] = chosen
 
-    def _run_due(self, s: State, position: int) -> int:
-        """Schedule the running request at `position`; return the next position, NONE if the phase
-        ends."""
-        slot, tokens = int(s.lines[position, RUNNING]), count_due(s, position)
-        chosen = self._choose(slot, int(s.requests[slot, NUM_COMPUTED]), tokens)
-        if chosen.num_tokens == 0:  # else two requests could wait for each other for ever (P10)
-            self.cache.drop(self.requests.requests[slot])
-        num_rows = s.scalars[NUM_ROWS]
-        position = run_due(s, position, chosen.num_tokens)
-        self._undo_preempted(s)
-        if s.scalars[NUM_ROWS] > num_rows:
-            self._hold(slot, chosen)
-        return position
-
-    def _admit_due(self, s: State, slot: int) -> bool:
-        """Admit the head of a queue; False ends the phase."""
-        chosen = self._choose(slot, int(s.scalars[DUE_START]), int(s.scalars[DUE_TOKENS]))
-        if not admit_due(s, slot, chosen.num_tokens):
-            return False
-        self._hold(slot, chosen)
-        return bool(s.scalars[BUDGET] > 0 and s.scalars[NUM_RUNNING] < s.scalars[MAX_NUM_SEQS])
-
-    def _undo_preempted(self, s: State) -> None:
+    def undo_preempted(self, s: State) -> None:
         """Undo the encodings of requests that were preempted since the last call (P4, P22)."""
         num_preempted = int(s.scalars[NUM_PREEMPTED])
         for slot in s.scratch[self._num_undone : num_preempted].tolist():

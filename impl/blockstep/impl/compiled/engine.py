@@ -34,6 +34,7 @@ from blockstep.impl.compiled.results import (
     FITS,
     LACKS_MARKS,
     commit_step,
+    take_rows,
 )
 from blockstep.impl.compiled.sessions import Sessions
 from blockstep.impl.compiled.state import (
@@ -44,7 +45,10 @@ from blockstep.impl.compiled.state import (
     NONE,
     NUM_CACHED_TOKENS,
     NUM_COMPUTED,
+    NUM_DELIVERED,
+    NUM_DELIVERING,
     NUM_DRAFTS,
+    NUM_ENDED,
     NUM_FREE,
     NUM_KNOWN,
     SEAT,
@@ -59,6 +63,8 @@ from blockstep.impl.compiled.state import (
     count_most_blocks,
     reserve_log,
 )
+from blockstep.impl.compiled.steps import Steps
+from blockstep.impl.compiled.turns import Turns
 from blockstep.impl.compiled.view import View
 from blockstep.impl.doors import Doors
 from blockstep.impl.refusals import (
@@ -73,6 +79,7 @@ from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Aborted,
     Ack,
+    Clock,
     Commit,
     Config,
     Drafts,
@@ -86,8 +93,10 @@ from blockstep.spec.vocabulary import (
     GrammarOutput,
     GroupKind,
     KVEvent,
+    KVOffer,
     Outputs,
     PauseState,
+    PinEstimate,
     Plan,
     Rejected,
     Request,
@@ -136,6 +145,13 @@ class CompiledEngine(Doors[Frame]):
         self.encodings = Encodings(config, self.requests) if config.encoder_cache_size else None
         """The encoder outputs that requests need; None if the config models no encoder."""
         self._view.encodings = self.encodings
+        self.turns = Turns(self.requests) if config.has_pins else None
+        """The blocks that turns of jobs keep; None if the config has no pins."""
+        self._view.turns = self.turns
+        self.steps: Steps | None = None
+        """None if machine code plans without managers."""
+        if self.encodings is not None or self.turns is not None:
+            self.steps = Steps(self.encodings, self.turns)
         self.forks: Forks | None = None
         """None without forks."""
         if config.enable_forks:
@@ -176,7 +192,7 @@ class CompiledEngine(Doors[Frame]):
         (
             who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
             num_preempted, num_common,
-        ) = (plan_step if self.encodings is None else self.encodings.plan_step)(
+        ) = (plan_step if self.steps is None else self.steps.plan_step)(
             self.requests.state,
             self.next_frame_id,
             self._previous_id,
@@ -314,7 +330,7 @@ class CompiledEngine(Doors[Frame]):
         self.requests.reserve_nodes(len(token_ids), frame.who.shape[1])
         marks, is_marked = _NO_MARKS, False
         while True:
-            code, detail, told, kept, num_rows, num_ended = commit_step(
+            code, detail, told, kept, num_rows, num_tokens, num_ended, ending = commit_step(
                 self.requests.state, frame.who, frame.planned, frame.ids, token_ids,
                 _NO_COUNTS if counts is None else counts, counts is not None, marks, is_marked,
             )  # fmt: skip
@@ -324,7 +340,15 @@ class CompiledEngine(Doors[Frame]):
             is_marked = True
         if code != FITS:
             return bad_result(frame_id, frame.describe(code, detail, token_ids))
-        names = frame.names
+        while ending != NONE:
+            self._end_turn(ending)
+            ending = take_rows(
+                self.requests.state, frame.who, frame.planned, token_ids,
+                _NO_COUNTS if counts is None else counts, counts is not None, marks, told, kept,
+            )  # fmt: skip
+            numbers = self.requests.state.scalars[[NUM_DELIVERING, NUM_DELIVERED, NUM_ENDED]]
+            num_rows, num_tokens, num_ended = numbers.tolist()
+        names, kept = frame.names, kept[:num_tokens]
         if num_rows < told.shape[1]:
             told = told[:, :num_rows]
             names = names.take(told[0])
@@ -341,6 +365,12 @@ class CompiledEngine(Doors[Frame]):
             self._note_ends(frame, told, num_ended, outputs)
         self._close(frame_id)
         return outputs
+
+    def _end_turn(self, slot: int) -> None:
+        """End a request that a commit finishes; its blocks may be pinned."""
+        if self.turns is not None:
+            self.turns.end_turn(slot)
+        self._end(slot)
 
     def _note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
         """Record the requests that this commit has finished."""
@@ -385,9 +415,16 @@ class CompiledEngine(Doors[Frame]):
         chunks = [chunk for chunks in self.sessions.updates.values() for chunk in chunks]
         return self.encodings.find_other_size(_request, chunks)
 
-    def _take_offer(self, event: EncoderReset | EncoderOffer) -> None:
-        if self.encodings is not None:
-            self.encodings.take(event)
+    def _take_message(
+        self, event: EncoderReset | EncoderOffer | KVOffer | Clock | PinEstimate
+    ) -> None:
+        match event:
+            case EncoderReset() | EncoderOffer():
+                if self.encodings is not None:
+                    self.encodings.take(event)
+            case Clock() | PinEstimate():
+                if self.turns is not None:
+                    self.turns.take(event)
 
     def _get_cached_tokens(self, slot: int) -> int:
         return int(self.requests.state.requests[slot, NUM_CACHED_TOKENS])
@@ -406,6 +443,8 @@ class CompiledEngine(Doors[Frame]):
         if isinstance(answer, Ack):
             self.masks.add(request)
             self.sessions.add(request)
+            if self.turns is not None:
+                self.turns.pins.begin_turn(request.job_id)
         return answer
 
     def _update(self, update: Request) -> Ack | Aborted | Rejected:
@@ -422,6 +461,8 @@ class CompiledEngine(Doors[Frame]):
     def _forget(self, slot: int) -> RequestId:
         if self.encodings is not None:
             self.encodings.cache.drop(self.requests.requests[slot])
+        if self.turns is not None:
+            self.turns.pins.end_turn(self.requests.requests[slot].job_id)
         request_id = super()._forget(slot)
         self.masks.matchers.pop(request_id, None)
         self.sessions.updates.pop(request_id, None)
@@ -471,8 +512,12 @@ class CompiledEngine(Doors[Frame]):
             while may_give and (giver := find_giver(s, NONE)) != NONE:
                 take_back(s, giver)
             self.previous_names = _NO_NAMES
-        elif s.scalars[NUM_FREE] < self.config.num_usable_blocks:
+        elif s.scalars[NUM_FREE] < self.config.num_usable_blocks and not (
+            self.turns is not None and self.turns.hold_all()
+        ):
             return False
+        if self.turns is not None:
+            self.turns.end_all()
         withdraw_all(s)
         return True
 

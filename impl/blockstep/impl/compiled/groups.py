@@ -49,6 +49,7 @@ from blockstep.impl.compiled.state import (
     NUM_KNOWN,
     NUM_LOOKAHEAD,
     NUM_MOVES,
+    NUM_PINS,
     NUM_PROMPT,
     NUM_ROWS,
     NUM_RUNNING,
@@ -428,7 +429,7 @@ def count_common(s: State, group: int) -> int:
     held, seat = s.holdings[slot, group, HELD], s.requests[slot, SEAT]
     if running == 1:
         return int(held)
-    if s.scalars[NUM_SESSIONS] > 0 or s.scalars[HAS_FORKS] != 0:
+    if s.scalars[NUM_SESSIONS] > 0 or s.scalars[HAS_FORKS] != 0 or s.scalars[NUM_PINS] > 0:
         return _compare_tables(s, group)
     moves = s.scalars[NUM_MOVES]
     known = s.groups[group, COMMON_RUNNING] == running
@@ -449,6 +450,8 @@ def _compare_tables(s: State, group: int) -> int:
     first = s.lines[0, RUNNING]
     common = s.holdings[first, group, HELD]
     for position in range(1, s.scalars[NUM_RUNNING]):
+        if common == 0:
+            break
         slot, found = s.lines[position, RUNNING], 0
         common = min(common, s.holdings[slot, group, HELD])
         one, other = s.requests[first, SEAT], s.requests[slot, SEAT]

@@ -60,7 +60,8 @@ def entry(*kinds: str) -> Callable[[F], F]:
 
     Args:
         kinds: kinds of the arguments: "state", "int", "bool", or an element type and a number of
-            dimensions as in "int32 1", for a contiguous array that is only read.
+            dimensions as in "int32 1", for a contiguous array that is only read; "out int32 1" for
+            one that is written.
     """
 
     def decorate(function: F) -> F:
@@ -131,5 +132,6 @@ def _type_of(kind: str) -> Any:
         return numba.typeof(make_state(Config(num_blocks=2)))
     if kind in ("int", "bool"):
         return numba.types.int64 if kind == "int" else numba.types.boolean
-    element, dimensions = kind.split()
-    return numba.types.Array(getattr(numba.types, element), int(dimensions), "C", readonly=True)
+    element, dimensions = kind.removeprefix("out ").split()
+    is_read = not kind.startswith("out ")
+    return numba.types.Array(getattr(numba.types, element), int(dimensions), "C", readonly=is_read)

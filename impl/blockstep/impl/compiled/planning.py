@@ -36,11 +36,8 @@ from blockstep.impl.compiled.state import (
     AWAITS_GRAMMAR,
     BIRTH,
     BUDGET,
-    DUE_POSITION,
-    DUE_SLOT,
-    DUE_START,
-    DUE_TOKENS,
     END_BY_MAX_TOKENS,
+    GOES_ON,
     GRAMMAR_READY,
     HAS_ALIGNED,
     HAS_CACHE,
@@ -50,12 +47,15 @@ from blockstep.impl.compiled.state import (
     HAS_STATES,
     HITS,
     IS_ASYNC,
+    IS_DUE,
     IS_PREEMPTED,
     IS_PREFILL,
     IS_PRIORITY,
     IS_RESTING,
+    IS_SHORT,
     IS_STATE,
     IS_WAITING,
+    IS_WARM,
     KIND,
     LAST_FRAME,
     LAST_SAMPLE,
@@ -76,6 +76,7 @@ from blockstep.impl.compiled.state import (
     NUM_IN_DOUBT,
     NUM_KNOWN,
     NUM_LOOKAHEAD,
+    NUM_PINS,
     NUM_PLACEHOLDERS,
     NUM_PREEMPTED,
     NUM_PROMISED,
@@ -96,6 +97,11 @@ from blockstep.impl.compiled.state import (
     SKIPS_CACHE,
     STATUS,
     STEP,
+    STOP_POSITION,
+    STOP_SLOT,
+    STOP_START,
+    STOP_TOKENS,
+    STOPPED,
     TOLD_COLUMNS,
     TOLD_COMPUTED,
     TOLD_DRAFTS,
@@ -109,24 +115,26 @@ from blockstep.impl.compiled.state import (
 )
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER
 
-_REFUSED: Final = 0
-_ADMITTED: Final = 1
-_DUE: Final = 2
+REFUSED: Final = 0
+ADMITTED: Final = 1
+DUE: Final = 2
 
 # The running phase: each running request gets its next tokens, and blocks to write them in
 
 
 @entry("state", "int")
 def run_rows(s: State, position: int) -> int:
-    """Schedule the running requests from `position` on; return the position of the first whose next
-    item is due, NONE if there is none."""
+    """Schedule the running requests from `position` on; return the position of the first that needs
+    Python, NONE if there is none."""
+    s.scalars[STOPPED] = GOES_ON
     while 0 <= position < s.scalars[NUM_RUNNING] and s.scalars[BUDGET] > 0:
         slot = s.lines[position, RUNNING]
         tokens = _tokens_to_run(s, slot)
         if s.scalars[HAS_ITEMS] != 0 and tokens > 0 and _is_due(s, slot, tokens):
+            s.scalars[STOPPED], s.scalars[STOP_TOKENS] = IS_DUE, tokens
             return position
         position = _run_row(s, slot, tokens, position)
-    return NONE
+    return int(s.scalars[STOP_POSITION]) if s.scalars[STOPPED] == IS_SHORT else NONE
 
 
 @compiled
@@ -137,14 +145,9 @@ def _is_due(s: State, slot: int, tokens: int) -> bool:
 @entry("state", "int", "int")
 def run_due(s: State, position: int, tokens: int) -> int:
     """Schedule `tokens` tokens of the running request at `position`; return the next position, or
-    NONE if the phase ends."""
+    NONE if the phase ends or machine code stops."""
+    s.scalars[STOPPED] = GOES_ON
     return _run_row(s, int(s.lines[position, RUNNING]), tokens, position)
-
-
-@entry("state", "int")
-def count_due(s: State, position: int) -> int:
-    """Return the tokens that the running request at `position` could have in this step."""
-    return _tokens_to_run(s, int(s.lines[position, RUNNING]))
 
 
 @compiled
@@ -160,6 +163,7 @@ def _run_row(s: State, slot: int, tokens: int, position: int) -> int:
     if needed > s.scalars[NUM_FREE]:
         position = _make_room(s, slot, needed, position)
         if position < 0:
+            s.scalars[STOP_TOKENS] = tokens
             return NONE
     mark_known(s, slot)
     computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
@@ -212,13 +216,17 @@ def _tokens_to_run(s: State, slot: int) -> int:
 def _make_room(s: State, slot: int, needed: int, position: int) -> int:
     """Preempt until `needed` blocks are free for `slot`, at `position` of the running list.
 
-    Returns its new position; -1 if it was preempted itself, which ends the phase. A block needs no
-    copy once no other request holds it.
+    Returns its new position; -1 if it was preempted itself, which ends the phase, or if a pin must
+    end first. A block needs no copy once no other request holds it.
     """
     needed -= count_copies(s, slot)
     while needed + count_copies(s, slot) > s.scalars[NUM_FREE]:
-        if s.scalars[NUM_RUNNING] == 1 and _take_back_one(s, slot):
-            continue
+        if s.scalars[NUM_RUNNING] == 1:
+            if s.scalars[NUM_PINS] > 0:
+                s.scalars[STOPPED], s.scalars[STOP_POSITION] = IS_SHORT, position
+                return -1
+            if take_back_one(s, slot):
+                continue
         at = _select_victim(s)
         victim = s.lines[at, RUNNING]
         leave_running(s, at)
@@ -243,10 +251,15 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
 def _select_victim(s: State) -> int:
     """Return the position of the request to preempt (P16).
 
-    FCFS: the last. Priority: the one that would wait longest, in the order of the queues; any other
-    choice among equals lets two requests preempt each other for ever (P10).
+    FCFS: the last. Continuum: the last without pinned blocks of its job, if there is one. Priority:
+    the one that would wait longest, in the order of the queues; any other choice among equals lets
+    two requests preempt each other for ever (P10).
     """
     found = s.scalars[NUM_RUNNING] - 1
+    if s.scalars[NUM_PINS] > 0:
+        for position in range(found, -1, -1):
+            if s.requests[s.lines[position, RUNNING], IS_WARM] == 0:
+                return int(position)
     if s.scalars[IS_PRIORITY]:
         for position in range(found - 1, -1, -1):
             if goes_before(s, s.lines[found, RUNNING], s.lines[position, RUNNING]):
@@ -259,7 +272,8 @@ def _select_victim(s: State) -> int:
 
 @entry("state", "int")
 def admit_rows(s: State, oldest_id: int) -> int:
-    """Admit waiting requests; return the first whose next item is due, NONE if there is none."""
+    """Admit waiting requests; return the first that needs Python, NONE if there is none."""
+    s.scalars[STOPPED] = GOES_ON
     while s.scalars[BUDGET] > 0 and s.scalars[NUM_RUNNING] < s.scalars[MAX_NUM_SEQS]:
         slot = get_head(s, select_queue(s))
         if slot == NONE:
@@ -268,33 +282,31 @@ def admit_rows(s: State, oldest_id: int) -> int:
         if is_passed_over or (s.scalars[MAX_LORAS] > 0 and not _has_lora_slot(s, slot)):
             pass_over(s, slot)
             continue
-        found = _REFUSED
-        while found == _REFUSED:
-            found = _try_admit(s, slot, NONE)
-            if found == _DUE:
-                return slot
-            if found == _REFUSED and not _may_try_again(s, slot):
-                return NONE
+        found = REFUSED
+        while found == REFUSED:
+            found = try_admit(s, slot, NONE)
+            if found == REFUSED and not may_try_again(s, slot):
+                return slot if s.scalars[STOPPED] != GOES_ON else NONE
+        if found == DUE:
+            s.scalars[STOPPED] = IS_DUE
+            return slot
     return NONE
 
 
-@entry("state", "int", "int")
-def admit_due(s: State, slot: int, tokens: int) -> bool:
-    """Admit the request at the head of a queue with up to `tokens` tokens; False ends the phase."""
-    while _try_admit(s, slot, tokens) == _REFUSED:
-        if not _may_try_again(s, slot):
-            return False
-    return True
+@entry("state", "int")
+def may_try_again(s: State, slot: int) -> bool:
+    """Whether blocks were freed for a request that does not fit although no request runs; machine
+    code stops if a pin has to end."""
+    if s.scalars[NUM_RUNNING] > 0:
+        return False
+    if s.scalars[NUM_PINS] > 0:
+        s.scalars[STOPPED] = IS_SHORT
+        return False
+    return take_back_one(s, slot)
 
 
 @compiled
-def _may_try_again(s: State, slot: int) -> bool:
-    """Whether blocks were freed for a request that does not fit although no request runs."""
-    return bool(s.scalars[NUM_RUNNING] == 0 and _take_back_one(s, slot))
-
-
-@compiled
-def _take_back_one(s: State, needy: int) -> bool:
+def take_back_one(s: State, needy: int) -> bool:
     """Free the blocks of a request other than `needy` that does not run, if there is one."""
     if s.scalars[NUM_SESSIONS] == 0 and s.scalars[HAS_FORKS] == 0:
         return False
@@ -337,8 +349,8 @@ def _has_lora_slot(s: State, slot: int) -> bool:
     return bool(s.scalars[NUM_ADAPTERS] < s.scalars[MAX_LORAS])
 
 
-@compiled
-def _try_admit(s: State, slot: int, given: int) -> int:
+@entry("state", "int", "int")
+def try_admit(s: State, slot: int, given: int) -> int:
     """Admit the request, or change nothing and return why not (P7).
 
     A session with blocks continues after its computed tokens; any other request after its hits.
@@ -354,17 +366,17 @@ def _try_admit(s: State, slot: int, given: int) -> int:
         tokens = min(known - start, s.scalars[MAX_TOKENS_PER_ROW])
         if tokens > s.scalars[BUDGET]:
             if not s.scalars[HAS_CHUNKS]:
-                return _REFUSED
+                return REFUSED
             tokens = s.scalars[BUDGET]
         if start + tokens > s.requests[slot, NEXT_ITEM]:
-            s.scalars[DUE_START], s.scalars[DUE_TOKENS] = start, tokens
-            return _DUE
+            s.scalars[STOP_START], s.scalars[STOP_TOKENS] = start, tokens
+            return DUE
     if s.scalars[HAS_ALIGNED] != 0 and tokens > 0:
         tokens = align(s, slot, start, tokens)
     if tokens <= 0:
-        return _REFUSED
+        return REFUSED
     if not (fits_behind(s, slot, tokens) if has_blocks else fits(s, slot, start, tokens)):
-        return _REFUSED
+        return REFUSED
     leave_queue(s, slot)
     s.requests[slot, WAS_PREEMPTED] = s.requests[slot, STATUS] == IS_PREEMPTED
     seat(s, slot)
@@ -383,7 +395,7 @@ def _try_admit(s: State, slot: int, given: int) -> int:
     if asks:
         s.scalars[QUERIES] += known
         s.scalars[HITS] += start
-    return _ADMITTED
+    return ADMITTED
 
 
 # The plan
@@ -539,7 +551,7 @@ def _drop_unused_placeholders(s: State, frame_id: int) -> None:
 def plan_step(
     s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
 ) -> PlanArrays:
-    """Plan one step, unless an item is due; the caller has made all arrays long enough.
+    """Plan one step, unless machine code stops; the caller has made all arrays long enough.
 
     Args:
         s: the state.
@@ -552,14 +564,13 @@ def plan_step(
     s.scalars[BUDGET] = budget
     s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = s.scalars[NUM_COPIES] = 0
     s.scalars[STEP] = frame_id
-    s.scalars[DUE_POSITION], s.scalars[DUE_SLOT] = run_rows(s, 0), NONE
+    s.scalars[STOP_POSITION], s.scalars[STOP_SLOT] = run_rows(s, 0), NONE
     num_running = 0
-    if s.scalars[DUE_POSITION] == NONE:
+    if s.scalars[STOP_POSITION] == NONE:
         num_running = end_running(s)
         if admits and s.scalars[NUM_PREEMPTED] == 0:
-            s.scalars[DUE_SLOT] = admit_rows(s, oldest_id)
-    is_due = s.scalars[DUE_POSITION] != NONE or s.scalars[DUE_SLOT] != NONE
-    if is_due:
+            s.scalars[STOP_SLOT] = admit_rows(s, oldest_id)
+    if s.scalars[STOPPED] != GOES_ON:
         who, told = np.empty((2, 0), np.int64), np.empty((TOLD_COLUMNS, 0), np.int32)
         return who, told, np.empty(0, np.int32), 0, 0, 0, num_running, 0, 0, 0
     return issue(s, frame_id, previous_id, num_running)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from blockstep.impl.compiled.lives import end, store_input, store_prompt
 from blockstep.impl.compiled.queues import append, prepend
-from blockstep.impl.compiled.results import BY_EOS, BY_STOP_TOKEN, GOES_ON, append_outputs
+from blockstep.impl.compiled.results import BY_EOS, BY_STOP_TOKEN, append_outputs
 from blockstep.impl.compiled.state import (
     ADAPTER,
     ARRIVAL,
@@ -22,15 +22,18 @@ from blockstep.impl.compiled.state import (
     EXTRAS,
     FIRST_EXTRAS,
     FIRST_ITEM,
+    GOES_ON,
     GRAMMAR_READY,
     HAS_GRAMMAR,
     HAS_STOPS,
     IS_SESSION,
     IS_WAITING,
+    KEEPS_TURN,
     LABEL,
     LAST_FRAME,
     LAST_SAMPLE,
     MAX_KNOWN,
+    MAY_KEEP,
     MIN_TOKENS,
     MORE_STOPS,
     NEXT_ITEM,
@@ -263,6 +266,7 @@ class Requests:
         row[NUM_BESIDE] = sum(item.num_embeds for item in request.items)
         row[PRIORITY], row[ARRIVAL] = request.priority, request.arrival_time
         row[BIRTH], row[IS_SESSION] = self.state.scalars[NUM_BORN], request.resumable
+        row[MAY_KEEP] = KEEPS_TURN * (self.config.has_pins and request.job_id is not None)
         row[STATUS] = AWAITS_GRAMMAR if request.structured_output else IS_WAITING
         for column in (NUM_CACHED_TOKENS, LAST_FRAME, LAST_SAMPLE, SEAT):
             row[column] = NONE

@@ -11,19 +11,27 @@ from blockstep.impl.compiled.blocks import publish
 from blockstep.impl.compiled.jit import compiled, entry, making_arrays
 from blockstep.impl.compiled.lives import append_token, end, get_tokens, rest
 from blockstep.impl.compiled.state import (
+    AT_ROW,
+    AT_TOKEN,
     BIRTH,
     DRAFTS_ACCEPTED,
     DRAFTS_SCHEDULED,
     EOS,
+    GOES_ON,
     HAS_STOPS,
     IS_ASYNC,
     IS_RUNNING,
     IS_SESSION,
     MAX_KNOWN,
+    MAY_KEEP,
     MIN_TOKENS,
     MORE_STOPS,
+    NONE,
     NUM_CACHED_TOKENS,
     NUM_COMPUTED,
+    NUM_DELIVERED,
+    NUM_DELIVERING,
+    NUM_ENDED,
     NUM_IN_DOUBT,
     NUM_KNOWN,
     NUM_MORE_STOPS,
@@ -53,17 +61,17 @@ LACKS_MARKS: Final = 6
 """It fits, but stop tokens must be looked up first."""
 
 # Finish reasons of tokens and requests.
-GOES_ON: Final = 0
 BY_EOS: Final = 1
 BY_STOP_TOKEN: Final = 2
 BY_LENGTH: Final = 3
 BY_REPETITION: Final = 4
 
 
-Told: TypeAlias = tuple[int, int, Int32s, Int32s, int, int]
+Told: TypeAlias = tuple[int, int, Int32s, Int32s, int, int, int, int]
 """Error code; what is wrong, or where; [4, rows]: row, tokens, cached tokens and verdict of each
-row that delivers; the tokens; the number of rows that deliver, and of those that finish (the latter
-are listed in `scratch`)."""
+row that delivers; the tokens; the number of rows that deliver, of tokens, and of rows that finish
+(the latter are listed in `scratch`); the request that Python ends before `take_rows` continues, or
+NONE."""
 
 
 @entry("state", "int64 2", "int32 2", "int32 1", "int32 1", "int32 1", "bool", "uint8 1", "bool")
@@ -97,11 +105,14 @@ def commit_step(
     told = np.empty((4, planned.shape[1] if code == FITS else 0), np.int32)
     kept = np.empty(len(tokens) if code == FITS else 0, np.int32)
     if code != FITS:
-        return code, detail, told, kept, 0, 0
-    num_rows, num_tokens, num_ended = _take_rows(
-        s, who, planned, tokens, counts, has_counts, marks, told, kept
-    )
-    return code, detail, told, kept[:num_tokens], num_rows, num_ended
+        return code, detail, told, kept, 0, 0, 0, NONE
+    for column in range(AT_ROW, NUM_ENDED + 1):
+        s.scalars[column] = 0
+    ending = take_rows(s, who, planned, tokens, counts, has_counts, marks, told, kept)
+    return (
+        code, detail, told, kept, int(s.scalars[NUM_DELIVERING]), int(s.scalars[NUM_DELIVERED]),
+        int(s.scalars[NUM_ENDED]), ending,
+    )  # fmt: skip
 
 
 @compiled
@@ -155,8 +166,11 @@ def _needs_marks(s: State, who: Int64s) -> bool:
     return False
 
 
-@compiled
-def _take_rows(
+@entry(
+    *("state", "int64 2", "int32 2", "int32 1", "int32 1", "bool", "uint8 1"),
+    *("out int32 2", "out int32 1"),
+)
+def take_rows(
     s: State,
     who: Int64s,
     planned: Int32s,
@@ -166,10 +180,12 @@ def _take_rows(
     marks: NDArray[np.uint8],
     told: Int32s,
     kept: Int32s,
-) -> tuple[int, int, int]:
-    """Store, deliver and finish, row after row; return the numbers of rows, tokens and finishes."""
-    start, num_rows, num_tokens, num_ended = 0, 0, 0, 0
-    for row in range(planned.shape[1]):
+) -> int:
+    """Store, deliver and finish, row after row from `AT_ROW` on; return the request behind whose
+    row this stops, as Python ends it, or NONE."""
+    start, ending = int(s.scalars[AT_TOKEN]), NONE
+    num_rows, num_tokens = int(s.scalars[NUM_DELIVERING]), int(s.scalars[NUM_DELIVERED])
+    for row in range(s.scalars[AT_ROW], planned.shape[1]):
         samples, drafts = int(planned[TOLD_SAMPLES, row]), int(planned[TOLD_DRAFTS, row])
         count = int(counts[row]) if has_counts else samples
         first = start
@@ -193,13 +209,18 @@ def _take_rows(
             known = s.requests[slot, NUM_KNOWN]
             publish(s, slot, known - 1, known - 1)
         if verdict != GOES_ON:
+            s.scratch[s.scalars[NUM_ENDED]] = num_rows - 1
+            s.scalars[NUM_ENDED] += 1
             if s.requests[slot, IS_SESSION] != 0:
                 rest(s, slot)
-            else:
+            elif s.requests[slot, MAY_KEEP] == 0:
                 end(s, slot)
-            s.scratch[num_ended] = num_rows - 1
-            num_ended += 1
-    return num_rows, num_tokens, num_ended
+            else:
+                s.scalars[AT_ROW], ending = row + 1, slot
+                break
+    s.scalars[AT_TOKEN] = start
+    s.scalars[NUM_DELIVERING], s.scalars[NUM_DELIVERED] = num_rows, num_tokens
+    return int(ending)
 
 
 @compiled

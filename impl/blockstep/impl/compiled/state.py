@@ -86,10 +86,10 @@ NUM_ADAPTERS: Final = 46
 NUM_BORN: Final = 47
 NUM_SESSIONS: Final = 48
 """Unfinished sessions: they hold blocks while they do not run."""
-DUE_START: Final = 49
-"""Computed tokens, hits included, and new tokens of a request at the head of a queue whose next
-item is due."""
-DUE_TOKENS: Final = 50
+STOP_START: Final = 49
+"""Computed tokens, hits included, of the request at which machine code has stopped, and its new
+tokens."""
+STOP_TOKENS: Final = 50
 HAS_FORKS: Final = 51
 NUM_KEPT_FREE: Final = 52
 """Free blocks that an admission leaves while any request runs."""
@@ -98,11 +98,29 @@ IS_LIFO: Final = 53
 NUM_COPIES: Final = 54
 HAS_ITEMS: Final = 55
 """Whether the config models an encoder, so that items may be due."""
-DUE_POSITION: Final = 56
-"""Position of a running request whose next item is due; NONE if there is none."""
-DUE_SLOT: Final = 57
+STOP_POSITION: Final = 56
+"""Position of the running request at which machine code has stopped; NONE if there is none."""
+STOP_SLOT: Final = 57
 """The same at the head of a queue."""
-NUM_SCALARS: Final = 58
+STOPPED: Final = 58
+"""Why machine code has stopped."""
+HAS_PINS: Final = 59
+NUM_PINS: Final = 60
+# A commit that stops at a row continues behind it: the next row and token, and the numbers of rows
+# that deliver, of tokens delivered and of requests that finish.
+AT_ROW: Final = 61
+AT_TOKEN: Final = 62
+NUM_DELIVERING: Final = 63
+NUM_DELIVERED: Final = 64
+NUM_ENDED: Final = 65
+NUM_SCALARS: Final = 66
+
+# Why machine code stops, and Python goes on.
+GOES_ON: Final = 0
+IS_DUE: Final = 1
+"""The next item of a request is due."""
+IS_SHORT: Final = 2
+"""A request lacks blocks while no other one runs, and a pin may end."""
 
 # Requests: columns that each step reads come first, so that they share few cache lines;
 BIRTH: Final = 0
@@ -178,7 +196,14 @@ NEXT_ITEM: Final = 46
 that step."""
 MAY_SHARE: Final = 47
 """Whether another request may hold the block that its next token is written to."""
-REQUEST_COLUMNS: Final = 48
+MAY_KEEP: Final = 48
+"""Why its blocks may be held behind its end: `KEEPS_TURN`."""
+IS_WARM: Final = 49
+"""Whether blocks of its job's previous turn are pinned."""
+REQUEST_COLUMNS: Final = 50
+
+KEEPS_TURN: Final = 1
+"""It is a turn of a job, whose blocks may be pinned."""
 
 # Statuses.
 IS_WAITING: Final = 0
@@ -390,6 +415,7 @@ def make_state(config: Config) -> State:
     )
     scalars[MAX_LORAS] = config.max_loras
     scalars[HAS_ITEMS] = config.encoder_cache_size > 0
+    scalars[HAS_PINS] = config.has_pins
     scalars[HAS_FORKS], scalars[NUM_KEPT_FREE] = config.enable_forks, config.watermark_blocks
     scalars[IS_LIFO] = config.pool_order is PoolOrder.LIFO
     scalars[NUM_FREE] = config.num_blocks - 1

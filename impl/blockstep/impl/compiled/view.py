@@ -50,6 +50,7 @@ from blockstep.impl.compiled.state import (
     TIMES_PREEMPTED,
     WAITING,
 )
+from blockstep.impl.compiled.turns import Turns
 from blockstep.impl.doors import Doors
 from blockstep.impl.names import STATUSES
 from blockstep.spec.vocabulary import (
@@ -77,6 +78,7 @@ class View:
     ) -> None:
         self.sessions = sessions
         self.encodings: Encodings | None = None
+        self.turns: Turns | None = None
         self.doors = doors
         self.masks = masks
         self.requests = requests
@@ -121,6 +123,7 @@ class View:
             prev_scheduled_req_ids=tuple(sorted(previous_names)),
             stats=self.stats(),
             encoder=None if self.encodings is None else self.encodings.cache.snapshot(),
+            pins=None if self.turns is None else self.turns.pins.snapshot(),
             has_work=self.has_work(),
         )
 

@@ -11,13 +11,13 @@ from blockstep.impl.encoder import EncoderCache
 from blockstep.impl.grammars import Matcher
 from blockstep.impl.host.digests import Digest, find_digest
 from blockstep.impl.host.groups import GroupMemory
-from blockstep.impl.host.pins import Pins
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
 from blockstep.impl.host.queues import make_queue
 from blockstep.impl.host.table import RequestTable, Session
 from blockstep.impl.host.telling import EventLog
 from blockstep.impl.host.transfers import Transfers
+from blockstep.impl.pins import Pins
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     NULL_BLOCK,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from blockstep.impl.host.core import Core
-from blockstep.impl.host.pins import Pins
+from blockstep.impl.pins import Pins
 from blockstep.spec.vocabulary import NULL_BLOCK, Status
 
 
