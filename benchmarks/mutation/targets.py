@@ -27,7 +27,7 @@ _HOST: tuple[Stage, ...] = (
     *(("host", f"small {features}".strip(), 2_000) for features in _FEATURES),
 )
 
-_LACKED = {"tiers", "transfers"}
+_LACKED = {"tiers"}
 _COMPILED: tuple[Stage, ...] = (
     ("compiled", "tiny", 1_000),
     *(

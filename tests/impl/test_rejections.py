@@ -41,14 +41,13 @@ def test_an_unknown_digest_is_refused() -> None:
 def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     config = Config(num_blocks=2)
     assert HostEngine(config).capabilities() == ALL_CAPABILITIES
-    lacking = {"transfers", "tiers"}
+    lacking = {"tiers"}
     assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"kv_connector": True}, "kv_connector = True: .* has no store; leave it out"),
         ({"admission_high_blocks": 1}, "admission_high_blocks = 1: .* admission stays open"),
     ],
 )

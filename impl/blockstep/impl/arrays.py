@@ -25,6 +25,8 @@ from blockstep.spec.vocabulary import (
     FinishReason,
     FrameId,
     KVEvent,
+    KVLoad,
+    KVSave,
     NewRow,
     OutputRow,
     Outputs,
@@ -145,6 +147,8 @@ class ArrayPlan:
     scheduled_encoder_inputs: tuple[EncoderInputs, ...] = field(default=(), init=False)
     external_encoder_inputs: tuple[EncoderInputs, ...] = field(default=(), init=False)
     free_encoder_mm_hashes: tuple[str, ...] = field(default=(), init=False)
+    kv_loads: tuple[KVLoad, ...] = field(default=(), init=False)
+    kv_saves: tuple[KVSave, ...] = field(default=(), init=False)
     has_structured_output_requests: bool = field(default=False, init=False)
     """Whether the request of a sampling row has a grammar."""
     pending_structured_output_tokens: bool = field(default=False, init=False)
@@ -203,6 +207,8 @@ class ArrayPlan:
             scheduled_encoder_inputs=self.scheduled_encoder_inputs,
             external_encoder_inputs=self.external_encoder_inputs,
             free_encoder_mm_hashes=self.free_encoder_mm_hashes,
+            kv_loads=self.kv_loads,
+            kv_saves=self.kv_saves,
             has_structured_output_requests=self.has_structured_output_requests,
             pending_structured_output_tokens=self.pending_structured_output_tokens,
         )
@@ -288,6 +294,8 @@ class ArrayOutputs:
     ended: dict[int, tuple[FinishReason, int | None]]
     """Finish reason by row, and the stop token if there is one."""
     kv_events: tuple[KVEvent, ...] = ()
+    failed: tuple[OutputRow, ...] = ()
+    """Requests that end because their loads have failed."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -306,7 +314,7 @@ class ArrayOutputs:
         rows = list(map(OutputRow, names, tokens, repeat(None), repeat(None), cached))
         for row, (reason, stop_token_id) in self.ended.items():
             rows[row] = OutputRow(names[row], tokens[row], reason, stop_token_id, cached[row])
-        return Outputs(tuple(rows), self.kv_events)
+        return Outputs((*rows, *self.failed), self.kv_events)
 
     def build_objects(self) -> list[OutputObject]:
         """Return the outputs in as many objects as vLLM builds."""

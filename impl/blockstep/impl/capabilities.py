@@ -51,12 +51,12 @@ HOST: Final = frozenset(
     )
 )
 """All capabilities."""
-COMPILED: Final = HOST - {"transfers", "tiers"}
-"""No transfers and tiers."""
+COMPILED: Final = HOST - {"tiers"}
+"""No tiers."""
 
 DEVICE: Final = COMPILED - {
     *("kinds", "common prefix", "adapters", "masks", "sessions", "encoder", "events"),
-    *("forks", "pins"),
+    *("forks", "pins", "transfers"),
 }
 """The kernels on a GPU: core features, and groups of blocks of one size."""
 

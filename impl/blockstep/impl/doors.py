@@ -40,6 +40,7 @@ from blockstep.spec.vocabulary import (
     GrammarReady,
     KVEvent,
     KVOffer,
+    KVTransfers,
     Observation,
     OutputRow,
     Outputs,
@@ -133,16 +134,14 @@ class Doors(ABC, Generic[F]):
             case SetPause(pause_state=pause_state):
                 self.pause_state = pause_state
                 return Ack()
-            case Reset(reset_connector=True):
-                return ResetDone(success=False)  # there is no store to reset
-            case Reset(reset_running_requests=reset_running_requests):
-                is_done = self._reset(reset_running_requests)
+            case Reset():
+                is_done = self._reset_both(event)
                 return ResetDone(is_done, self._tell() if is_done else ())
             case EncoderReset() | EncoderOffer() | KVOffer() | Clock() | PinEstimate():
                 self._take_message(event)
                 return Ack()
-            case TransfersReported():
-                return Outputs()
+            case TransfersReported(transfers=transfers):
+                return self._take_report(transfers)
             case Fork():
                 return self._fork(event)
             case GrammarFailed(request_id=request_id):
@@ -166,8 +165,10 @@ class Doors(ABC, Generic[F]):
         """Return the drafts of each row, None if it does not sample; in the order of rows."""
 
     @abstractmethod
-    def _take_answer(self, frame_id: FrameId, tokens: list[TokenIds]) -> Outputs | Rejected:
-        """Commit the oldest frame, with tokens by row."""
+    def _take_answer(
+        self, frame_id: FrameId, tokens: list[TokenIds], transfers: KVTransfers
+    ) -> Outputs | Rejected:
+        """Commit the oldest frame, with tokens by row and the worker's report about transfers."""
 
     @abstractmethod
     def _take_drafts(self, event: Drafts) -> DraftsTaken: ...
@@ -205,6 +206,15 @@ class Doors(ABC, Generic[F]):
         self, event: EncoderReset | EncoderOffer | KVOffer | Clock | PinEstimate
     ) -> None:
         """Take a message about the encoder cache, the store or the pins."""
+
+    def _take_report(self, _transfers: KVTransfers) -> Outputs:
+        """Take a report about transfers that comes without a commit."""
+        return Outputs()
+
+    def _reset_both(self, event: Reset) -> bool:
+        """Empty the prefix cache and, if asked, the store's offers; return whether it was
+        possible."""
+        return not event.reset_connector and self._reset(event.reset_running_requests)
 
     def _update(self, update: Request) -> Ack | Aborted | Rejected:
         """Take the next input of a session, or its end."""
@@ -261,7 +271,8 @@ class Doors(ABC, Generic[F]):
         problem = answer_problem(event.frame_id, len(event.sampled), rows, answers, self._are_among)
         if problem is not None:
             return problem
-        return self._take_answer(event.frame_id, [answers[request_id] for request_id in rows])
+        tokens = [answers[request_id] for request_id in rows]
+        return self._take_answer(event.frame_id, tokens, event.transfers)
 
     def _get_verified(self, frame_id: FrameId) -> Mapping[RequestId, TokenIds | None]:
         """Return the drafts that may be accepted by each row of a frame; None: it does not

@@ -19,6 +19,8 @@ STATUSES: Final = (
     Status.RUNNING,
     Status.PREEMPTED,
     Status.WAITING_FOR_STREAMING_REQ,
+    Status.WAITING_FOR_REMOTE_KVS,
+    Status.WAITING_FOR_REMOTE_KVS,
 )
 """Status by the number that engines in arrays use for it."""
 K = TypeVar("K", RequestId, tuple[int, int, RequestId])

@@ -11,13 +11,16 @@ from blockstep.impl.compiled.state import (
     GROUP,
     HAS_CACHE,
     HAS_EVENTS,
+    HAS_FENCES,
     HASH,
     HELD,
     HOLDING_COLUMNS,
     IS_LIFO,
     IS_STATE,
     KIND,
+    LAST_ANSWERED,
     LAST_BLOCK,
+    LAST_FRAME,
     LEFT,
     LINKS,
     NEXT_FREE,
@@ -26,6 +29,7 @@ from blockstep.impl.compiled.state import (
     NODE,
     NODE_EXTRAS,
     NONE,
+    NUM_DEFERRED,
     NUM_FREE,
     NUM_FREE_NODES,
     NUM_GROUPS,
@@ -46,6 +50,7 @@ from blockstep.impl.compiled.state import (
     STEP,
     STORED,
     STORED_NEXT,
+    UNSETTLED,
     Int32s,
     State,
 )
@@ -103,22 +108,80 @@ def free_range(s: State, group: int, seat: int, begin: int, end: int) -> None:
     for place in range(begin, end):
         index = place if s.scalars[IS_LIFO] != 0 else end - 1 - (place - begin)
         block = s.block_tables[group, seat, index]
-        if block == NULL_BLOCK:
-            continue
-        s.blocks[block, REF_COUNT] -= 1
-        if s.blocks[block, REF_COUNT] == 0:
-            append_free(s, block)
+        if block != NULL_BLOCK:
+            drop_hold(s, block)
 
 
 @compiled
 def free_blocks(s: State, slot: int) -> None:
     """Drop the block tables of a request, group by group."""
-    seat = s.requests[slot, SEAT]
+    seat, is_first, has_fence = s.requests[slot, SEAT], True, is_fenced(s, slot)
     s.scalars[NUM_MOVES] += 1
     for group in range(s.scalars[NUM_GROUPS]):
-        free_range(s, group, seat, s.holdings[slot, group, LEFT], s.holdings[slot, group, HELD])
+        begin, end = s.holdings[slot, group, LEFT], s.holdings[slot, group, HELD]
+        if has_fence:
+            is_first = defer_range(s, slot, group, begin, end, is_first)
+        else:
+            free_range(s, group, seat, begin, end)
         for column in range(HOLDING_COLUMNS):
             s.holdings[slot, group, column] = 0
+
+
+@compiled
+def is_fenced(s: State, slot: int) -> bool:
+    """Whether blocks that a request gives up wait for the commit of a frame (P17).
+
+    A later frame runs after that one, but a store does not: it could load into the blocks while the
+    frame reads or writes them (upstream #45357, #48481).
+    """
+    is_later = s.requests[slot, LAST_FRAME] > s.scalars[LAST_ANSWERED]
+    return bool(s.scalars[HAS_FENCES] != 0 and is_later)
+
+
+@compiled
+def defer_range(s: State, slot: int, group: int, begin: int, end: int, is_first: bool) -> bool:
+    """Give up blocks of a table behind the request's last frame; return whether no block has been
+    given up yet. The caller reserves room."""
+    seat = s.requests[slot, SEAT]
+    for index in range(begin, end):
+        block = s.block_tables[group, seat, index]
+        if block != NULL_BLOCK:
+            at = s.scalars[NUM_DEFERRED]
+            s.deferred[at, 0], s.deferred[at, 1] = s.requests[slot, LAST_FRAME], block
+            s.deferred[at, 2] = is_first
+            s.scalars[NUM_DEFERRED] = at + 1
+            is_first = False
+    return is_first
+
+
+@entry("state", "int")
+def free_deferred(s: State, frame_id: int) -> None:
+    """Free the blocks that waited for a frame: it is committed and accesses no block any more."""
+    s.scalars[LAST_ANSWERED] = frame_id
+    at, kept, count = 0, 0, s.scalars[NUM_DEFERRED]
+    while at < count:
+        end = at + 1
+        while end < count and s.deferred[end, 2] == 0:
+            end += 1
+        is_due = s.deferred[at, 0] == frame_id
+        for index in range(end - at):
+            if is_due:
+                last = at + index if s.scalars[IS_LIFO] != 0 else end - 1 - index
+                drop_hold(s, s.deferred[last, 1])
+            else:
+                for column in range(3):
+                    s.deferred[kept, column] = s.deferred[at + index, column]
+                kept += 1
+        at = end
+    s.scalars[NUM_DEFERRED] = kept
+
+
+@compiled
+def drop_hold(s: State, block: int) -> None:
+    """Remove a holder from `block`."""
+    s.blocks[block, REF_COUNT] -= 1
+    if s.blocks[block, REF_COUNT] == 0:
+        append_free(s, block)
 
 
 @entry("state", "int32 1")
@@ -128,9 +191,7 @@ def free_list(s: State, found: Int32s) -> None:
     for at in range(len(found)):
         block = found[at] if s.scalars[IS_LIFO] != 0 else found[len(found) - 1 - at]
         if block != NULL_BLOCK:
-            s.blocks[block, REF_COUNT] -= 1
-            if s.blocks[block, REF_COUNT] == 0:
-                append_free(s, block)
+            drop_hold(s, block)
 
 
 @entry("state", "int32 1")
@@ -150,7 +211,7 @@ def publish(s: State, slot: int, computed: int, tokens: int) -> None:
 
     The tokens after the first `computed` ones are written in this step.
     """
-    if s.scalars[HAS_CACHE] == 0:
+    if s.scalars[HAS_CACHE] == 0 or s.requests[slot, UNSETTLED] != 0:
         return
     for group in range(s.scalars[NUM_GROUPS]):
         if tokens >= (s.holdings[slot, group, PUBLISHED] + 1) * s.groups[group, SIZE]:

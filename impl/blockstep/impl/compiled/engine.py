@@ -33,6 +33,7 @@ from blockstep.impl.compiled.results import (
     BY_STOP_TOKEN,
     FITS,
     LACKS_MARKS,
+    check_answer,
     commit_step,
     take_rows,
 )
@@ -61,9 +62,11 @@ from blockstep.impl.compiled.state import (
     WAS_PREEMPTED,
     Int32s,
     count_most_blocks,
+    reserve_deferred,
     reserve_log,
 )
 from blockstep.impl.compiled.steps import Steps
+from blockstep.impl.compiled.transfers import Transfers
 from blockstep.impl.compiled.turns import Turns
 from blockstep.impl.compiled.view import View
 from blockstep.impl.doors import Doors
@@ -71,12 +74,14 @@ from blockstep.impl.refusals import (
     bad_result,
     count_beside,
     frame_problem,
+    held_by_transfer,
     most_slots,
     schedule_problem,
     submit_problem,
 )
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
+    NO_TRANSFERS,
     Aborted,
     Ack,
     Clock,
@@ -94,6 +99,8 @@ from blockstep.spec.vocabulary import (
     GroupKind,
     KVEvent,
     KVOffer,
+    KVTransfers,
+    OutputRow,
     Outputs,
     PauseState,
     PinEstimate,
@@ -101,6 +108,7 @@ from blockstep.spec.vocabulary import (
     Rejected,
     Request,
     RequestId,
+    Reset,
     Snapshot,
     Stats,
     TokenIds,
@@ -148,10 +156,15 @@ class CompiledEngine(Doors[Frame]):
         self.turns = Turns(self.requests) if config.has_pins else None
         """The blocks that turns of jobs keep; None if the config has no pins."""
         self._view.turns = self.turns
+        self.transfers: Transfers | None = None
+        """The transfers with a store; None without one."""
+        if config.kv_connector:
+            self.transfers = Transfers(config, self.requests, self.masks, self._last_frame_of_ended)
+        self._view.transfers = self.transfers
         self.steps: Steps | None = None
         """None if machine code plans without managers."""
-        if self.encodings is not None or self.turns is not None:
-            self.steps = Steps(self.encodings, self.turns)
+        if self.encodings is not None or config.has_pins or config.kv_connector:
+            self.steps = Steps(self.encodings, self.turns, self.transfers)
         self.forks: Forks | None = None
         """None without forks."""
         if config.enable_forks:
@@ -187,8 +200,7 @@ class CompiledEngine(Doors[Frame]):
             assert problem is not None, "the pipeline is full"
             return problem
         is_open = self.pause_state is not PauseState.PAUSED_ALL
-        if self.config.enable_kv_cache_events:
-            self.requests.state = reserve_log(self.requests.state)
+        self._reserve()
         (
             who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
             num_preempted, num_common,
@@ -239,6 +251,8 @@ class CompiledEngine(Doors[Frame]):
             self._tell_changes(plan, num_running, num_missed, num_preempted)
         if self.forks is not None:
             self.forks.tell(plan, num_running)
+        if self.transfers is not None:
+            self.transfers.tell(plan)
         if num_rows:
             self.frames[frame_id] = Frame(who, names, told, ids)
         self.finished_req_ids.clear()
@@ -276,7 +290,11 @@ class CompiledEngine(Doors[Frame]):
                 plan.new_rows[row] = self.requests.requests[slot]
 
     def commit_arrays(
-        self, frame_id: FrameId, token_ids: Int32s, counts: Int32s | None = None
+        self,
+        frame_id: FrameId,
+        token_ids: Int32s,
+        counts: Int32s | None = None,
+        transfers: KVTransfers = NO_TRANSFERS,
     ) -> ArrayOutputs | Rejected:
         """Commit a frame without an object per row; rejected like the event `Commit`.
 
@@ -286,6 +304,7 @@ class CompiledEngine(Doors[Frame]):
                 sample have none.
             counts: [rows] int32, tokens of each row; None: one for each row that samples, so that
                 no drafts are accepted.
+            transfers: the worker's report about transfers.
         """
         if next(iter(self.frames), None) != frame_id:
             problem = frame_problem(frame_id, self.frames)
@@ -293,7 +312,7 @@ class CompiledEngine(Doors[Frame]):
             return problem
         tokens = np.ascontiguousarray(token_ids, np.int32)
         lengths = None if counts is None else np.ascontiguousarray(counts, np.int32)
-        return self._take(frame_id, tokens, lengths)
+        return self._take(frame_id, tokens, lengths, transfers)
 
     def _get_rows(self, frame: Frame) -> Mapping[RequestId, TokenIds | None]:
         return frame.build_rows()
@@ -304,19 +323,26 @@ class CompiledEngine(Doors[Frame]):
         is_oldest = next(iter(self.frames), None) == event.frame_id
         is_ordered = frame is not None and named == frame.names.tolist()
         if is_oldest and is_ordered and event.frame_id not in self.masks.verifiable:
-            return self._take_answer(event.frame_id, [row.token_ids for row in event.sampled])
+            tokens = [row.token_ids for row in event.sampled]
+            return self._take_answer(event.frame_id, tokens, event.transfers)
         return super()._commit(event)
 
-    def _take_answer(self, frame_id: FrameId, tokens: list[TokenIds]) -> Outputs | Rejected:
+    def _take_answer(
+        self, frame_id: FrameId, tokens: list[TokenIds], transfers: KVTransfers
+    ) -> Outputs | Rejected:
         flat = np.array([*chain.from_iterable(tokens)], np.int32)
-        outputs = self._take(frame_id, flat, np.array([*map(len, tokens)], np.int32))
+        outputs = self._take(frame_id, flat, np.array([*map(len, tokens)], np.int32), transfers)
         if isinstance(outputs, Rejected):
             return outputs
         outputs.kv_events = self.take_events()
         return outputs.build_outputs()
 
     def _take(
-        self, frame_id: FrameId, token_ids: Int32s, counts: Int32s | None
+        self,
+        frame_id: FrameId,
+        token_ids: Int32s,
+        counts: Int32s | None,
+        report: KVTransfers,
     ) -> ArrayOutputs | Rejected:
         """Commit the oldest frame."""
         frame = self.frames[frame_id]
@@ -325,9 +351,17 @@ class CompiledEngine(Doors[Frame]):
             problem = self.masks.find_problem(frame_id, frame, token_ids, lengths)
             if problem is not None:
                 return bad_result(frame_id, problem)
-        if self.config.enable_kv_cache_events:
-            self.requests.state = reserve_log(self.requests.state)
+        self._reserve()
         self.requests.reserve_nodes(len(token_ids), frame.who.shape[1])
+        failed: list[RequestId] = []
+        if self.transfers is not None:
+            code, detail = check_answer(
+                self.requests.state, frame.planned, frame.ids, token_ids,
+                _NO_COUNTS if counts is None else counts, counts is not None,
+            )  # fmt: skip
+            if code != FITS:
+                return bad_result(frame_id, frame.describe(code, detail, token_ids))
+            failed = self._drop_preempted(*self.transfers.begin_commit(frame_id, report))
         marks, is_marked = _NO_MARKS, False
         while True:
             code, detail, told, kept, num_rows, num_tokens, num_ended, ending = commit_step(
@@ -363,8 +397,48 @@ class CompiledEngine(Doors[Frame]):
         )
         if num_ended:
             self._note_ends(frame, told, num_ended, outputs)
+        if self.transfers is not None:
+            outputs.failed = self._end_failed(failed)
+            self.transfers.take_finished(report)
+            self.transfers.loads.pop(frame_id, None)
         self._close(frame_id)
         return outputs
+
+    def _reserve(self) -> None:
+        """Make room for what one event may log, and for the blocks that it may give up."""
+        if self.config.enable_kv_cache_events:
+            self.requests.state = reserve_log(self.requests.state)
+        if self.transfers is not None:
+            self.requests.state = reserve_deferred(self.requests.state)
+
+    def _take_report(self, transfers: KVTransfers) -> Outputs:
+        if self.transfers is None:
+            return Outputs()
+        self._reserve()
+        rows = self._end_failed(self._drop_preempted(*self.transfers.take_invalid(transfers)))
+        self.transfers.take_finished(transfers)
+        return Outputs(rows, self.take_events())
+
+    def _drop_preempted(self, failed: list[RequestId], preempted: list[int]) -> list[RequestId]:
+        """Forget what is kept for requests that were preempted between plans, as their loads have
+        failed; return those that fail."""
+        for slot in preempted:
+            if self.encodings is not None:
+                self.encodings.cache.drop(self.requests.requests[slot])
+            rows = (self.previous_names.slots != slot).nonzero()[0].astype(np.int32)
+            self.previous_names = self.previous_names.take(rows)
+        return failed
+
+    def _end_failed(self, failed: list[RequestId]) -> tuple[OutputRow, ...]:
+        """Finish with an error the requests that fail by their load."""
+        rows: list[OutputRow] = []
+        for name in failed:
+            slot = self.requests.slot_of[name]
+            num_cached = max(self._get_cached_tokens(slot), 0)
+            self._end(slot)
+            self._forget(slot)
+            rows.append(OutputRow(name, (), FinishReason.ERROR, num_cached_tokens=num_cached))
+        return tuple(rows)
 
     def _end_turn(self, slot: int) -> None:
         """End a request that a commit finishes; its blocks may be pinned."""
@@ -425,6 +499,9 @@ class CompiledEngine(Doors[Frame]):
             case Clock() | PinEstimate():
                 if self.turns is not None:
                     self.turns.take(event)
+            case _:
+                if self.transfers is not None:
+                    self.transfers.take_offer(event)
 
     def _get_cached_tokens(self, slot: int) -> int:
         return int(self.requests.state.requests[slot, NUM_CACHED_TOKENS])
@@ -439,6 +516,8 @@ class CompiledEngine(Doors[Frame]):
         return self.requests
 
     def _submit(self, request: Request) -> Ack | Rejected:
+        if self.transfers is not None and request.request_id in self.transfers.held:
+            return held_by_transfer(request.request_id)
         answer = super()._submit(request)
         if isinstance(answer, Ack):
             self.masks.add(request)
@@ -464,6 +543,8 @@ class CompiledEngine(Doors[Frame]):
         if self.turns is not None:
             self.turns.pins.end_turn(self.requests.requests[slot].job_id)
         request_id = super()._forget(slot)
+        if self.transfers is not None:
+            self.transfers.offers.pop(request_id, None)
         self.masks.matchers.pop(request_id, None)
         self.sessions.updates.pop(request_id, None)
         return request_id
@@ -498,17 +579,29 @@ class CompiledEngine(Doors[Frame]):
         return count_most_blocks(self.requests.state, slots, count_beside(request))
 
     def _end(self, slot: int) -> None:
+        if self.transfers is not None:
+            self.requests.state = reserve_deferred(self.requests.state)
+            self.transfers.hold(slot)
         end(self.requests.state, slot)
 
+    def _reset_both(self, event: Reset) -> bool:
+        if self.transfers is None or not self.transfers.can_reset():
+            return self.transfers is None and super()._reset_both(event)
+        if not self._reset(event.reset_running_requests):
+            return False
+        if event.reset_connector:
+            self.transfers.clear_offers()
+        return True
+
     def _reset(self, reset_running_requests: bool) -> bool:
-        if self.config.enable_kv_cache_events:
-            self.requests.state = reserve_log(self.requests.state)
+        self._reserve()
         s = self.requests.state
         if reset_running_requests:
             if self.encodings is not None:
                 self.encodings.drop_running()
             preempt_all(s)
             may_give = bool(self.sessions.updates) or self.forks is not None
+            may_give = may_give or self.transfers is not None
             while may_give and (giver := find_giver(s, NONE)) != NONE:
                 take_back(s, giver)
             self.previous_names = _NO_NAMES

@@ -10,7 +10,14 @@ token reads; a group of larger blocks names each by the node of its last tokens:
 
 from __future__ import annotations
 
-from blockstep.impl.compiled.blocks import free_range, list_nodes, take_block, touch
+from blockstep.impl.compiled.blocks import (
+    defer_range,
+    free_range,
+    is_fenced,
+    list_nodes,
+    take_block,
+    touch,
+)
 from blockstep.impl.compiled.jit import compiled, entry
 from blockstep.impl.compiled.state import (
     COMMON,
@@ -21,6 +28,7 @@ from blockstep.impl.compiled.state import (
     HAS_CACHE,
     HAS_FORKS,
     HAS_SPARE,
+    HAS_STORE,
     HELD,
     IS_ALIGNED,
     IS_CHUNKED,
@@ -106,7 +114,10 @@ def leave_blocks(s: State, slot: int) -> None:
         begin = s.holdings[slot, group, LEFT]
         if end > begin:
             seat = s.requests[slot, SEAT]
-            free_range(s, group, seat, begin, end)
+            if is_fenced(s, slot):
+                defer_range(s, slot, group, begin, end, True)
+            else:
+                free_range(s, group, seat, begin, end)
             for index in range(begin, end):
                 s.block_tables[group, seat, index] = NULL_BLOCK
             s.holdings[slot, group, LEFT] = end
@@ -120,7 +131,9 @@ def count_blocks(s: State, group: int, slots: int) -> int:
 
 
 @compiled
-def count_missing(s: State, group: int, held: int, has_spare: int, tokens: int, slots: int) -> int:
+def count_missing(
+    s: State, group: int, held: int, has_spare: int, tokens: int, slots: int, loaded: int
+) -> int:
     """Return the blocks to take for a table of `held` blocks (P8).
 
     Args:
@@ -130,14 +143,23 @@ def count_missing(s: State, group: int, held: int, has_spare: int, tokens: int, 
         has_spare: whether it has a state with spare blocks.
         tokens: tokens that are computed after the step.
         slots: the same with the lookahead.
+        loaded: tokens up to which a store loads; 0 if it loads nothing.
     """
     if s.groups[group, KIND] != IS_ALIGNED:
         if slots <= (held - s.groups[group, SPARE]) * s.groups[group, SIZE]:
             return 0
         return count_blocks(s, group, slots) - held
     if has_spare == 0:
-        return int(1 + s.groups[group, SPARE])
+        return int(1 + s.groups[group, SPARE]) + _is_apart(s, group, tokens, loaded)
     return int(count_blocks(s, group, tokens) > held)  # a token that has not run has no state
+
+
+@compiled
+def _is_apart(s: State, group: int, tokens: int, loaded: int) -> int:
+    """Return 1 if a state is loaded into another block than the one that the chunk writes, else
+    0."""
+    is_before = count_blocks(s, group, loaded) < count_blocks(s, group, tokens)
+    return int(loaded > 0 and is_before)
 
 
 @compiled
@@ -157,14 +179,14 @@ def count_needed(s: State, slot: int, tokens: int) -> int:
     for group in range(s.scalars[NUM_GROUPS]):
         held, has_spare = s.holdings[slot, group, HELD], s.holdings[slot, group, HAS_SPARE]
         own = count_own(s, slot, group, slots)
-        needed += count_missing(s, group, held, has_spare, end, own)
+        needed += count_missing(s, group, held, has_spare, end, own, 0)
     return needed
 
 
 @compiled
-def take_needed(s: State, slot: int, end: int, slots: int) -> None:
+def take_needed(s: State, slot: int, end: int, slots: int, loaded: int) -> None:
     """Append to the tables of a request, which gets the next row, what they lack for `end` tokens
-    and `slots` slots."""
+    and `slots` slots, of which a store loads the first `loaded`."""
     row = s.scalars[NUM_ROWS]
     may_share = s.requests[slot, MAY_SHARE] != 0
     for group in range(s.scalars[NUM_GROUPS]):
@@ -172,9 +194,13 @@ def take_needed(s: State, slot: int, end: int, slots: int) -> None:
             _take_own(s, slot, group)
         held, has_spare = s.holdings[slot, group, HELD], s.holdings[slot, group, HAS_SPARE]
         own = count_own(s, slot, group, slots)
-        missing = count_missing(s, group, held, has_spare, end, own)
+        missing = count_missing(s, group, held, has_spare, end, own, loaded)
         if missing > 0:
             if s.groups[group, KIND] == IS_ALIGNED:
+                if has_spare == 0 and _is_apart(s, group, end, loaded) != 0:
+                    s.block_tables[group, s.requests[slot, SEAT], held] = take_block(s)
+                    s.holdings[slot, group, HELD] = held + 1
+                    missing -= 1
                 held = _move_spare(s, slot, group, count_blocks(s, group, end))
             for index in range(held, held + missing):
                 s.block_tables[group, s.requests[slot, SEAT], index] = take_block(s)
@@ -332,24 +358,27 @@ def _shorten(s: State, group: int, length: int) -> int:
 
 
 @compiled
-def fits(s: State, slot: int, hit: int, tokens: int) -> bool:
-    """Whether there are blocks for `tokens` tokens after a hit, and for the whole request if its
-    config asks for that (P7, P11, P15).
+def fits(s: State, slot: int, hit: int, start: int, tokens: int) -> bool:
+    """Whether there are blocks for `tokens` tokens after the first `start`, and for the whole
+    request if its config asks for that (P7, P11, P15).
+
+    The first `hit` tokens are a hit, and those up to `start` are loaded.
 
     A hit that others hold too saves no block once a window has moved past it: they keep it, and the
     following blocks come from the free ones.
     """
     needed, whole, known, free = 0, 0, s.requests[slot, NUM_KNOWN], count_free(s)
     for group in range(s.scalars[NUM_GROUPS]):
-        hits, unheld = hit // s.groups[group, SIZE], 0
-        for index in range(find_first_read(s, group, hit), hits):
+        hits, first, unheld = hit // s.groups[group, SIZE], find_first_read(s, group, start), 0
+        for index in range(first, hits):
             unheld += s.blocks[_find(s, group, index), REF_COUNT] == 0
-        own = count_own(s, slot, group, hit + tokens)
-        needed += count_missing(s, group, hits, 0, hit + tokens, own) + unheld
+        held, own = max(hits, first), count_own(s, slot, group, start + tokens)
+        loaded = start if start > hit else 0
+        needed += count_missing(s, group, held, 0, start + tokens, own, loaded) + unheld
         all_own = count_own(s, slot, group, known)
         most = count_blocks(s, group, min(all_own, s.groups[group, MOST_SLOTS]))
         most = min(most, s.groups[group, MOST_BLOCKS])
-        whole += min(count_blocks(s, group, all_own) - hits + unheld, most)
+        whole += min(count_blocks(s, group, all_own) - held + unheld, most)
     if s.scalars[RESERVES_WHOLE] != 0 and whole > free:
         return False
     return bool(needed <= free)
@@ -363,22 +392,23 @@ def count_free(s: State) -> int:
 
 
 @compiled
-def adopt(s: State, slot: int, hit: int) -> None:
-    """Hold the hits of all groups, before any group takes a new block: the head of the free queue
-    could be a hit (upstream #33775)."""
+def adopt(s: State, slot: int, hit: int, start: int) -> None:
+    """Hold the hits that are read behind the first `start` tokens, of all groups, before any group
+    takes a new block: the head of the free queue could be a hit (upstream #33775)."""
     seat, row = s.requests[slot, SEAT], s.scalars[NUM_ROWS]
     for group in range(s.scalars[NUM_GROUPS]):
-        hits, first = hit // s.groups[group, SIZE], find_first_read(s, group, hit)
-        for index in range(hits):
+        hits, first = hit // s.groups[group, SIZE], find_first_read(s, group, start)
+        held = max(hits, first)
+        for index in range(held):
             block = NULL_BLOCK
             if index >= first:
                 block = _find(s, group, index)
                 touch(s, block)
             s.block_tables[group, seat, index] = block
-        s.holdings[slot, group, HELD] = s.holdings[slot, group, PUBLISHED] = hits
-        s.holdings[slot, group, LEFT] = min(first, hits)
+        s.holdings[slot, group, HELD], s.holdings[slot, group, PUBLISHED] = held, hits
+        s.holdings[slot, group, LEFT] = first
         at = ROW_BLOCKS + ROW_NUMBERS * group
-        s.lines[row, at], s.lines[row, at + 1], s.lines[row, at + 2] = 0, hits, hits
+        s.lines[row, at], s.lines[row, at + 1], s.lines[row, at + 2] = 0, held, held
 
 
 @compiled
@@ -388,12 +418,13 @@ def fits_behind(s: State, slot: int, tokens: int) -> bool:
     computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
     seat, free = s.requests[slot, SEAT], count_free(s)
     needed, whole, end = count_copies(s, slot), 0, computed + tokens
+    has_fence = is_fenced(s, slot)
     for group in range(s.scalars[NUM_GROUPS]):
         held, first = s.holdings[slot, group, HELD], find_first_read(s, group, computed)
-        for index in range(s.holdings[slot, group, LEFT], first):
+        for index in range(s.holdings[slot, group, LEFT], 0 if has_fence else first):
             free += s.blocks[s.block_tables[group, seat, index], REF_COUNT] == 1
         slots, has_spare = count_own(s, slot, group, end), s.holdings[slot, group, HAS_SPARE]
-        needed += count_missing(s, group, held, has_spare, end, slots)
+        needed += count_missing(s, group, held, has_spare, end, slots, 0)
         own = 0
         for index in range(first, held):
             own += s.blocks[s.block_tables[group, seat, index], REF_COUNT] == 1
@@ -429,7 +460,9 @@ def count_common(s: State, group: int) -> int:
     held, seat = s.holdings[slot, group, HELD], s.requests[slot, SEAT]
     if running == 1:
         return int(held)
-    if s.scalars[NUM_SESSIONS] > 0 or s.scalars[HAS_FORKS] != 0 or s.scalars[NUM_PINS] > 0:
+    if s.scalars[NUM_SESSIONS] + s.scalars[NUM_PINS] > 0 or (
+        s.scalars[HAS_FORKS] + s.scalars[HAS_STORE] > 0
+    ):
         return _compare_tables(s, group)
     moves = s.scalars[NUM_MOVES]
     known = s.groups[group, COMMON_RUNNING] == running

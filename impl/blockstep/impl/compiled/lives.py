@@ -24,7 +24,9 @@ from blockstep.impl.compiled.state import (
     FIRST_EXTRAS,
     FIRST_ITEM,
     FREE_SEAT,
+    HAS_LOADED,
     HELD,
+    IS_LOADING,
     IS_PREEMPTED,
     IS_PRIORITY,
     IS_RESTING,
@@ -50,9 +52,11 @@ from blockstep.impl.compiled.state import (
     NUM_MORE_STOPS,
     NUM_PROMISED,
     NUM_PROMPT,
+    NUM_RECEIVED,
     NUM_RUNNING,
     NUM_USES,
     PARENT,
+    PARKED_AS,
     PASSED,
     PREEMPTIONS,
     PREVIOUS,
@@ -66,6 +70,7 @@ from blockstep.impl.compiled.state import (
     SPARE,
     STATUS,
     TIMES_PREEMPTED,
+    UNSETTLED,
     WAITING,
     Int32s,
     State,
@@ -129,7 +134,10 @@ def get_tokens(s: State, slot: int) -> Int32s:
 
 
 @compiled
-def _take_seat(s: State, slot: int) -> None:
+def take_seat(s: State, slot: int) -> None:
+    """Give a request a batch row, unless it has one."""
+    if s.requests[slot, SEAT] != NONE:
+        return
     found = s.scalars[FREE_SEAT]
     s.scalars[FREE_SEAT] = s.lines[found, NEXT_SEAT]
     s.requests[slot, SEAT] = found
@@ -140,8 +148,7 @@ def _take_seat(s: State, slot: int) -> None:
 @compiled
 def seat(s: State, slot: int) -> None:
     """Append a request to the running list, with a batch row (`seat`), unless it has one."""
-    if s.requests[slot, SEAT] == NONE:
-        _take_seat(s, slot)
+    take_seat(s, slot)
     s.lines[s.scalars[NUM_RUNNING], RUNNING] = slot
     s.scalars[NUM_RUNNING] += 1
     s.requests[slot, STATUS] = IS_RUNNING
@@ -206,7 +213,7 @@ def preempt(s: State, slot: int) -> None:
     _unseat(s, slot)
     s.requests[slot, NUM_COMPUTED] = s.requests[slot, NUM_DRAFTS] = 0
     s.requests[slot, NEXT_ITEM] = s.requests[slot, FIRST_ITEM]
-    s.requests[slot, ROW] = NONE
+    s.requests[slot, ROW], s.requests[slot, UNSETTLED] = NONE, 0
     s.requests[slot, TIMES_PREEMPTED] += 1
     s.requests[slot, STATUS] = IS_PREEMPTED
     s.scalars[PREEMPTIONS] += 1
@@ -222,9 +229,24 @@ def end(s: State, slot: int) -> None:
         leave_queue(s, slot)
     if s.requests[slot, SEAT] != NONE:
         _unseat(s, slot)
+    s.scalars[NUM_RECEIVED] -= int(s.requests[slot, STATUS] == HAS_LOADED)
     release_node(s, s.requests[slot, LAST_NODE])
     s.scalars[NUM_MORE_STOPS] -= s.requests[slot, MORE_STOPS]
     s.requests[slot, BIRTH] = 0
+
+
+@entry("state", "int")
+def preempt_one(s: State, slot: int) -> None:
+    """Preempt a running request."""
+    leave_running(s, find_position(s, slot))
+    preempt(s, slot)
+
+
+@entry("state", "int")
+def publish_computed(s: State, slot: int) -> None:
+    """Publish the full blocks of the computed tokens of a request, once their load is confirmed."""
+    computed = s.requests[slot, NUM_COMPUTED]
+    publish(s, slot, computed, min(computed, s.requests[slot, NUM_KNOWN]))
 
 
 @entry("state")
@@ -284,6 +306,32 @@ def take_back(s: State, slot: int) -> None:
     _unseat(s, slot)
     s.requests[slot, NUM_COMPUTED] = 0
     s.requests[slot, NEXT_ITEM] = s.requests[slot, FIRST_ITEM]
+    if s.requests[slot, STATUS] == HAS_LOADED:
+        unpark(s, slot)
+
+
+@compiled
+def unpark(s: State, slot: int) -> None:
+    """Give a request whose load has finished the status that it had before."""
+    s.requests[slot, STATUS] = s.requests[slot, PARKED_AS]
+    s.scalars[NUM_RECEIVED] -= 1
+
+
+@entry("state", "int")
+def drop_blocks(s: State, slot: int) -> None:
+    """Take the blocks from a request whose load has brought none, but not its batch row."""
+    free_blocks(s, slot)
+    s.requests[slot, NEXT_ITEM] = s.requests[slot, FIRST_ITEM]
+    unpark(s, slot)
+
+
+@compiled
+def _may_give(s: State, slot: int) -> bool:
+    """Whether a request that does not run holds blocks that can be taken from it; a load that has
+    not finished keeps its blocks (P17)."""
+    status = s.requests[slot, STATUS]
+    has_computed = status != IS_LOADING and s.requests[slot, NUM_COMPUTED] > 0
+    return bool(status == HAS_LOADED or has_computed)
 
 
 @entry("state", "int")
@@ -302,11 +350,7 @@ def find_giver(s: State, needy: int) -> int:
             is_sooner = is_resting and not is_found_resting
             if is_resting == is_found_resting:
                 is_sooner = is_later
-            if (
-                slot != needy
-                and s.requests[slot, NUM_COMPUTED] > 0
-                and (found == NONE or is_sooner)
-            ):
+            if slot != needy and _may_give(s, slot) and (found == NONE or is_sooner):
                 found, is_found_resting = slot, is_resting
             slot = s.requests[slot, PREVIOUS]
     return int(found)
@@ -341,7 +385,7 @@ def branch(s: State, parent: int, child: int, common: int) -> None:
     tokens = _find_branch_point(s, parent, min(computed, common, s.requests[child, NUM_KNOWN] - 1))
     if tokens == 0:
         return
-    _take_seat(s, child)
+    take_seat(s, child)
     own, other = s.requests[child, SEAT], s.requests[parent, SEAT]
     for group in range(s.scalars[NUM_GROUPS]):
         held = min(count_blocks(s, group, tokens), s.holdings[parent, group, HELD])

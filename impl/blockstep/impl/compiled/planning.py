@@ -6,7 +6,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from blockstep.impl.compiled.blocks import publish
+from blockstep.impl.compiled.blocks import is_fenced, publish
 from blockstep.impl.compiled.groups import (
     adopt,
     align,
@@ -22,7 +22,15 @@ from blockstep.impl.compiled.groups import (
     tell_all_blocks,
 )
 from blockstep.impl.compiled.jit import compiled, entry
-from blockstep.impl.compiled.lives import find_giver, leave_running, preempt, seat, take_back
+from blockstep.impl.compiled.lives import (
+    find_giver,
+    leave_running,
+    preempt,
+    seat,
+    take_back,
+    take_seat,
+    unpark,
+)
 from blockstep.impl.compiled.queues import (
     get_head,
     goes_before,
@@ -33,24 +41,34 @@ from blockstep.impl.compiled.queues import (
 )
 from blockstep.impl.compiled.state import (
     ADAPTER,
+    AWAITS_ANSWER,
     AWAITS_GRAMMAR,
+    BEGINS_ANEW,
     BIRTH,
     BUDGET,
     END_BY_MAX_TOKENS,
+    EXTERNAL_HITS,
+    EXTERNAL_QUERIES,
     GOES_ON,
     GRAMMAR_READY,
     HAS_ALIGNED,
     HAS_CACHE,
     HAS_CHUNKS,
+    HAS_FENCES,
     HAS_FORKS,
     HAS_ITEMS,
+    HAS_LOADED,
     HAS_STATES,
+    HAS_STORE,
     HITS,
     IS_ASYNC,
     IS_DUE,
+    IS_LOADING,
+    IS_OFFER_ASYNC,
     IS_PREEMPTED,
     IS_PREFILL,
     IS_PRIORITY,
+    IS_REFUSED,
     IS_RESTING,
     IS_SHORT,
     IS_STATE,
@@ -75,15 +93,19 @@ from blockstep.impl.compiled.state import (
     NUM_GROUPS,
     NUM_IN_DOUBT,
     NUM_KNOWN,
+    NUM_LOADS,
     NUM_LOOKAHEAD,
     NUM_PINS,
     NUM_PLACEHOLDERS,
     NUM_PREEMPTED,
     NUM_PROMISED,
     NUM_PROMPT,
+    NUM_RECEIVED,
     NUM_ROWS,
     NUM_RUNNING,
     NUM_SESSIONS,
+    OFFERED,
+    PARKED_AS,
     QUERIES,
     ROW,
     ROW_BLOCKS,
@@ -108,6 +130,7 @@ from blockstep.impl.compiled.state import (
     TOLD_OUTPUTS,
     TOLD_SAMPLES,
     TOLD_SCHEDULED,
+    UNSETTLED,
     WAS_PREEMPTED,
     Int32s,
     Int64s,
@@ -118,6 +141,7 @@ from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER
 REFUSED: Final = 0
 ADMITTED: Final = 1
 DUE: Final = 2
+PARKED: Final = 3
 
 # The running phase: each running request gets its next tokens, and blocks to write them in
 
@@ -170,7 +194,7 @@ def _run_row(s: State, slot: int, tokens: int, position: int) -> int:
     if needed > 0:
         slots = min(computed + tokens + s.scalars[NUM_LOOKAHEAD], s.scalars[MAX_MODEL_LEN])
         num_copies = s.scalars[NUM_COPIES]
-        take_needed(s, slot, computed + tokens, slots)
+        take_needed(s, slot, computed + tokens, slots, 0)
         if s.scalars[NUM_COPIES] > num_copies:
             tell_all_blocks(s)
     if s.scalars[HAS_FORKS] != 0:
@@ -216,8 +240,9 @@ def _tokens_to_run(s: State, slot: int) -> int:
 def _make_room(s: State, slot: int, needed: int, position: int) -> int:
     """Preempt until `needed` blocks are free for `slot`, at `position` of the running list.
 
-    Returns its new position; -1 if it was preempted itself, which ends the phase, or if a pin must
-    end first. A block needs no copy once no other request holds it.
+    Returns its new position; -1 ends the phase: it was preempted itself, a pin must end first, or
+    the next blocks become free only when a frame is committed. A block needs no copy once no other
+    request holds it.
     """
     needed -= count_copies(s, slot)
     while needed + count_copies(s, slot) > s.scalars[NUM_FREE]:
@@ -229,6 +254,9 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
                 continue
         at = _select_victim(s)
         victim = s.lines[at, RUNNING]
+        if s.scalars[HAS_FENCES] != 0 and _gains_nothing(s, victim):
+            s.scalars[AWAITS_ANSWER] = 1
+            return -1
         leave_running(s, at)
         if at < position:
             position -= 1
@@ -245,6 +273,17 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
         if victim == slot:
             return -1
     return position
+
+
+@compiled
+def _gains_nothing(s: State, victim: int) -> bool:
+    """Whether the victim's blocks, or those of a request that would give up its blocks first, are
+    not free at once, as they wait for the commit of a frame (P17)."""
+    if s.scalars[NUM_RUNNING] == 1:
+        giver = find_giver(s, NONE)
+        if giver != NONE and is_fenced(s, giver):
+            return True
+    return is_fenced(s, victim)
 
 
 @compiled
@@ -278,19 +317,35 @@ def admit_rows(s: State, oldest_id: int) -> int:
         slot = get_head(s, select_queue(s))
         if slot == NONE:
             break
-        is_passed_over = not _is_ready(s, slot) or _awaits_token(s, slot, oldest_id)
-        if is_passed_over or (s.scalars[MAX_LORAS] > 0 and not _has_lora_slot(s, slot)):
+        if is_passed_over(s, slot, oldest_id):
             pass_over(s, slot)
             continue
+        if s.requests[slot, STATUS] == HAS_LOADED and s.requests[slot, NUM_COMPUTED] == 0:
+            s.scalars[STOPPED] = BEGINS_ANEW
+            return slot
         found = REFUSED
         while found == REFUSED:
             found = try_admit(s, slot, NONE)
             if found == REFUSED and not may_try_again(s, slot):
+                if s.scalars[STOPPED] == GOES_ON and s.scalars[NUM_RECEIVED] > 0:
+                    s.scalars[STOPPED] = IS_REFUSED
                 return slot if s.scalars[STOPPED] != GOES_ON else NONE
         if found == DUE:
             s.scalars[STOPPED] = IS_DUE
             return slot
+        if found == PARKED:
+            pass_over(s, slot)
     return NONE
+
+
+@entry("state", "int", "int")
+def is_passed_over(s: State, slot: int, oldest_id: int) -> bool:
+    """Whether a request cannot be admitted now, and the next one is tried."""
+    if not _is_ready(s, slot) or _awaits_token(s, slot, oldest_id):
+        return True
+    if s.requests[slot, OFFERED] == NONE and s.requests[slot, NUM_COMPUTED] == 0:
+        return True
+    return bool(s.scalars[MAX_LORAS] > 0 and not _has_lora_slot(s, slot))
 
 
 @entry("state", "int")
@@ -308,10 +363,10 @@ def may_try_again(s: State, slot: int) -> bool:
 @compiled
 def take_back_one(s: State, needy: int) -> bool:
     """Free the blocks of a request other than `needy` that does not run, if there is one."""
-    if s.scalars[NUM_SESSIONS] == 0 and s.scalars[HAS_FORKS] == 0:
+    if s.scalars[NUM_SESSIONS] + s.scalars[HAS_FORKS] + s.scalars[NUM_RECEIVED] == 0:
         return False
     giver = find_giver(s, needy)
-    if giver == NONE:
+    if giver == NONE or is_fenced(s, giver):
         return False
     take_back(s, giver)
     return True
@@ -320,7 +375,7 @@ def take_back_one(s: State, needy: int) -> bool:
 @compiled
 def _is_ready(s: State, slot: int) -> bool:
     """Whether the request may be admitted; if its grammar is ready, its status becomes waiting."""
-    if s.requests[slot, STATUS] == IS_RESTING:
+    if s.requests[slot, STATUS] == IS_RESTING or s.requests[slot, STATUS] == IS_LOADING:
         return False
     if s.requests[slot, STATUS] != AWAITS_GRAMMAR:
         return True
@@ -353,14 +408,19 @@ def _has_lora_slot(s: State, slot: int) -> bool:
 def try_admit(s: State, slot: int, given: int) -> int:
     """Admit the request, or change nothing and return why not (P7).
 
-    A session with blocks continues after its computed tokens; any other request after its hits.
-    `given`: the most tokens; NONE: as many as possible, unless its next item is due.
+    A request with blocks continues after its computed tokens; any other one after its hits and what
+    a store loads. `given`: the most tokens; NONE: as many as possible, unless its next item is due.
     """
-    known, start = s.requests[slot, NUM_KNOWN], s.requests[slot, NUM_COMPUTED]
-    has_blocks = start > 0
+    known, hit = s.requests[slot, NUM_KNOWN], s.requests[slot, NUM_COMPUTED]
+    has_blocks = hit > 0
     asks = s.scalars[HAS_CACHE] != 0 and s.requests[slot, SKIPS_CACHE] == 0 and not has_blocks
     if asks:
-        start = find_hits(s, slot)
+        hit = find_hits(s, slot)
+    start = hit
+    if s.scalars[HAS_STORE] != 0 and not has_blocks:
+        start += _find_load(s, slot, hit)
+        if start > hit and s.requests[slot, IS_OFFER_ASYNC] != 0:
+            return _try_park(s, slot, hit, start, asks)
     tokens = given
     if given == NONE:
         tokens = min(known - start, s.scalars[MAX_TOKENS_PER_ROW])
@@ -375,27 +435,86 @@ def try_admit(s: State, slot: int, given: int) -> int:
         tokens = align(s, slot, start, tokens)
     if tokens <= 0:
         return REFUSED
-    if not (fits_behind(s, slot, tokens) if has_blocks else fits(s, slot, start, tokens)):
+    if not (fits_behind(s, slot, tokens) if has_blocks else fits(s, slot, hit, start, tokens)):
         return REFUSED
     leave_queue(s, slot)
+    has_loaded = s.requests[slot, STATUS] == HAS_LOADED
+    if has_loaded:
+        unpark(s, slot)
     s.requests[slot, WAS_PREEMPTED] = s.requests[slot, STATUS] == IS_PREEMPTED
     seat(s, slot)
     if has_blocks:
+        if has_loaded:
+            publish(s, slot, start, min(start, known))
         leave_blocks(s, slot)
         mark_known(s, slot)
         tell_all_blocks(s)  # the worker has forgotten it
     else:
-        adopt(s, slot, start)
-    take_needed(s, slot, start + tokens, start + tokens)  # there is no lookahead yet
+        adopt(s, slot, hit, start)
+        _count_hits(s, slot, hit, start, asks)
+        if start > hit:
+            s.requests[slot, UNSETTLED] = s.scalars[STEP] + 1
+            _note_load(s, slot, hit, start, 0)
+    loaded = start if start > hit else 0
+    take_needed(s, slot, start + tokens, start + tokens, loaded)  # there is no lookahead yet
     s.requests[slot, NUM_COMPUTED], s.requests[slot, MAY_SHARE] = start, 0
     publish(s, slot, start, min(start + tokens, known))
     _add_row(s, slot, tokens, 0)
     if s.requests[slot, NUM_CACHED_TOKENS] < 0:
         s.requests[slot, NUM_CACHED_TOKENS] = start
+    return ADMITTED
+
+
+# A store
+
+
+@compiled
+def _find_load(s: State, slot: int, hit: int) -> int:
+    """Return the tokens that a store loads after a hit.
+
+    The last known token is always computed, as the next token is sampled from it. A state is that
+    after the last token of an offer, so with states a longer offer cannot be used (P3).
+    """
+    offered, known = s.requests[slot, OFFERED], s.requests[slot, NUM_KNOWN]
+    if s.scalars[HAS_STATES] != 0 and offered >= known:
+        return 0
+    return int(max(min(offered, known - 1) - hit, 0))
+
+
+@compiled
+def _try_park(s: State, slot: int, hit: int, start: int, asks: bool) -> int:
+    """Let a request wait for a load over several steps, or change nothing: hold the hits, and take
+    the blocks to load into. The request stays in its queue."""
+    if not fits(s, slot, hit, start, 0):
+        return REFUSED
+    take_seat(s, slot)
+    adopt(s, slot, hit, start)
+    take_needed(s, slot, start, start, start)
+    _count_hits(s, slot, hit, start, asks)
+    s.requests[slot, NUM_COMPUTED] = start
+    s.requests[slot, PARKED_AS], s.requests[slot, STATUS] = s.requests[slot, STATUS], IS_LOADING
+    _note_load(s, slot, hit, start, 1)
+    return PARKED
+
+
+@compiled
+def _note_load(s: State, slot: int, hit: int, start: int, is_async: int) -> None:
+    at = s.scalars[NUM_LOADS]
+    s.loads[at, 0], s.loads[at, 1] = slot, hit
+    s.loads[at, 2], s.loads[at, 3] = start - hit, is_async
+    s.scalars[NUM_LOADS] = at + 1
+
+
+@compiled
+def _count_hits(s: State, slot: int, hit: int, start: int, asks: bool) -> None:
+    """Count the queries and hits of the caches for a request that was given blocks (P21)."""
+    known = s.requests[slot, NUM_KNOWN]
     if asks:
         s.scalars[QUERIES] += known
-        s.scalars[HITS] += start
-    return ADMITTED
+        s.scalars[HITS] += hit
+    if s.scalars[HAS_STORE] != 0 and s.requests[slot, SKIPS_CACHE] == 0:
+        s.scalars[EXTERNAL_QUERIES] += known - hit
+        s.scalars[EXTERNAL_HITS] += start - hit
 
 
 # The plan
@@ -414,6 +533,12 @@ def end_running(s: State) -> int:
     if s.scalars[NUM_PREEMPTED] > 0:
         _close_gaps(s)
     return int(s.scalars[NUM_ROWS])
+
+
+@entry("state")
+def may_admit(s: State) -> bool:
+    """Whether requests are admitted behind the running phase."""
+    return bool(s.scalars[NUM_PREEMPTED] + s.scalars[AWAITS_ANSWER] == 0)
 
 
 @compiled
@@ -564,11 +689,12 @@ def plan_step(
     s.scalars[BUDGET] = budget
     s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = s.scalars[NUM_COPIES] = 0
     s.scalars[STEP] = frame_id
+    s.scalars[NUM_LOADS] = s.scalars[AWAITS_ANSWER] = 0
     s.scalars[STOP_POSITION], s.scalars[STOP_SLOT] = run_rows(s, 0), NONE
     num_running = 0
     if s.scalars[STOP_POSITION] == NONE:
         num_running = end_running(s)
-        if admits and s.scalars[NUM_PREEMPTED] == 0:
+        if admits and may_admit(s):
             s.scalars[STOP_SLOT] = admit_rows(s, oldest_id)
     if s.scalars[STOPPED] != GOES_ON:
         who, told = np.empty((2, 0), np.int64), np.empty((TOLD_COLUMNS, 0), np.int32)

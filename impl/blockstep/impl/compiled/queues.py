@@ -100,7 +100,7 @@ def select_queue(s: State) -> int:
     return WAITING if goes_before(s, waiting, skipped) else SKIPPED
 
 
-@compiled
+@entry("state", "int")
 def pass_over(s: State, slot: int) -> None:
     """Skip a request that cannot be admitted in this step, while others may be."""
     leave_queue(s, slot)

@@ -69,7 +69,7 @@ from blockstep.impl.compiled.state import (
     make_state,
 )
 from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
-from blockstep.spec.vocabulary import Config, Policy, Request, RequestId, TokenIds
+from blockstep.spec.vocabulary import BlockTables, Config, Policy, Request, RequestId, TokenIds
 
 _NO_ITEM: Final = 1 << 40
 _OF_INPUT: Final = [
@@ -190,6 +190,13 @@ class Requests:
             self._labels.remove(request.request_id)
         return request.request_id
 
+    def list_tables(self, slot: int, column: int) -> BlockTables:
+        """Return the block tables of a request, up to the number in a column of its holdings."""
+        s, seat = self.state, self.state.requests[slot, SEAT]
+        lengths = s.holdings[slot, :, column].tolist()
+        pairs = zip(s.block_tables, lengths, strict=True)
+        return tuple([tuple(table[seat, :length].tolist()) for table, length in pairs])
+
     def lend_names(self) -> NDArray[np.object_]:
         """Return [slots]: an array of ids that later requests do not change."""
         self._are_names_lent = True
@@ -237,8 +244,9 @@ class Requests:
         """
         most = len(self.requests)
         if not self.config.enable_forks:
-            limit = self.config.max_num_seqs + int(self.state.scalars[NUM_SESSIONS])
-            most = min(most, limit, self.config.num_usable_blocks)
+            if not self.config.kv_connector:
+                most = min(most, self.config.max_num_seqs + int(self.state.scalars[NUM_SESSIONS]))
+            most = min(most, self.config.num_usable_blocks)
         while len(self.state.lines) < most:
             self.state = grow_seats(self.state, 2 * len(self.state.lines))
 

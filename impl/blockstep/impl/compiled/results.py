@@ -99,7 +99,7 @@ def commit_step(
         marks: [tokens], if `is_marked`: `BY_EOS` or `BY_STOP_TOKEN` if a token ends its request.
         is_marked: whether `marks` was filled; needed only if requests have `MORE_STOPS`.
     """
-    code, detail = _check(s, planned, ids, tokens, counts, has_counts)
+    code, detail = check_answer(s, planned, ids, tokens, counts, has_counts)
     if code == FITS and not is_marked and _needs_marks(s, who):
         code = LACKS_MARKS
     told = np.empty((4, planned.shape[1] if code == FITS else 0), np.int32)
@@ -115,8 +115,8 @@ def commit_step(
     )  # fmt: skip
 
 
-@compiled
-def _check(
+@entry("state", "int32 2", "int32 1", "int32 1", "int32 1", "bool")
+def check_answer(
     s: State, planned: Int32s, ids: Int32s, tokens: Int32s, counts: Int32s, has_counts: bool
 ) -> tuple[int, int]:
     """Return the error code of a model output, and the row or number that it is about."""

@@ -113,7 +113,21 @@ AT_TOKEN: Final = 62
 NUM_DELIVERING: Final = 63
 NUM_DELIVERED: Final = 64
 NUM_ENDED: Final = 65
-NUM_SCALARS: Final = 66
+HAS_STORE: Final = 66
+HAS_FENCES: Final = 67
+"""Whether blocks that a frame in flight accesses wait for its commit, as a store could load into
+them (P17)."""
+LAST_ANSWERED: Final = 68
+"""The last frame that was committed, or is being committed."""
+NUM_DEFERRED: Final = 69
+NUM_LOADS: Final = 70
+NUM_RECEIVED: Final = 71
+"""Requests whose load over several steps has finished, and which were not admitted since."""
+EXTERNAL_QUERIES: Final = 72
+EXTERNAL_HITS: Final = 73
+AWAITS_ANSWER: Final = 74
+"""Whether a running request waits for blocks that are free behind a commit."""
+NUM_SCALARS: Final = 75
 
 # Why machine code stops, and Python goes on.
 GOES_ON: Final = 0
@@ -121,6 +135,10 @@ IS_DUE: Final = 1
 """The next item of a request is due."""
 IS_SHORT: Final = 2
 """A request lacks blocks while no other one runs, and a pin may end."""
+BEGINS_ANEW: Final = 3
+"""The load of a request has brought no block."""
+IS_REFUSED: Final = 4
+"""A request does not fit, and others whose loads have finished may."""
 
 # Requests: columns that each step reads come first, so that they share few cache lines;
 BIRTH: Final = 0
@@ -197,13 +215,23 @@ that step."""
 MAY_SHARE: Final = 47
 """Whether another request may hold the block that its next token is written to."""
 MAY_KEEP: Final = 48
-"""Why its blocks may be held behind its end: `KEEPS_TURN`."""
+"""Why its blocks may be held behind its end: `KEEPS_TURN`, `IS_SENT`, or both."""
 IS_WARM: Final = 49
 """Whether blocks of its job's previous turn are pinned."""
-REQUEST_COLUMNS: Final = 50
+OFFERED: Final = 50
+"""Leading tokens that a store has for it, if it asks; NONE if the store has no answer yet."""
+IS_OFFER_ASYNC: Final = 51
+"""Whether their load takes longer than a step."""
+PARKED_AS: Final = 52
+"""The status that it had before it waited for a load."""
+UNSETTLED: Final = 53
+"""1 plus the frame whose load is not confirmed; no block is published until then (P19)."""
+REQUEST_COLUMNS: Final = 54
 
 KEEPS_TURN: Final = 1
 """It is a turn of a job, whose blocks may be pinned."""
+IS_SENT: Final = 2
+"""A store reads its blocks behind its end."""
 
 # Statuses.
 IS_WAITING: Final = 0
@@ -212,6 +240,10 @@ IS_RUNNING: Final = 2
 IS_PREEMPTED: Final = 3
 IS_RESTING: Final = 4
 """A session that awaits its next input."""
+IS_LOADING: Final = 5
+"""It has blocks, and waits for a load over several steps."""
+HAS_LOADED: Final = 6
+"""That load has finished."""
 
 # Blocks; the null block is never free, so it closes the free queue to a ring.
 REF_COUNT: Final = 0
@@ -364,6 +396,12 @@ class State(NamedTuple):
     """[copies, 3]: request (NONE if it was preempted since), source and copy of a shared block."""
     log: Int32s
     """[entries, LOG_COLUMNS]: KV events that were not told yet."""
+    loads: Int64s
+    """[slots, 4], with a store: request, tokens of the hit, tokens to load, and whether that takes
+    longer than a step."""
+    deferred: Int32s
+    """[entries, 3]: a frame, a block that is free behind its commit, and whether the block is the
+    first of those given up at once."""
     scratch: Int32s
     """[twice the running slots, or a block table]"""
 
@@ -415,7 +453,9 @@ def make_state(config: Config) -> State:
     )
     scalars[MAX_LORAS] = config.max_loras
     scalars[HAS_ITEMS] = config.encoder_cache_size > 0
-    scalars[HAS_PINS] = config.has_pins
+    scalars[HAS_PINS], scalars[HAS_STORE] = config.has_pins, config.kv_connector
+    scalars[HAS_FENCES] = config.kv_connector and config.max_frames_in_flight > 1
+    scalars[LAST_ANSWERED] = NONE
     scalars[HAS_FORKS], scalars[NUM_KEPT_FREE] = config.enable_forks, config.watermark_blocks
     scalars[IS_LIFO] = config.pool_order is PoolOrder.LIFO
     scalars[NUM_FREE] = config.num_blocks - 1
@@ -444,6 +484,8 @@ def make_state(config: Config) -> State:
         np.zeros((0, ROW_BLOCKS + ROW_NUMBERS * len(groups)), np.int64),
         np.zeros((0, 3), np.int32),
         np.zeros((0, LOG_COLUMNS), np.int32),
+        np.zeros((0, 4), np.int64),
+        np.zeros((0, 3), np.int32),
         np.zeros(0, np.int32),
     )
     seats = min(config.max_num_seqs, config.num_usable_blocks)
@@ -515,6 +557,7 @@ def grow_slots(state: State, count: int) -> State:
         requests=_longer(state.requests, count),
         tails=_longer(state.tails, count),
         holdings=_longer(state.holdings, count),
+        loads=np.zeros((count * int(state.scalars[HAS_STORE]), 4), np.int64),
     )
 
 
@@ -576,6 +619,19 @@ def reserve_log(state: State) -> State:
     log = np.zeros((2 * needed, LOG_COLUMNS), np.int32)
     log[:used] = state.log[:used]
     return state._replace(log=log)
+
+
+def reserve_deferred(state: State, num_more: int = 0) -> State:
+    """Return the state with room for all blocks that one event gives up, and `num_more`."""
+    if not state.scalars[HAS_FENCES]:
+        return state
+    used = int(state.scalars[NUM_DEFERRED])
+    needed = used + 2 * state.block_tables.size + num_more
+    if needed <= len(state.deferred):
+        return state
+    deferred = np.zeros((2 * needed, 3), np.int32)
+    deferred[:used] = state.deferred[:used]
+    return state._replace(deferred=deferred)
 
 
 def _longer(array: A, count: int) -> A:

@@ -11,25 +11,35 @@ from blockstep.impl.compiled.encodings import Encodings
 from blockstep.impl.compiled.planning import (
     ADMITTED,
     DUE,
+    PARKED,
     REFUSED,
     PlanArrays,
     admit_rows,
     end_running,
+    is_passed_over,
     issue,
+    may_admit,
     may_try_again,
     plan_step,
     run_due,
     run_rows,
     try_admit,
 )
+from blockstep.impl.compiled.queues import pass_over
 from blockstep.impl.compiled.state import (
+    BUDGET,
+    GOES_ON,
+    HAS_LOADED,
     IS_DUE,
+    IS_REFUSED,
     IS_SHORT,
+    MAX_NUM_SEQS,
     NONE,
     NUM_COMPUTED,
-    NUM_PREEMPTED,
     NUM_ROWS,
+    NUM_RUNNING,
     RUNNING,
+    STATUS,
     STOP_POSITION,
     STOP_SLOT,
     STOP_START,
@@ -37,15 +47,19 @@ from blockstep.impl.compiled.state import (
     STOPPED,
     State,
 )
+from blockstep.impl.compiled.transfers import Transfers
 from blockstep.impl.compiled.turns import Turns
 
 
 class Steps:
     """Makes plans with the managers of the resources that machine code does not know."""
 
-    def __init__(self, encodings: Encodings | None, turns: Turns | None) -> None:
+    def __init__(
+        self, encodings: Encodings | None, turns: Turns | None, transfers: Transfers | None
+    ) -> None:
         self.encodings = encodings
         self.turns = turns
+        self.transfers = transfers
 
     def plan_step(
         self, s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
@@ -71,10 +85,10 @@ class Steps:
                     position = run_rows(s, position)
                     self._undo_preempted(s)
             num_running = end_running(s)
-            if admits and not s.scalars[NUM_PREEMPTED]:
+            if admits and may_admit(s):
                 slot = admit_rows(s, oldest_id)
         while slot != NONE:
-            slot = admit_rows(s, oldest_id) if self._admit_stopped(s, slot) else NONE
+            slot = admit_rows(s, oldest_id) if self._admit_stopped(s, slot, oldest_id) else NONE
         return issue(s, frame_id, previous_id, num_running)
 
     def _undo_preempted(self, s: State) -> None:
@@ -103,19 +117,49 @@ class Steps:
             self.encodings.hold(slot, chosen)
         return position
 
-    def _admit_stopped(self, s: State, slot: int) -> bool:
+    def _admit_stopped(self, s: State, slot: int, oldest_id: int) -> bool:
         """Admit the head of a queue at which machine code has stopped; False ends the phase."""
         if s.scalars[STOPPED] == IS_SHORT and self.turns is not None:
             self.turns.give(slot)
-        while self._try_admit(s, slot) == REFUSED:
-            s.scalars[STOPPED] = 0
+        code = REFUSED if s.scalars[STOPPED] == IS_REFUSED else self._try_admit(s, slot)
+        while code == REFUSED:
+            s.scalars[STOPPED] = GOES_ON
             if not may_try_again(s, slot):
                 if s.scalars[STOPPED] != IS_SHORT or self.turns is None:
+                    self._admit_loaded(s, slot, oldest_id)
                     return False
                 self.turns.give(slot)
+            code = self._try_admit(s, slot)
+        if code == PARKED:
+            pass_over(s, slot)
         return True
 
+    def _admit_loaded(self, s: State, head: int, oldest_id: int) -> None:
+        """Admit requests whose load has finished, although the head of the queue does not fit
+        (P10).
+
+        Their blocks are loaded, so they can run, and each frees its blocks at its end. One that
+        does not fit either stays where it is.
+        """
+        for slot in () if self.transfers is None else self.transfers.list_received():
+            if s.scalars[BUDGET] <= 0 or s.scalars[NUM_RUNNING] >= s.scalars[MAX_NUM_SEQS]:
+                return
+            if slot != head and not is_passed_over(s, slot, oldest_id):
+                self._try_admit(s, slot)
+
     def _try_admit(self, s: State, slot: int) -> int:
+        """Admit a request, or change nothing; if its load has brought no block, it looks for hits
+        again, without the blocks that it has."""
+        status, computed = s.requests[slot, [STATUS, NUM_COMPUTED]].tolist()
+        if self.transfers is None or status != HAS_LOADED or computed:
+            return self._try_with_items(s, slot)
+        kept = self.transfers.begin_anew(slot)
+        code = self._try_with_items(s, slot)
+        if code == REFUSED:
+            self.transfers.restore(slot, kept)
+        return code
+
+    def _try_with_items(self, s: State, slot: int) -> int:
         code = try_admit(s, slot, NONE)
         if code == DUE and self.encodings is not None:
             start, tokens = s.scalars[[STOP_START, STOP_TOKENS]].tolist()

@@ -21,7 +21,6 @@ from blockstep.impl.compiled.state import (
     PUBLISHED,
     QUEUES,
     REF_COUNT,
-    SEAT,
     STATUS,
     WAITING,
 )
@@ -63,18 +62,13 @@ class Turns:
         The pin is one more holder; blocks that cannot be hit are not pinned.
         """
         s, request = self.requests.state, self.requests.requests[slot]
-        job_id, seat = request.job_id, s.requests[slot, SEAT]
+        job_id = request.job_id
         if job_id is None:
             return
         if request.is_last_step:
             self.end_pins([job_id])
             return
-        settled = tuple(
-            [
-                tuple(table[seat, : s.holdings[slot, group, PUBLISHED]].tolist())
-                for group, table in enumerate(s.block_tables)
-            ]
-        )
+        settled = self.requests.list_tables(slot, PUBLISHED)
         is_findable = any(block != NULL_BLOCK for table in settled for block in table)
         if not is_findable or not self.pins.may_pin(job_id):
             return

@@ -14,6 +14,8 @@ from blockstep.impl.compiled.state import (
     CLEARED,
     DRAFTS_ACCEPTED,
     DRAFTS_SCHEDULED,
+    EXTERNAL_HITS,
+    EXTERNAL_QUERIES,
     FIRST_BLOCK,
     GRAMMAR_READY,
     GROUP,
@@ -50,6 +52,7 @@ from blockstep.impl.compiled.state import (
     TIMES_PREEMPTED,
     WAITING,
 )
+from blockstep.impl.compiled.transfers import Transfers
 from blockstep.impl.compiled.turns import Turns
 from blockstep.impl.doors import Doors
 from blockstep.impl.names import STATUSES
@@ -79,6 +82,7 @@ class View:
         self.sessions = sessions
         self.encodings: Encodings | None = None
         self.turns: Turns | None = None
+        self.transfers: Transfers | None = None
         self.doors = doors
         self.masks = masks
         self.requests = requests
@@ -123,6 +127,7 @@ class View:
             prev_scheduled_req_ids=tuple(sorted(previous_names)),
             stats=self.stats(),
             encoder=None if self.encodings is None else self.encodings.cache.snapshot(),
+            transfers=None if self.transfers is None else self.transfers.snapshot(),
             pins=None if self.turns is None else self.turns.pins.snapshot(),
             has_work=self.has_work(),
         )
@@ -135,7 +140,8 @@ class View:
             PauseState.PAUSED_NEW: int(self.requests.state.scalars[NUM_RUNNING]),
             PauseState.PAUSED_ALL: 0,
         }[doors.pause_state]
-        return bool(doors.finished_req_ids) or num_ready > 0
+        awaits = self.transfers is not None and self.transfers.awaits_any()
+        return bool(doors.finished_req_ids) or num_ready > 0 or awaits
 
     def stats(self) -> Stats:
         """Return the counters since the start (P21)."""
@@ -146,6 +152,8 @@ class View:
             preemptions=scalars[PREEMPTIONS],
             drafts_scheduled=scalars[DRAFTS_SCHEDULED],
             drafts_accepted=scalars[DRAFTS_ACCEPTED],
+            external_prefix_cache_queries=scalars[EXTERNAL_QUERIES],
+            external_prefix_cache_hits=scalars[EXTERNAL_HITS],
         )
 
     def _queue(self, queue: int) -> tuple[RequestId, ...]:
@@ -175,12 +183,7 @@ class View:
             num_output_placeholders=row[NUM_PROMISED],
             spec_token_ids=drafts,
             is_prefill_chunk=bool(row[IS_PREFILL]),
-            block_tables=tuple(
-                [
-                    tuple(table[row[SEAT], : s.holdings[slot, group, HELD]].tolist())
-                    for group, table in enumerate(s.block_tables)
-                ]
-            ),
+            block_tables=requests.list_tables(slot, HELD),
             num_cached_blocks=tuple(s.holdings[slot, :, PUBLISHED].tolist()),
             num_cached_tokens=row[NUM_CACHED_TOKENS],
             num_preemptions=row[TIMES_PREEMPTED],

@@ -22,6 +22,7 @@ from blockstep.spec.vocabulary import (
     Drafts,
     DraftsTaken,
     FrameId,
+    KVTransfers,
     Outputs,
     PauseState,
     Plan,
@@ -98,7 +99,9 @@ class DeviceEngine(Doors[Frame]):
     def _get_rows(self, frame: Frame) -> Mapping[RequestId, TokenIds | None]:
         return frame.rows
 
-    def _take_answer(self, frame_id: FrameId, tokens: list[TokenIds]) -> Outputs:
+    def _take_answer(
+        self, frame_id: FrameId, tokens: list[TokenIds], _transfers: KVTransfers
+    ) -> Outputs:
         frame = self.frames[frame_id]
         self.inbox.reserve_nodes(sum(map(len, tokens)), len(tokens))
         s = self.inbox.state
