@@ -27,14 +27,9 @@ _HOST: tuple[Stage, ...] = (
     *(("host", f"small {features}".strip(), 2_000) for features in _FEATURES),
 )
 
-_LACKED = {"tiers"}
 _COMPILED: tuple[Stage, ...] = (
     ("compiled", "tiny", 1_000),
-    *(
-        ("compiled", f"small {features}".strip(), 2_000)
-        for features in _FEATURES
-        if not _LACKED.intersection(features.split())
-    ),
+    *(("compiled", f"small {features}".strip(), 2_000) for features in _FEATURES),
 )
 
 

@@ -51,12 +51,12 @@ HOST: Final = frozenset(
     )
 )
 """All capabilities."""
-COMPILED: Final = HOST - {"tiers"}
-"""No tiers."""
+COMPILED: Final = HOST
+"""All of them."""
 
 DEVICE: Final = COMPILED - {
     *("kinds", "common prefix", "adapters", "masks", "sessions", "encoder", "events"),
-    *("forks", "pins", "transfers"),
+    *("forks", "pins", "transfers", "tiers"),
 }
 """The kernels on a GPU: core features, and groups of blocks of one size."""
 

@@ -211,10 +211,11 @@ def publish(s: State, slot: int, computed: int, tokens: int) -> None:
 
     The tokens after the first `computed` ones are written in this step.
     """
-    if s.scalars[HAS_CACHE] == 0 or s.requests[slot, UNSETTLED] != 0:
+    if s.scalars[HAS_CACHE] == 0:
         return
     for group in range(s.scalars[NUM_GROUPS]):
-        if tokens >= (s.holdings[slot, group, PUBLISHED] + 1) * s.groups[group, SIZE]:
+        is_full = tokens >= (s.holdings[slot, group, PUBLISHED] + 1) * s.groups[group, SIZE]
+        if is_full and s.requests[slot, UNSETTLED] == 0:
             _publish_group(s, slot, group, computed, tokens // s.groups[group, SIZE])
 
 

@@ -11,31 +11,25 @@ import numpy as np
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
 from blockstep.impl.capabilities import COMPILED
 from blockstep.impl.compiled.blocks import forget_log, withdraw_all
+from blockstep.impl.compiled.commits import Commits
 from blockstep.impl.compiled.encodings import Encodings
 from blockstep.impl.compiled.forks import Forks
-from blockstep.impl.compiled.frames import Frame, RowDrafts
-from blockstep.impl.compiled.groups import count_common
+from blockstep.impl.compiled.frames import Frame
 from blockstep.impl.compiled.jit import SLOW_BECAUSE, warn_if_slow
 from blockstep.impl.compiled.lives import (
     end,
     find_giver,
-    get_tokens,
     preempt_all,
     take_back,
 )
 from blockstep.impl.compiled.masks import Masks
-from blockstep.impl.compiled.planning import plan_step
+from blockstep.impl.compiled.plans import Plans
 from blockstep.impl.compiled.requests import Requests
 from blockstep.impl.compiled.results import (
     BY_EOS,
     BY_LENGTH,
     BY_REPETITION,
     BY_STOP_TOKEN,
-    FITS,
-    LACKS_MARKS,
-    check_answer,
-    commit_step,
-    take_rows,
 )
 from blockstep.impl.compiled.sessions import Sessions
 from blockstep.impl.compiled.state import (
@@ -46,32 +40,21 @@ from blockstep.impl.compiled.state import (
     NONE,
     NUM_CACHED_TOKENS,
     NUM_COMPUTED,
-    NUM_DELIVERED,
-    NUM_DELIVERING,
     NUM_DRAFTS,
-    NUM_ENDED,
     NUM_FREE,
     NUM_KNOWN,
     SEAT,
     STATUS,
-    TOLD_COMPUTED,
-    TOLD_DRAFTS,
-    TOLD_OUTPUTS,
-    TOLD_SAMPLES,
-    TOLD_SCHEDULED,
-    WAS_PREEMPTED,
     Int32s,
     count_most_blocks,
     reserve_deferred,
     reserve_log,
 )
-from blockstep.impl.compiled.steps import Steps
 from blockstep.impl.compiled.transfers import Transfers
 from blockstep.impl.compiled.turns import Turns
 from blockstep.impl.compiled.view import View
 from blockstep.impl.doors import Doors
 from blockstep.impl.refusals import (
-    bad_result,
     count_beside,
     frame_problem,
     held_by_transfer,
@@ -96,7 +79,6 @@ from blockstep.spec.vocabulary import (
     FrameId,
     GrammarBitmask,
     GrammarOutput,
-    GroupKind,
     KVEvent,
     KVOffer,
     KVTransfers,
@@ -120,8 +102,6 @@ _REASONS: Final = {
     BY_LENGTH: FinishReason.LENGTH,
     BY_REPETITION: FinishReason.REPETITION,
 }
-_NO_COUNTS: Final = np.empty(0, np.int32)
-_NO_MARKS: Final = np.empty(0, np.uint8)
 _NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 
 
@@ -161,19 +141,15 @@ class CompiledEngine(Doors[Frame]):
         if config.kv_connector:
             self.transfers = Transfers(config, self.requests, self.masks, self._last_frame_of_ended)
         self._view.transfers = self.transfers
-        self.steps: Steps | None = None
-        """None if machine code plans without managers."""
-        if self.encodings is not None or config.has_pins or config.kv_connector:
-            self.steps = Steps(self.encodings, self.turns, self.transfers)
         self.forks: Forks | None = None
         """None without forks."""
         if config.enable_forks:
             self.forks = Forks(
                 config, self.requests, self.masks, self.frames, self._last_frame_of_ended
             )
-        self._num_sections = 2 if len(config.kv_groups) == 1 else 3
-        """Numbers for each new block of a plan: its row, its id, and its group if there are
-        several."""
+        managers = (self.encodings, self.turns, self.transfers, self.forks)
+        self._plans = Plans(config, self.requests, self.masks, *managers)
+        self._commits = Commits(self.requests, self.masks, self.encodings, self.transfers)
 
     def snapshot(self) -> Snapshot:
         """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
@@ -201,93 +177,21 @@ class CompiledEngine(Doors[Frame]):
             return problem
         is_open = self.pause_state is not PauseState.PAUSED_ALL
         self._reserve()
-        (
-            who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
-            num_preempted, num_common,
-        ) = (plan_step if self.steps is None else self.steps.plan_step)(
-            self.requests.state,
-            self.next_frame_id,
+        frame_id = self.next_frame_id
+        plan, frame = self._plans.make(
+            frame_id,
             self._previous_id,
-            next(iter(self.frames), self.next_frame_id),
+            next(iter(self.frames), frame_id),
             self.config.max_num_batched_tokens if is_open else 0,
             self.pause_state is PauseState.UNPAUSED,
-        )  # fmt: skip
-        for kept in (who, told, ids):  # the frame keeps them, and machine code trusts them
-            kept.flags.writeable = False
-        slots, num_rows = who[0], who.shape[1]
-        blocks_end = num_blocks * self._num_sections
-        names = SlotNames(self.requests.lend_names(), slots)
-        frame_id = self.next_frame_id
-        plan = ArrayPlan(
-            frame_id,
-            slots,
-            names,
-            told[TOLD_COMPUTED],
-            told[TOLD_SCHEDULED],
-            told[TOLD_OUTPUTS],
-            None if num_samples == num_rows else told[TOLD_SAMPLES] != 0,
-            ids[:num_blocks],
-            ids[num_blocks : 2 * num_blocks],
-            RowDrafts(told[TOLD_DRAFTS], ids) if len(ids) > blocks_end + num_zeroed else {},
-            {},
-            {},
-            [],
             tuple(sorted(self.finished_req_ids)) if self.finished_req_ids else (),
-            (),
-            (num_common,),
         )
-        if self._num_sections > 2:
-            self._tell_groups(plan, ids[2 * num_blocks : blocks_end], num_common)
-        if num_zeroed:
-            zeroed = ids[blocks_end : blocks_end + num_zeroed]
-            plan.new_block_ids_to_zero = tuple(zeroed.tolist())
-        if self.masks.matchers:
-            masked, behind = self.masks.look_at(slots, told)
-            plan.has_structured_output_requests = masked
-            plan.pending_structured_output_tokens = behind
-        if self.encodings is not None:
-            self.encodings.tell(plan)
-        if num_preempted or num_missed or num_running < num_rows:
-            self._tell_changes(plan, num_running, num_missed, num_preempted)
-        if self.forks is not None:
-            self.forks.tell(plan, num_running)
-        if self.transfers is not None:
-            self.transfers.tell(plan)
-        if num_rows:
-            self.frames[frame_id] = Frame(who, names, told, ids)
+        if len(frame.names):
+            self.frames[frame_id] = frame
         self.finished_req_ids.clear()
-        self.previous_names, self._previous_id, self.next_frame_id = names, frame_id, frame_id + 1
+        self.previous_names, self._previous_id = frame.names, frame_id
+        self.next_frame_id = frame_id + 1
         return plan
-
-    def _tell_groups(self, plan: ArrayPlan, block_groups: Int32s, num_common: int) -> None:
-        """Add to a plan of several groups the group of each new block, and the common prefixes."""
-        s = self.requests.state
-        kinds = enumerate(self.config.kv_groups)
-        others = [
-            count_common(s, number) if group.kind is GroupKind.FULL else 0
-            for number, group in kinds
-            if number
-        ]
-        plan.block_groups = block_groups
-        plan.num_common_prefix_blocks = (num_common, *others)
-
-    def _tell_changes(
-        self, plan: ArrayPlan, num_running: int, num_missed: int, num_preempted: int
-    ) -> None:
-        """Add new, resumed and preempted requests to a plan, and tokens that the worker may
-        lack."""
-        scratch = self.requests.state.scratch
-        if num_preempted:
-            names = self.requests.names[scratch[:num_preempted]].tolist()
-            plan.preempted_req_ids = tuple(sorted(names))
-        for row in scratch[num_preempted : num_preempted + num_missed].tolist():
-            plan.all_token_ids[row] = self._get_tokens(int(plan.slots[row]))
-        for row, slot in enumerate(plan.slots[num_running:].tolist(), num_running):
-            if self.requests.state.requests[slot, WAS_PREEMPTED]:
-                plan.resumed_rows.append(row)
-                plan.all_token_ids[row] = self._get_tokens(slot)
-            else:
-                plan.new_rows[row] = self.requests.requests[slot]
 
     def commit_arrays(
         self,
@@ -345,64 +249,19 @@ class CompiledEngine(Doors[Frame]):
         report: KVTransfers,
     ) -> ArrayOutputs | Rejected:
         """Commit the oldest frame."""
-        frame = self.frames[frame_id]
-        if self.masks.matchers:
-            lengths = frame.planned[TOLD_SAMPLES] if counts is None else counts
-            problem = self.masks.find_problem(frame_id, frame, token_ids, lengths)
-            if problem is not None:
-                return bad_result(frame_id, problem)
         self._reserve()
-        self.requests.reserve_nodes(len(token_ids), frame.who.shape[1])
-        failed: list[RequestId] = []
+        frame = self.frames[frame_id]
+        done = self._commits.take(frame_id, frame, token_ids, counts, report, self._end_turn)
+        if isinstance(done, Rejected):
+            return done
+        self._forget_names(done.preempted)
+        if done.num_ended:
+            self._note_ends(frame, done.told, done.num_ended, done.outputs)
         if self.transfers is not None:
-            code, detail = check_answer(
-                self.requests.state, frame.planned, frame.ids, token_ids,
-                _NO_COUNTS if counts is None else counts, counts is not None,
-            )  # fmt: skip
-            if code != FITS:
-                return bad_result(frame_id, frame.describe(code, detail, token_ids))
-            failed = self._drop_preempted(*self.transfers.begin_commit(frame_id, report))
-        marks, is_marked = _NO_MARKS, False
-        while True:
-            code, detail, told, kept, num_rows, num_tokens, num_ended, ending = commit_step(
-                self.requests.state, frame.who, frame.planned, frame.ids, token_ids,
-                _NO_COUNTS if counts is None else counts, counts is not None, marks, is_marked,
-            )  # fmt: skip
-            if code != LACKS_MARKS:
-                break
-            marks = self.requests.mark(frame.who, frame.planned[TOLD_SAMPLES], token_ids, counts)
-            is_marked = True
-        if code != FITS:
-            return bad_result(frame_id, frame.describe(code, detail, token_ids))
-        while ending != NONE:
-            self._end_turn(ending)
-            ending = take_rows(
-                self.requests.state, frame.who, frame.planned, token_ids,
-                _NO_COUNTS if counts is None else counts, counts is not None, marks, told, kept,
-            )  # fmt: skip
-            numbers = self.requests.state.scalars[[NUM_DELIVERING, NUM_DELIVERED, NUM_ENDED]]
-            num_rows, num_tokens, num_ended = numbers.tolist()
-        names, kept = frame.names, kept[:num_tokens]
-        if num_rows < told.shape[1]:
-            told = told[:, :num_rows]
-            names = names.take(told[0])
-        if self.masks.matchers:
-            self.masks.advance(frame_id, frame, told, kept)
-        outputs = ArrayOutputs(
-            names,
-            kept,
-            None if len(kept) == num_rows else told[1],
-            told[2],
-            {},
-        )
-        if num_ended:
-            self._note_ends(frame, told, num_ended, outputs)
-        if self.transfers is not None:
-            outputs.failed = self._end_failed(failed)
+            done.outputs.failed = self._end_failed(done.failed)
             self.transfers.take_finished(report)
-            self.transfers.loads.pop(frame_id, None)
         self._close(frame_id)
-        return outputs
+        return done.outputs
 
     def _reserve(self) -> None:
         """Make room for what one event may log, and for the blocks that it may give up."""
@@ -415,19 +274,18 @@ class CompiledEngine(Doors[Frame]):
         if self.transfers is None:
             return Outputs()
         self._reserve()
-        rows = self._end_failed(self._drop_preempted(*self.transfers.take_invalid(transfers)))
+        failed, preempted = self.transfers.take_invalid(transfers)
+        assert not preempted, "loads of a frame fail with its commit"
+        rows = self._end_failed(failed)
         self.transfers.take_finished(transfers)
         return Outputs(rows, self.take_events())
 
-    def _drop_preempted(self, failed: list[RequestId], preempted: list[int]) -> list[RequestId]:
-        """Forget what is kept for requests that were preempted between plans, as their loads have
-        failed; return those that fail."""
+    def _forget_names(self, preempted: list[int]) -> None:
+        """Let requests not count as rows of the last plan: they were preempted between plans, as
+        their loads have failed."""
         for slot in preempted:
-            if self.encodings is not None:
-                self.encodings.cache.drop(self.requests.requests[slot])
             rows = (self.previous_names.slots != slot).nonzero()[0].astype(np.int32)
             self.previous_names = self.previous_names.take(rows)
-        return failed
 
     def _end_failed(self, failed: list[RequestId]) -> tuple[OutputRow, ...]:
         """Finish with an error the requests that fail by their load."""
@@ -461,6 +319,8 @@ class CompiledEngine(Doors[Frame]):
     def _close(self, frame_id: FrameId) -> None:
         super()._close(frame_id)
         self.masks.verifiable.pop(frame_id, None)
+        if self.transfers is not None:
+            self.transfers.loads.pop(frame_id, None)
 
     def _tell(self) -> tuple[KVEvent, ...]:
         return self.take_events()
@@ -613,10 +473,6 @@ class CompiledEngine(Doors[Frame]):
             self.turns.end_all()
         withdraw_all(s)
         return True
-
-    def _get_tokens(self, slot: int) -> TokenIds:
-        """Return prompt and verified output tokens of a request."""
-        return tuple(get_tokens(self.requests.state, slot).tolist())
 
 
 def _may_draft(row: list[int]) -> bool:

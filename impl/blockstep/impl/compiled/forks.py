@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from blockstep.impl.arrays import ArrayPlan
 from blockstep.impl.compiled.frames import Frame
-from blockstep.impl.compiled.lives import branch, get_tokens
+from blockstep.impl.compiled.lives import branch
 from blockstep.impl.compiled.masks import Masks
 from blockstep.impl.compiled.requests import Requests
 from blockstep.impl.compiled.state import (
@@ -33,7 +33,6 @@ from blockstep.spec.vocabulary import (
     FrameId,
     Rejected,
     RequestId,
-    TokenIds,
 )
 
 
@@ -83,7 +82,7 @@ class Forks:
         slots = {*plan.slots[:num_running].tolist()}.intersection([copy[0] for copy in copies])
         plan.remapped_req_ids = tuple(sorted([self.requests.names[slot] for slot in slots]))
         plan.new_outputs = {
-            row: self._get_tokens(int(plan.slots[row]))[len(request.prompt_token_ids) :]
+            row: self.requests.get_tokens(int(plan.slots[row]))[len(request.prompt_token_ids) :]
             for row, request in plan.new_rows.items()
         }
 
@@ -92,7 +91,7 @@ class Forks:
         requests, request = self.requests.state.requests, self.requests.requests[child]
         if matcher is not None:
             self.masks.matchers[request.request_id] = matcher
-        own, other = self._get_tokens(child), self._get_tokens(parent)
+        own, other = self.requests.get_tokens(child), self.requests.get_tokens(parent)
         pairs = enumerate(zip(own, other, strict=False))
         common = next((at for at, (a, b) in pairs if a != b), min(len(own), len(other)))
         branch(self.requests.state, parent, child, common)
@@ -116,6 +115,3 @@ class Forks:
             may_fork=may_fork,
             is_in_flight=last in self.frames,
         )
-
-    def _get_tokens(self, slot: int) -> TokenIds:
-        return tuple(get_tokens(self.requests.state, slot).tolist())

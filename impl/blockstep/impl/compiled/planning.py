@@ -60,8 +60,10 @@ from blockstep.impl.compiled.state import (
     HAS_LOADED,
     HAS_STATES,
     HAS_STORE,
+    HIGH_FREE,
     HITS,
     IS_ASYNC,
+    IS_CLOSED,
     IS_DUE,
     IS_LOADING,
     IS_OFFER_ASYNC,
@@ -77,6 +79,7 @@ from blockstep.impl.compiled.state import (
     KIND,
     LAST_FRAME,
     LAST_SAMPLE,
+    LOW_FREE,
     MAX_LORAS,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
@@ -103,6 +106,7 @@ from blockstep.impl.compiled.state import (
     NUM_RECEIVED,
     NUM_ROWS,
     NUM_RUNNING,
+    NUM_SAVES,
     NUM_SESSIONS,
     OFFERED,
     PARKED_AS,
@@ -124,12 +128,14 @@ from blockstep.impl.compiled.state import (
     STOP_START,
     STOP_TOKENS,
     STOPPED,
+    SWAP_MIN,
     TOLD_COLUMNS,
     TOLD_COMPUTED,
     TOLD_DRAFTS,
     TOLD_OUTPUTS,
     TOLD_SAMPLES,
     TOLD_SCHEDULED,
+    UNIT,
     UNSETTLED,
     WAS_PREEMPTED,
     Int32s,
@@ -267,12 +273,29 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
             for at in range(s.scalars[NUM_COPIES]):
                 if s.copies[at, 0] == victim:
                     s.copies[at, 0] = NONE
+        if s.scalars[SWAP_MIN] > 0:
+            _save(s, victim)
         preempt(s, victim)
         s.scratch[s.scalars[NUM_PREEMPTED]] = victim
         s.scalars[NUM_PREEMPTED] += 1
         if victim == slot:
             return -1
     return position
+
+
+@compiled
+def _save(s: State, victim: int) -> None:
+    """Have a store save a victim's KV if there is enough of it (seed 002, "Swap-Out").
+
+    Its row of this step was removed. Drafts and placeholders are not saved, as their tokens are not
+    known; nor is anything of a victim whose load is not confirmed (P19).
+    """
+    settled = min(s.requests[victim, NUM_COMPUTED], s.requests[victim, NUM_KNOWN])
+    tokens, at = settled // s.scalars[UNIT] * s.scalars[UNIT], s.scalars[NUM_SAVES]
+    if tokens < s.scalars[SWAP_MIN] or s.requests[victim, UNSETTLED] != 0:
+        return
+    s.saves[at, 0], s.saves[at, 1], s.saves[at, 2] = victim, s.requests[victim, SEAT], tokens
+    s.scalars[NUM_SAVES] = at + 1
 
 
 @compiled
@@ -532,13 +555,29 @@ def end_running(s: State) -> int:
     """End the running phase; return the number of its rows."""
     if s.scalars[NUM_PREEMPTED] > 0:
         _close_gaps(s)
+    if s.scalars[HIGH_FREE] > 0:
+        s.scalars[IS_CLOSED] = _is_closed_behind(s)
     return int(s.scalars[NUM_ROWS])
+
+
+@compiled
+def _is_closed_behind(s: State) -> bool:
+    """Whether admission is closed in this step, behind its running phase.
+
+    With a single threshold, the request admitted last would be preempted next, again and again
+    (seed 002, "Memory Pressure Signals"). Running requests finish, and with none admission is open
+    (P10).
+    """
+    enough = s.scalars[HIGH_FREE] if s.scalars[IS_CLOSED] != 0 else s.scalars[LOW_FREE]
+    is_short = s.scalars[NUM_PREEMPTED] > 0 or s.scalars[NUM_FREE] < enough
+    return bool(s.scalars[NUM_RUNNING] > 0 and is_short)
 
 
 @entry("state")
 def may_admit(s: State) -> bool:
     """Whether requests are admitted behind the running phase."""
-    return bool(s.scalars[NUM_PREEMPTED] + s.scalars[AWAITS_ANSWER] == 0)
+    held_off = s.scalars[NUM_PREEMPTED] + s.scalars[AWAITS_ANSWER] + s.scalars[IS_CLOSED]
+    return bool(held_off == 0)
 
 
 @compiled
@@ -689,7 +728,7 @@ def plan_step(
     s.scalars[BUDGET] = budget
     s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = s.scalars[NUM_COPIES] = 0
     s.scalars[STEP] = frame_id
-    s.scalars[NUM_LOADS] = s.scalars[AWAITS_ANSWER] = 0
+    s.scalars[NUM_LOADS] = s.scalars[NUM_SAVES] = s.scalars[AWAITS_ANSWER] = 0
     s.scalars[STOP_POSITION], s.scalars[STOP_SLOT] = run_rows(s, 0), NONE
     num_running = 0
     if s.scalars[STOP_POSITION] == NONE:

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockstep.impl.compiled.lives import end, store_input, store_prompt
+from blockstep.impl.compiled.lives import end, get_tokens, store_input, store_prompt
 from blockstep.impl.compiled.queues import append, prepend
 from blockstep.impl.compiled.results import BY_EOS, BY_STOP_TOKEN, append_outputs
 from blockstep.impl.compiled.state import (
@@ -189,6 +189,10 @@ class Requests:
         if self.config.policy is Policy.PRIORITY:
             self._labels.remove(request.request_id)
         return request.request_id
+
+    def get_tokens(self, slot: int) -> TokenIds:
+        """Return the prompt and verified output tokens of a request."""
+        return tuple(get_tokens(self.state, slot).tolist())
 
     def list_tables(self, slot: int, column: int) -> BlockTables:
         """Return the block tables of a request, up to the number in a column of its holdings."""

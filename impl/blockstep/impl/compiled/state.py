@@ -127,7 +127,14 @@ EXTERNAL_QUERIES: Final = 72
 EXTERNAL_HITS: Final = 73
 AWAITS_ANSWER: Final = 74
 """Whether a running request waits for blocks that are free behind a commit."""
-NUM_SCALARS: Final = 75
+SWAP_MIN: Final = 75
+"""The fewest tokens of a preempted request that a store saves; 0: none."""
+NUM_SAVES: Final = 76
+LOW_FREE: Final = 77
+"""Admission closes below so many free blocks, and opens at `HIGH_FREE`; 0: it stays open."""
+HIGH_FREE: Final = 78
+IS_CLOSED: Final = 79
+NUM_SCALARS: Final = 80
 
 # Why machine code stops, and Python goes on.
 GOES_ON: Final = 0
@@ -399,6 +406,9 @@ class State(NamedTuple):
     loads: Int64s
     """[slots, 4], with a store: request, tokens of the hit, tokens to load, and whether that takes
     longer than a step."""
+    saves: Int64s
+    """[running slots, 3], with saves: a preempted request, its batch row until then, and the tokens
+    to save. No batch row is given out in a step that preempts."""
     deferred: Int32s
     """[entries, 3]: a frame, a block that is free behind its commit, and whether the block is the
     first of those given up at once."""
@@ -427,10 +437,46 @@ def make_state(config: Config) -> State:
         longest = min(longest, config.num_blocks)
     longest += 1 + int(groups[:, SPARE].max())
     longest = max(longest, config.num_blocks * config.is_encoder_decoder)
+    scalars = _make_scalars(config, groups)
+    blocks = np.full((config.num_blocks, BLOCK_COLUMNS), NONE, np.int32)
+    blocks[:, REF_COUNT] = 0
+    ring = np.arange(config.num_blocks, dtype=np.int32)
+    blocks[:, NEXT_FREE], blocks[:, PREVIOUS_FREE] = np.roll(ring, -1), np.roll(ring, 1)
+    state = State(
+        scalars,
+        np.zeros((0, REQUEST_COLUMNS), np.int64),
+        np.zeros((0, size), np.int32),
+        groups,
+        np.zeros((0, len(groups), HOLDING_COLUMNS), np.int64),
+        np.zeros((len(groups), 0, longest), np.int32),
+        np.zeros((0, longest), np.int32),
+        np.zeros((0, max(config.num_speculative_tokens, 1)), np.int32),
+        blocks,
+        np.zeros((0, NODE_COLUMNS), np.int32),
+        np.zeros((0, size), np.int32),
+        np.zeros((0, len(groups), 2), np.int32),
+        np.zeros(1, np.int64),
+        np.zeros(_SLOTS, np.int64),
+        np.zeros((0, ROW_BLOCKS + ROW_NUMBERS * len(groups)), np.int64),
+        np.zeros((0, 3), np.int32),
+        np.zeros((0, LOG_COLUMNS), np.int32),
+        np.zeros((0, 4), np.int64),
+        np.zeros((0, 3), np.int64),
+        np.zeros((0, 3), np.int32),
+        np.zeros(0, np.int32),
+    )
+    seats = min(config.max_num_seqs, config.num_usable_blocks)
+    seats = max(min(seats, TABLE_ENTRIES // (len(groups) * longest)), 1)
+    num_nodes = 1 << config.num_blocks.bit_length()
+    return grow_nodes(grow_seats(grow_slots(state, _SLOTS), seats), num_nodes)
+
+
+def _make_scalars(config: Config, groups: Int64s) -> Int64s:
+    """Return [NUM_SCALARS]."""
     scalars = np.zeros(NUM_SCALARS, np.int64)
     num_placeholders = config.num_speculative_tokens if config.async_scheduling else 0
     scalars[: HAS_EVENTS + 1] = (
-        size,
+        config.block_size,
         config.max_model_len,
         config.max_num_seqs,
         config.long_prefill_token_threshold or config.max_model_len,
@@ -455,43 +501,16 @@ def make_state(config: Config) -> State:
     scalars[HAS_ITEMS] = config.encoder_cache_size > 0
     scalars[HAS_PINS], scalars[HAS_STORE] = config.has_pins, config.kv_connector
     scalars[HAS_FENCES] = config.kv_connector and config.max_frames_in_flight > 1
-    scalars[LAST_ANSWERED] = NONE
+    scalars[LAST_ANSWERED], scalars[SWAP_MIN] = NONE, config.swap_min_tokens
+    scalars[LOW_FREE] = config.admission_low_blocks
+    scalars[HIGH_FREE] = config.admission_high_blocks
     scalars[HAS_FORKS], scalars[NUM_KEPT_FREE] = config.enable_forks, config.watermark_blocks
     scalars[IS_LIFO] = config.pool_order is PoolOrder.LIFO
     scalars[NUM_FREE] = config.num_blocks - 1
     scalars[FREE_NODE] = scalars[FREE_SEAT] = NONE
     for queue in (WAITING, SKIPPED, PASSED):
         scalars[QUEUES + 2 * queue : QUEUES + 2 * queue + 2] = NONE
-    blocks = np.full((config.num_blocks, BLOCK_COLUMNS), NONE, np.int32)
-    blocks[:, REF_COUNT] = 0
-    ring = np.arange(config.num_blocks, dtype=np.int32)
-    blocks[:, NEXT_FREE], blocks[:, PREVIOUS_FREE] = np.roll(ring, -1), np.roll(ring, 1)
-    state = State(
-        scalars,
-        np.zeros((0, REQUEST_COLUMNS), np.int64),
-        np.zeros((0, size), np.int32),
-        groups,
-        np.zeros((0, len(groups), HOLDING_COLUMNS), np.int64),
-        np.zeros((len(groups), 0, longest), np.int32),
-        np.zeros((0, longest), np.int32),
-        np.zeros((0, max(config.num_speculative_tokens, 1)), np.int32),
-        blocks,
-        np.zeros((0, NODE_COLUMNS), np.int32),
-        np.zeros((0, size), np.int32),
-        np.zeros((0, len(groups), 2), np.int32),
-        np.zeros(1, np.int64),
-        np.zeros(_SLOTS, np.int64),
-        np.zeros((0, ROW_BLOCKS + ROW_NUMBERS * len(groups)), np.int64),
-        np.zeros((0, 3), np.int32),
-        np.zeros((0, LOG_COLUMNS), np.int32),
-        np.zeros((0, 4), np.int64),
-        np.zeros((0, 3), np.int32),
-        np.zeros(0, np.int32),
-    )
-    seats = min(config.max_num_seqs, config.num_usable_blocks)
-    seats = max(min(seats, TABLE_ENTRIES // (len(groups) * longest)), 1)
-    num_nodes = 1 << config.num_blocks.bit_length()
-    return grow_nodes(grow_seats(grow_slots(state, _SLOTS), seats), num_nodes)
+    return scalars
 
 
 def _make_groups(config: Config) -> Int64s:
@@ -575,6 +594,7 @@ def grow_seats(state: State, count: int) -> State:
         node_tables=_longer_table(state.node_tables, count, used),
         drafts=_longer(state.drafts, count),
         lines=lines,
+        saves=np.zeros((count * int(state.scalars[SWAP_MIN] > 0), 3), np.int64),
         copies=np.zeros((count * len(state.groups) * int(state.scalars[HAS_FORKS]), 3), np.int32),
         scratch=np.zeros(max(2 * count, state.node_tables.shape[1]), np.int32),
     )

@@ -46,6 +46,7 @@ from blockstep.impl.compiled.state import (
     NUM_MOVES,
     NUM_PROMISED,
     NUM_RECEIVED,
+    NUM_SAVES,
     OFFERED,
     PUBLISHED,
     QUEUES,
@@ -68,6 +69,7 @@ from blockstep.spec.vocabulary import (
     KVLoad,
     KVLoadFailurePolicy,
     KVOffer,
+    KVSave,
     KVTransfers,
     RequestId,
     TransfersSnapshot,
@@ -132,8 +134,11 @@ class Transfers:
     # A plan
 
     def tell(self, plan: ArrayPlan) -> None:
-        """Add the loads of a step to its plan."""
+        """Add the loads of a step to its plan, and what of its preempted requests is saved."""
         s = self.requests.state
+        if s.scalars[NUM_SAVES]:
+            saves = [self._make_save(*row) for row in s.saves[: s.scalars[NUM_SAVES]].tolist()]
+            plan.kv_saves = tuple(saves)
         if not s.scalars[NUM_LOADS]:
             return
         loads = [self._make_load(*row) for row in s.loads[: s.scalars[NUM_LOADS]].tolist()]
@@ -146,6 +151,11 @@ class Transfers:
         tables = self._list_loaded(slot, num_hit + num_external)
         name = self.requests.requests[slot].request_id
         return KVLoad(name, tables, num_hit, num_external, bool(is_async))
+
+    def _make_save(self, slot: int, seat: int, num_tokens: int) -> KVSave:
+        pairs = zip(self.requests.state.block_tables, self.config.block_sizes, strict=True)
+        tables = [tuple(table[seat, : num_tokens // size].tolist()) for table, size in pairs]
+        return KVSave(self.requests.requests[slot].request_id, tuple(tables), num_tokens)
 
     def begin_anew(self, slot: int) -> tuple[Int64s, int]:
         """Free the blocks of a request whose load has brought none, so that its admission looks for

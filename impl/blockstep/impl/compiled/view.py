@@ -21,6 +21,7 @@ from blockstep.impl.compiled.state import (
     GROUP,
     HELD,
     HITS,
+    IS_CLOSED,
     IS_PREFILL,
     LINKS,
     NEXT,
@@ -129,6 +130,7 @@ class View:
             encoder=None if self.encodings is None else self.encodings.cache.snapshot(),
             transfers=None if self.transfers is None else self.transfers.snapshot(),
             pins=None if self.turns is None else self.turns.pins.snapshot(),
+            admission_closed=bool(s.scalars[IS_CLOSED]),
             has_work=self.has_work(),
         )
 

@@ -1,0 +1,150 @@
+"""Plans: what machine code has decided in a step, as a plan in arrays."""
+
+from __future__ import annotations
+
+from blockstep.impl.arrays import ArrayPlan, SlotNames
+from blockstep.impl.compiled.encodings import Encodings
+from blockstep.impl.compiled.forks import Forks
+from blockstep.impl.compiled.frames import Frame, RowDrafts
+from blockstep.impl.compiled.groups import count_common
+from blockstep.impl.compiled.masks import Masks
+from blockstep.impl.compiled.planning import plan_step
+from blockstep.impl.compiled.requests import Requests
+from blockstep.impl.compiled.state import (
+    TOLD_COMPUTED,
+    TOLD_DRAFTS,
+    TOLD_OUTPUTS,
+    TOLD_SAMPLES,
+    TOLD_SCHEDULED,
+    WAS_PREEMPTED,
+    Int32s,
+)
+from blockstep.impl.compiled.steps import Steps
+from blockstep.impl.compiled.transfers import Transfers
+from blockstep.impl.compiled.turns import Turns
+from blockstep.spec.vocabulary import Config, FrameId, GroupKind, RequestId
+
+
+class Plans:
+    """Makes plans; each manager adds its part, and is None if the config lacks it."""
+
+    def __init__(
+        self,
+        config: Config,
+        requests: Requests,
+        masks: Masks,
+        encodings: Encodings | None,
+        turns: Turns | None,
+        transfers: Transfers | None,
+        forks: Forks | None,
+    ) -> None:
+        self.config = config
+        self.requests = requests
+        self.masks = masks
+        self.encodings = encodings
+        self.transfers = transfers
+        self.forks = forks
+        self.steps: Steps | None = None
+        """None if machine code plans without managers."""
+        if encodings is not None or turns is not None or transfers is not None:
+            self.steps = Steps(encodings, turns, transfers)
+        self._num_sections = 2 if len(config.kv_groups) == 1 else 3
+        """Numbers for each new block of a plan: its row, its id, and its group if there are
+        several."""
+
+    def make(
+        self,
+        frame_id: FrameId,
+        previous_id: FrameId,
+        oldest_id: FrameId,
+        budget: int,
+        admits: bool,
+        finished: tuple[RequestId, ...],
+    ) -> tuple[ArrayPlan, Frame]:
+        """Plan one step; return the plan, and what is kept of it until its commit.
+
+        Args:
+            frame_id: id of this plan.
+            previous_id: id of the plan before.
+            oldest_id: id of the oldest frame in flight; of this one if there is none.
+            budget: tokens.
+            admits: whether to run the waiting phase, unless a request is preempted.
+            finished: requests that have finished since the plan before.
+        """
+        (
+            who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
+            num_preempted, num_common,
+        ) = (plan_step if self.steps is None else self.steps.plan_step)(
+            self.requests.state, frame_id, previous_id, oldest_id, budget, admits
+        )  # fmt: skip
+        for kept in (who, told, ids):  # the frame keeps them, and machine code trusts them
+            kept.flags.writeable = False
+        slots, num_rows = who[0], who.shape[1]
+        blocks_end = num_blocks * self._num_sections
+        names = SlotNames(self.requests.lend_names(), slots)
+        plan = ArrayPlan(
+            frame_id,
+            slots,
+            names,
+            told[TOLD_COMPUTED],
+            told[TOLD_SCHEDULED],
+            told[TOLD_OUTPUTS],
+            None if num_samples == num_rows else told[TOLD_SAMPLES] != 0,
+            ids[:num_blocks],
+            ids[num_blocks : 2 * num_blocks],
+            RowDrafts(told[TOLD_DRAFTS], ids) if len(ids) > blocks_end + num_zeroed else {},
+            {},
+            {},
+            [],
+            finished,
+            (),
+            (num_common,),
+        )
+        if self._num_sections > 2:
+            self._tell_groups(plan, ids[2 * num_blocks : blocks_end], num_common)
+        if num_zeroed:
+            zeroed = ids[blocks_end : blocks_end + num_zeroed]
+            plan.new_block_ids_to_zero = tuple(zeroed.tolist())
+        if self.masks.matchers:
+            masked, behind = self.masks.look_at(slots, told)
+            plan.has_structured_output_requests = masked
+            plan.pending_structured_output_tokens = behind
+        if self.encodings is not None:
+            self.encodings.tell(plan)
+        if num_preempted or num_missed or num_running < num_rows:
+            self._tell_changes(plan, num_running, num_missed, num_preempted)
+        if self.forks is not None:
+            self.forks.tell(plan, num_running)
+        if self.transfers is not None:
+            self.transfers.tell(plan)
+        return plan, Frame(who, names, told, ids)
+
+    def _tell_groups(self, plan: ArrayPlan, block_groups: Int32s, num_common: int) -> None:
+        """Add to a plan of several groups the group of each new block, and the common prefixes."""
+        s = self.requests.state
+        kinds = enumerate(self.config.kv_groups)
+        others = [
+            count_common(s, number) if group.kind is GroupKind.FULL else 0
+            for number, group in kinds
+            if number
+        ]
+        plan.block_groups = block_groups
+        plan.num_common_prefix_blocks = (num_common, *others)
+
+    def _tell_changes(
+        self, plan: ArrayPlan, num_running: int, num_missed: int, num_preempted: int
+    ) -> None:
+        """Add new, resumed and preempted requests to a plan, and tokens that the worker may
+        lack."""
+        scratch = self.requests.state.scratch
+        if num_preempted:
+            names = self.requests.names[scratch[:num_preempted]].tolist()
+            plan.preempted_req_ids = tuple(sorted(names))
+        for row in scratch[num_preempted : num_preempted + num_missed].tolist():
+            plan.all_token_ids[row] = self.requests.get_tokens(int(plan.slots[row]))
+        for row, slot in enumerate(plan.slots[num_running:].tolist(), num_running):
+            if self.requests.state.requests[slot, WAS_PREEMPTED]:
+                plan.resumed_rows.append(row)
+                plan.all_token_ids[row] = self.requests.get_tokens(slot)
+            else:
+                plan.new_rows[row] = self.requests.requests[slot]
