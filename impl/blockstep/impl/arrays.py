@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from blockstep.impl.objects import make_cached_rows, make_output_rows
 from blockstep.spec.vocabulary import (
     BlockCopy,
     BlockId,
@@ -219,18 +220,14 @@ class ArrayPlan:
         numbers = range(len(self.slots))
         tables, tokens = self.tables_of, self.all_token_ids
         drafts = dict(self.draft_token_ids)
-        return list(
-            map(
-                CachedRow,
-                self.request_ids,
-                repeat(False),
-                [tables.get(row, nothing) for row in numbers] if tables else repeat(nothing),
-                map(tokens.get, numbers) if tokens else repeat(None),
-                self.num_computed_tokens.tolist(),
-                self.num_output_tokens.tolist(),
-                self.num_scheduled_tokens.tolist(),
-                [drafts.get(row, ()) for row in numbers] if drafts else repeat(()),
-            )
+        return make_cached_rows(
+            self.request_ids,
+            [tables.get(row, nothing) for row in numbers] if tables else repeat(nothing),
+            map(tokens.get, numbers) if tokens else repeat(None),
+            self.num_computed_tokens.tolist(),
+            self.num_output_tokens.tolist(),
+            self.num_scheduled_tokens.tolist(),
+            [drafts.get(row, ()) for row in numbers] if drafts else repeat(()),
         )
 
     def _get_span(self, row: int) -> tuple[int, int]:
@@ -307,11 +304,15 @@ class ArrayOutputs:
         tokens = (int(self.token_ids[row]),)
         return OutputRow(name, tokens, reason, stop_token_id, int(self.num_cached_tokens[row]))
 
-    def build_outputs(self) -> Outputs:
-        """Return the outputs in the vocabulary."""
-        names, cached = self.names.tolist(), self.num_cached_tokens.tolist()
-        tokens = self._get_tokens()
-        rows = list(map(OutputRow, names, tokens, repeat(None), repeat(None), cached))
+    def build_outputs(
+        self, names: list[RequestId] | None = None, tokens: list[TokenIds] | None = None
+    ) -> Outputs:
+        """Return the outputs in the vocabulary; `names` and `tokens` of the rows if they are known
+        as objects."""
+        cached = self.num_cached_tokens.tolist()
+        names = self.names.tolist() if names is None else names
+        tokens = self._get_tokens() if tokens is None else tokens
+        rows = make_output_rows(names, tokens, cached)
         for row, (reason, stop_token_id) in self.ended.items():
             rows[row] = OutputRow(names[row], tokens[row], reason, stop_token_id, cached[row])
         return Outputs((*rows, *self.failed), self.kv_events)

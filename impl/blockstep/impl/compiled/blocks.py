@@ -41,6 +41,7 @@ from blockstep.impl.compiled.state import (
     PREVIOUS_FREE,
     PREVIOUS_SAME,
     PUBLISHED,
+    QUIET,
     REF_COUNT,
     REMOVED,
     SEAT,
@@ -117,6 +118,7 @@ def free_blocks(s: State, slot: int) -> None:
     """Drop the block tables of a request, group by group."""
     seat, is_first, has_fence = s.requests[slot, SEAT], True, is_fenced(s, slot)
     s.scalars[NUM_MOVES] += 1
+    s.requests[slot, QUIET] = 0
     for group in range(s.scalars[NUM_GROUPS]):
         begin, end = s.holdings[slot, group, LEFT], s.holdings[slot, group, HELD]
         if has_fence:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
+from operator import attrgetter
 from typing import ClassVar, Final
 
 import numpy as np
@@ -64,6 +65,7 @@ from blockstep.impl.refusals import (
 )
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
+    MAX_INT,
     NO_TRANSFERS,
     Aborted,
     Ack,
@@ -74,6 +76,7 @@ from blockstep.spec.vocabulary import (
     DraftsTaken,
     EncoderOffer,
     EncoderReset,
+    Event,
     FinishReason,
     Fork,
     FrameId,
@@ -82,6 +85,7 @@ from blockstep.spec.vocabulary import (
     KVEvent,
     KVOffer,
     KVTransfers,
+    Observation,
     OutputRow,
     Outputs,
     PauseState,
@@ -91,6 +95,7 @@ from blockstep.spec.vocabulary import (
     Request,
     RequestId,
     Reset,
+    RowTokens,
     Snapshot,
     Stats,
     TokenIds,
@@ -102,6 +107,8 @@ _REASONS: Final = {
     BY_LENGTH: FinishReason.LENGTH,
     BY_REPETITION: FinishReason.REPETITION,
 }
+_get_name: Final = attrgetter("request_id")
+_get_tokens: Final = attrgetter("token_ids")
 _NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 
 
@@ -165,6 +172,40 @@ class CompiledEngine(Doors[Frame]):
 
     # a step
 
+    def apply(self, event: Event) -> Observation:
+        """Apply one event. Never raises; a rejected event changes nothing."""
+        if type(event) is Commit:
+            outputs = self._commit_in_order(event)
+            if outputs is not None:
+                return outputs
+        return super().apply(event)
+
+    def _commit_in_order(self, event: Commit) -> Outputs | Rejected | None:
+        """Commit a frame whose rows are answered in their order with known tokens, which machine
+        code checks; None if the event is not like that, or may be invalid in any state."""
+        frame_id, sampled = event.frame_id, event.sampled
+        if type(frame_id) is not int or next(iter(self.frames), None) != frame_id:
+            return None
+        if event.transfers is not NO_TRANSFERS or frame_id in self.masks.verifiable:
+            return None
+        if type(sampled) is not tuple or {*map(type, sampled)} != {RowTokens}:
+            return None
+        names, tokens = [*map(_get_name, sampled)], [*map(_get_tokens, sampled)]
+        if {*map(type, tokens)} != {tuple} or names != self.frames[frame_id].names.tolist():
+            return None
+        flat = [*chain.from_iterable(tokens)]
+        if not {*map(type, flat)} <= {int} or (flat and (min(flat) < 0 or max(flat) > MAX_INT)):
+            return None
+        lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
+        given = np.fromiter(flat, np.int32, len(flat))
+        outputs = self._take(frame_id, given, lengths, NO_TRANSFERS)
+        if isinstance(outputs, Rejected):
+            return outputs
+        outputs.kv_events = self.take_events()
+        if outputs.counts is None and len(outputs) == len(flat) == len(tokens):
+            return outputs.build_outputs(names, tokens)
+        return outputs.build_outputs()
+
     def _schedule(self) -> Plan | Rejected:
         plan = self.schedule_arrays()
         return plan if isinstance(plan, Rejected) else plan.build_plan()
@@ -220,16 +261,6 @@ class CompiledEngine(Doors[Frame]):
 
     def _get_rows(self, frame: Frame) -> Mapping[RequestId, TokenIds | None]:
         return frame.build_rows()
-
-    def _commit(self, event: Commit) -> Outputs | Rejected:
-        """Commit a frame; machine code checks an answer in the order of the rows."""
-        frame, named = self.frames.get(event.frame_id), [row.request_id for row in event.sampled]
-        is_oldest = next(iter(self.frames), None) == event.frame_id
-        is_ordered = frame is not None and named == frame.names.tolist()
-        if is_oldest and is_ordered and event.frame_id not in self.masks.verifiable:
-            tokens = [row.token_ids for row in event.sampled]
-            return self._take_answer(event.frame_id, tokens, event.transfers)
-        return super()._commit(event)
 
     def _take_answer(
         self, frame_id: FrameId, tokens: list[TokenIds], transfers: KVTransfers

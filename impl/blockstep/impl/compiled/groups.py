@@ -66,6 +66,7 @@ from blockstep.impl.compiled.state import (
     REF_COUNT,
     RESERVES_WHOLE,
     ROW_BLOCKS,
+    ROW_LOOKS,
     ROW_NUMBERS,
     RUNNING,
     SEAT,
@@ -160,6 +161,28 @@ def _is_apart(s: State, group: int, tokens: int, loaded: int) -> int:
     0."""
     is_before = count_blocks(s, group, loaded) < count_blocks(s, group, tokens)
     return int(loaded > 0 and is_before)
+
+
+@compiled
+def find_quiet(s: State, slot: int) -> int:
+    """Return the last slot up to which a row of a running request takes, publishes and leaves no
+    block, in no group. It stays valid until the request gives up its blocks."""
+    quiet, is_cached = s.scalars[MAX_MODEL_LEN], s.scalars[HAS_CACHE] != 0
+    for group in range(s.scalars[NUM_GROUPS]):
+        size, kind, span = s.groups[group, SIZE], s.groups[group, KIND], s.groups[group, SPAN]
+        end = (s.holdings[slot, group, LEFT] + 1) * size
+        if kind != IS_CROSS:
+            held = s.holdings[slot, group, HELD] - s.groups[group, SPARE]
+            quiet = min(quiet, held * size)
+        if is_cached:
+            quiet = min(quiet, (s.holdings[slot, group, PUBLISHED] + 1) * size - 1)
+        if kind == IS_WINDOW:
+            quiet = min(quiet, end + span - 2)
+        elif kind == IS_CHUNKED:
+            quiet = min(quiet, (end + span - 1) // span * span - 1)
+        elif kind >= IS_STATE:
+            quiet = min(quiet, end)
+    return int(quiet)
 
 
 @compiled
@@ -269,6 +292,7 @@ def _take_own(s: State, slot: int, group: int) -> None:
 def mark_known(s: State, slot: int) -> None:
     """Note the lengths of the tables before the next row of the step takes blocks."""
     row = s.scalars[NUM_ROWS]
+    s.lines[row, ROW_LOOKS] = 1
     for group in range(s.scalars[NUM_GROUPS]):
         at, held = ROW_BLOCKS + ROW_NUMBERS * group, s.holdings[slot, group, HELD]
         s.lines[row, at] = s.lines[row, at + 1] = s.lines[row, at + 2] = held
@@ -396,6 +420,7 @@ def adopt(s: State, slot: int, hit: int, start: int) -> None:
     """Hold the hits that are read behind the first `start` tokens, of all groups, before any group
     takes a new block: the head of the free queue could be a hit (upstream #33775)."""
     seat, row = s.requests[slot, SEAT], s.scalars[NUM_ROWS]
+    s.lines[row, ROW_LOOKS] = 1
     for group in range(s.scalars[NUM_GROUPS]):
         hits, first = hit // s.groups[group, SIZE], find_first_read(s, group, start)
         held = max(hits, first)

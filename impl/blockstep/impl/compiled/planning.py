@@ -14,6 +14,7 @@ from blockstep.impl.compiled.groups import (
     count_copies,
     count_needed,
     find_hits,
+    find_quiet,
     fits,
     fits_behind,
     leave_blocks,
@@ -111,9 +112,11 @@ from blockstep.impl.compiled.state import (
     OFFERED,
     PARKED_AS,
     QUERIES,
+    QUIET,
     ROW,
     ROW_BLOCKS,
     ROW_DRAFTS,
+    ROW_LOOKS,
     ROW_NUMBERS,
     ROW_SLOT,
     ROW_TOKENS,
@@ -187,14 +190,35 @@ def _run_row(s: State, slot: int, tokens: int, position: int) -> int:
         tokens = align(s, slot, s.requests[slot, NUM_COMPUTED], tokens)
     if tokens <= 0:
         return position + 1
+    slots = s.requests[slot, NUM_COMPUTED] + tokens + s.scalars[NUM_LOOKAHEAD]
+    may_copy = s.scalars[HAS_FORKS] != 0 and s.requests[slot, MAY_SHARE] != 0
+    if slots > s.requests[slot, QUIET] or may_copy:
+        position = _look(s, slot, tokens, position)
+        if position < 0:
+            s.scalars[STOP_TOKENS] = tokens
+            return NONE
+    else:
+        s.lines[s.scalars[NUM_ROWS], ROW_LOOKS] = 0
+    drafts = 0
+    if s.requests[slot, NUM_DRAFTS] > 0:  # drafts that do not fit are dropped (P24)
+        before = s.requests[slot, NUM_KNOWN] + s.requests[slot, NUM_PROMISED]
+        drafts = s.requests[slot, NUM_COMPUTED] + tokens - before
+        s.requests[slot, NUM_DRAFTS] = 0
+    _add_row(s, slot, tokens, drafts)
+    return position + 1
+
+
+@compiled
+def _look(s: State, slot: int, tokens: int, position: int) -> int:
+    """Leave, take and publish the blocks that a running request leaves, needs and fills with
+    `tokens` tokens; return its position then, or -1 as `_make_room` does."""
     if s.scalars[SKIPS_BLOCKS] != 0:
         leave_blocks(s, slot)
     needed = count_needed(s, slot, tokens) + count_copies(s, slot)
     if needed > s.scalars[NUM_FREE]:
         position = _make_room(s, slot, needed, position)
         if position < 0:
-            s.scalars[STOP_TOKENS] = tokens
-            return NONE
+            return -1
     mark_known(s, slot)
     computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
     if needed > 0:
@@ -206,12 +230,8 @@ def _run_row(s: State, slot: int, tokens: int, position: int) -> int:
     if s.scalars[HAS_FORKS] != 0:
         s.requests[slot, MAY_SHARE] = 0
     publish(s, slot, computed, min(computed + tokens, known))
-    drafts = 0
-    if s.requests[slot, NUM_DRAFTS] > 0:  # drafts that do not fit are dropped (P24)
-        drafts = computed + tokens - known - s.requests[slot, NUM_PROMISED]
-        s.requests[slot, NUM_DRAFTS] = 0
-    _add_row(s, slot, tokens, drafts)
-    return position + 1
+    s.requests[slot, QUIET] = find_quiet(s, slot)
+    return position
 
 
 @compiled
@@ -294,7 +314,7 @@ def _save(s: State, victim: int) -> None:
     tokens, at = settled // s.scalars[UNIT] * s.scalars[UNIT], s.scalars[NUM_SAVES]
     if tokens < s.scalars[SWAP_MIN] or s.requests[victim, UNSETTLED] != 0:
         return
-    s.saves[at, 0], s.saves[at, 1], s.saves[at, 2] = victim, s.requests[victim, SEAT], tokens
+    s.loads[at, 0], s.loads[at, 1], s.loads[at, 2] = victim, s.requests[victim, SEAT], tokens
     s.scalars[NUM_SAVES] = at + 1
 
 
@@ -340,7 +360,7 @@ def admit_rows(s: State, oldest_id: int) -> int:
         slot = get_head(s, select_queue(s))
         if slot == NONE:
             break
-        if is_passed_over(s, slot, oldest_id):
+        if _is_passed_over(s, slot, oldest_id):
             pass_over(s, slot)
             continue
         if s.requests[slot, STATUS] == HAS_LOADED and s.requests[slot, NUM_COMPUTED] == 0:
@@ -348,7 +368,7 @@ def admit_rows(s: State, oldest_id: int) -> int:
             return slot
         found = REFUSED
         while found == REFUSED:
-            found = try_admit(s, slot, NONE)
+            found = _try_admit(s, slot, NONE)
             if found == REFUSED and not may_try_again(s, slot):
                 if s.scalars[STOPPED] == GOES_ON and s.scalars[NUM_RECEIVED] > 0:
                     s.scalars[STOPPED] = IS_REFUSED
@@ -364,6 +384,11 @@ def admit_rows(s: State, oldest_id: int) -> int:
 @entry("state", "int", "int")
 def is_passed_over(s: State, slot: int, oldest_id: int) -> bool:
     """Whether a request cannot be admitted now, and the next one is tried."""
+    return _is_passed_over(s, slot, oldest_id)
+
+
+@compiled
+def _is_passed_over(s: State, slot: int, oldest_id: int) -> bool:
     if not _is_ready(s, slot) or _awaits_token(s, slot, oldest_id):
         return True
     if s.requests[slot, OFFERED] == NONE and s.requests[slot, NUM_COMPUTED] == 0:
@@ -429,6 +454,12 @@ def _has_lora_slot(s: State, slot: int) -> bool:
 
 @entry("state", "int", "int")
 def try_admit(s: State, slot: int, given: int) -> int:
+    """See `_try_admit`."""
+    return _try_admit(s, slot, given)
+
+
+@compiled
+def _try_admit(s: State, slot: int, given: int) -> int:
     """Admit the request, or change nothing and return why not (P7).
 
     A request with blocks continues after its computed tokens; any other one after its hits and what
@@ -600,7 +631,7 @@ def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanAr
     rows, num_blocks, num_zeroed, num_drafts = s.scalars[NUM_ROWS], 0, 0, 0
     groups = s.scalars[NUM_GROUPS]
     for row in range(rows):
-        for group in range(groups):
+        for group in range(groups if s.lines[row, ROW_LOOKS] != 0 else 0):
             at = ROW_BLOCKS + ROW_NUMBERS * group
             num_blocks += s.lines[row, at + 1] - s.lines[row, at]
             if s.scalars[HAS_STATES] != 0 and s.groups[group, KIND] < IS_STATE:
@@ -630,6 +661,8 @@ def _list_zeroed(s: State, ids: Int32s, at: int) -> None:
         if s.groups[group, KIND] >= IS_STATE:
             continue
         for row in range(s.scalars[NUM_ROWS]):
+            if s.lines[row, ROW_LOOKS] == 0:
+                continue
             slot = s.lines[row, ROW_SLOT]
             seated, last = s.requests[slot, SEAT], ROW_BLOCKS + ROW_NUMBERS * group + 1
             for index in range(s.lines[row, last + 1], s.lines[row, last]):
@@ -656,7 +689,7 @@ def _fill_plan(
         slot, drafts = s.lines[row, ROW_SLOT], s.lines[row, ROW_DRAFTS]
         seated = s.requests[slot, SEAT]
         who[0, row], who[1, row] = slot, s.requests[slot, BIRTH]
-        for group in range(groups):
+        for group in range(groups if s.lines[row, ROW_LOOKS] != 0 else 0):
             first = ROW_BLOCKS + ROW_NUMBERS * group
             for index in range(s.lines[row, first], s.lines[row, first + 1]):
                 ids[at_block] = row

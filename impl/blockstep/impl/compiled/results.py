@@ -37,6 +37,7 @@ from blockstep.impl.compiled.state import (
     NUM_MORE_STOPS,
     NUM_PROMISED,
     NUM_PROMPT,
+    QUIET,
     REPEATS_COUNT,
     REPEATS_MAX,
     REPEATS_MIN,
@@ -207,7 +208,8 @@ def take_rows(
         # blocks (P3).
         if s.scalars[IS_ASYNC] != 0 and s.requests[slot, STATUS] == IS_RUNNING:
             known = s.requests[slot, NUM_KNOWN]
-            publish(s, slot, known - 1, known - 1)
+            if known > s.requests[slot, QUIET]:
+                publish(s, slot, known - 1, known - 1)
         if verdict != GOES_ON:
             s.scratch[s.scalars[NUM_ENDED]] = num_rows - 1
             s.scalars[NUM_ENDED] += 1

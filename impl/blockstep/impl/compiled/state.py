@@ -154,8 +154,8 @@ NUM_KNOWN: Final = 1
 """Prompt and verified output tokens."""
 NUM_COMPUTED: Final = 2
 NUM_PROMPT: Final = 3
-MAX_KNOWN: Final = 4
-"""Known tokens at which it finishes for its length."""
+QUIET: Final = 4
+"""A row that ends at most at this slot takes, publishes and leaves no block; 0: look."""
 NUM_IN_DOUBT: Final = 5
 """Number of its drafts in flight; commits may reject all."""
 LAST_SAMPLE: Final = 6
@@ -186,9 +186,9 @@ EOS: Final = 21
 STOPS: Final = 22
 """The first stop tokens; NONE if there are fewer."""
 STOPS_END: Final = 26
+MAX_KNOWN: Final = 26
+"""Known tokens at which it finishes for its length."""
 # the other columns follow.
-MORE_STOPS: Final = 26
-"""Whether it has more stop tokens than there are columns; then Python looks each token up."""
 SKIPS_CACHE: Final = 27
 REPEATS_MIN: Final = 28
 REPEATS_MAX: Final = 29
@@ -233,7 +233,9 @@ PARKED_AS: Final = 52
 """The status that it had before it waited for a load."""
 UNSETTLED: Final = 53
 """1 plus the frame whose load is not confirmed; no block is published until then (P19)."""
-REQUEST_COLUMNS: Final = 54
+MORE_STOPS: Final = 54
+"""Whether it has more stop tokens than there are columns; then Python looks each token up."""
+REQUEST_COLUMNS: Final = 55
 
 KEEPS_TURN: Final = 1
 """It is a turn of a job, whose blocks may be pinned."""
@@ -337,7 +339,9 @@ ROW_SLOT: Final = 2
 """Rows of the step, from this column on."""
 ROW_TOKENS: Final = 3
 ROW_DRAFTS: Final = 4
-ROW_BLOCKS: Final = 5
+ROW_LOOKS: Final = 5
+"""Whether the row may have new blocks, so that the numbers that follow are valid."""
+ROW_BLOCKS: Final = 6
 """By group: the number of blocks that the worker knows already, that of all blocks of the request,
 and that of those which it had before this row took new ones."""
 ROW_NUMBERS: Final = 3
@@ -405,10 +409,8 @@ class State(NamedTuple):
     """[entries, LOG_COLUMNS]: KV events that were not told yet."""
     loads: Int64s
     """[slots, 4], with a store: request, tokens of the hit, tokens to load, and whether that takes
-    longer than a step."""
-    saves: Int64s
-    """[running slots, 3], with saves: a preempted request, its batch row until then, and the tokens
-    to save. No batch row is given out in a step that preempts."""
+    longer than a step. In a step that preempts, which loads nothing and gives out no batch row: the
+    preempted request, its batch row until then, and the tokens to save."""
     deferred: Int32s
     """[entries, 3]: a frame, a block that is free behind its commit, and whether the block is the
     first of those given up at once."""
@@ -461,7 +463,6 @@ def make_state(config: Config) -> State:
         np.zeros((0, 3), np.int32),
         np.zeros((0, LOG_COLUMNS), np.int32),
         np.zeros((0, 4), np.int64),
-        np.zeros((0, 3), np.int64),
         np.zeros((0, 3), np.int32),
         np.zeros(0, np.int32),
     )
@@ -594,7 +595,6 @@ def grow_seats(state: State, count: int) -> State:
         node_tables=_longer_table(state.node_tables, count, used),
         drafts=_longer(state.drafts, count),
         lines=lines,
-        saves=np.zeros((count * int(state.scalars[SWAP_MIN] > 0), 3), np.int64),
         copies=np.zeros((count * len(state.groups) * int(state.scalars[HAS_FORKS]), 3), np.int32),
         scratch=np.zeros(max(2 * count, state.node_tables.shape[1]), np.int32),
     )

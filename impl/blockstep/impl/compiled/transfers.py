@@ -137,7 +137,7 @@ class Transfers:
         """Add the loads of a step to its plan, and what of its preempted requests is saved."""
         s = self.requests.state
         if s.scalars[NUM_SAVES]:
-            saves = [self._make_save(*row) for row in s.saves[: s.scalars[NUM_SAVES]].tolist()]
+            saves = [self._make_save(*row) for row in s.loads[: s.scalars[NUM_SAVES], :3].tolist()]
             plan.kv_saves = tuple(saves)
         if not s.scalars[NUM_LOADS]:
             return
