@@ -31,6 +31,7 @@ from blockstep.spec.vocabulary import (
     MambaCacheMode,
     Outputs,
     Plan,
+    Policy,
     Rejected,
     Request,
     RowTokens,
@@ -52,6 +53,9 @@ FEATURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "encoder": {"encoder_cache_size": 64, "encoder_compute_budget": 64},
     "masks": {"reasoning_end_token_id": 7},
     "forks": {"enable_forks": True},
+    "a store": {"kv_connector": True},
+    "pins": {"policy": Policy.CONTINUUM},
+    "tiers": {"admission_high_blocks": 8},
 }
 
 

@@ -149,8 +149,8 @@ def defer_range(s: State, slot: int, group: int, begin: int, end: int, is_first:
         block = s.block_tables[group, seat, index]
         if block != NULL_BLOCK:
             at = s.scalars[NUM_DEFERRED]
-            s.deferred[at, 0], s.deferred[at, 1] = s.requests[slot, LAST_FRAME], block
-            s.deferred[at, 2] = is_first
+            s.copies[at, 0], s.copies[at, 1] = s.requests[slot, LAST_FRAME], block
+            s.copies[at, 2] = is_first
             s.scalars[NUM_DEFERRED] = at + 1
             is_first = False
     return is_first
@@ -163,16 +163,16 @@ def free_deferred(s: State, frame_id: int) -> None:
     at, kept, count = 0, 0, s.scalars[NUM_DEFERRED]
     while at < count:
         end = at + 1
-        while end < count and s.deferred[end, 2] == 0:
+        while end < count and s.copies[end, 2] == 0:
             end += 1
-        is_due = s.deferred[at, 0] == frame_id
+        is_due = s.copies[at, 0] == frame_id
         for index in range(end - at):
             if is_due:
                 last = at + index if s.scalars[IS_LIFO] != 0 else end - 1 - index
-                drop_hold(s, s.deferred[last, 1])
+                drop_hold(s, s.copies[last, 1])
             else:
                 for column in range(3):
-                    s.deferred[kept, column] = s.deferred[at + index, column]
+                    s.copies[kept, column] = s.copies[at + index, column]
                 kept += 1
         at = end
     s.scalars[NUM_DEFERRED] = kept

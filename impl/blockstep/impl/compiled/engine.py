@@ -156,7 +156,11 @@ class CompiledEngine(Doors[Frame]):
             )
         managers = (self.encodings, self.turns, self.transfers, self.forks)
         self._plans = Plans(config, self.requests, self.masks, *managers)
-        self._commits = Commits(self.requests, self.masks, self.encodings, self.transfers)
+        self._commits = Commits(self, self.requests, self.masks, self.encodings, self.transfers)
+        self._reserves = config.enable_kv_cache_events or (
+            config.kv_connector and config.max_frames_in_flight > 1
+        )
+        """Whether an event needs room for what it logs, or for the blocks that it gives up."""
 
     def snapshot(self) -> Snapshot:
         """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
@@ -217,7 +221,8 @@ class CompiledEngine(Doors[Frame]):
             assert problem is not None, "the pipeline is full"
             return problem
         is_open = self.pause_state is not PauseState.PAUSED_ALL
-        self._reserve()
+        if self._reserves:
+            self._reserve()
         frame_id = self.next_frame_id
         plan, frame = self._plans.make(
             frame_id,
@@ -280,19 +285,17 @@ class CompiledEngine(Doors[Frame]):
         report: KVTransfers,
     ) -> ArrayOutputs | Rejected:
         """Commit the oldest frame."""
-        self._reserve()
-        frame = self.frames[frame_id]
-        done = self._commits.take(frame_id, frame, token_ids, counts, report, self._end_turn)
-        if isinstance(done, Rejected):
-            return done
-        self._forget_names(done.preempted)
-        if done.num_ended:
-            self._note_ends(frame, done.told, done.num_ended, done.outputs)
-        if self.transfers is not None:
-            done.outputs.failed = self._end_failed(done.failed)
+        if self._reserves:
+            self._reserve()
+        outputs = self._commits.take(frame_id, self.frames[frame_id], token_ids, counts, report)
+        if isinstance(outputs, Rejected):
+            return outputs
+        if self.transfers is not None and report is not NO_TRANSFERS:
+            self._forget_names(self._commits.preempted)
+            outputs.failed = self._end_failed(self._commits.failed)
             self.transfers.take_finished(report)
         self._close(frame_id)
-        return done.outputs
+        return outputs
 
     def _reserve(self) -> None:
         """Make room for what one event may log, and for the blocks that it may give up."""
@@ -329,13 +332,13 @@ class CompiledEngine(Doors[Frame]):
             rows.append(OutputRow(name, (), FinishReason.ERROR, num_cached_tokens=num_cached))
         return tuple(rows)
 
-    def _end_turn(self, slot: int) -> None:
+    def end_turn(self, slot: int) -> None:
         """End a request that a commit finishes; its blocks may be pinned."""
         if self.turns is not None:
             self.turns.end_turn(slot)
         self._end(slot)
 
-    def _note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
+    def note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
         """Record the requests that this commit has finished."""
         for row in self.requests.state.scratch[:num_ended].tolist():
             at, _, _, verdict = told[:, row].tolist()

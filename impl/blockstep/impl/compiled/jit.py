@@ -50,6 +50,11 @@ def compiled(function: F) -> F:
     return _compile(function, _nrt=False, forceinline=True)  # no reference counts, no calls
 
 
+def rarely(function: F) -> F:
+    """Mark a function like `compiled` that few rows need: it is called, and not inlined."""
+    return _compile(function, _nrt=False)
+
+
 def making_arrays(function: F) -> F:
     """Mark a function like `compiled` that may make arrays; best called once in a step."""
     return _compile(function)
@@ -112,7 +117,7 @@ def _find_cache() -> Path:
     """
     here = Path(__file__).parent
     sources = [(file.stem, file.read_bytes()) for file in sorted(here.glob("*.py"))]
-    marks = (b"\n@compiled", b"\n@entry(", b"\n@making_arrays")
+    marks = (b"\n@compiled", b"\n@rarely", b"\n@entry(", b"\n@making_arrays")
     counted = [
         source
         for name, source in sources

@@ -22,7 +22,7 @@ from blockstep.impl.compiled.groups import (
     take_needed,
     tell_all_blocks,
 )
-from blockstep.impl.compiled.jit import compiled, entry
+from blockstep.impl.compiled.jit import compiled, entry, rarely
 from blockstep.impl.compiled.lives import (
     find_giver,
     leave_running,
@@ -155,32 +155,31 @@ PARKED: Final = 3
 # The running phase: each running request gets its next tokens, and blocks to write them in
 
 
-@entry("state", "int")
-def run_rows(s: State, position: int) -> int:
+@entry("state", "int", "int")
+def run_rows(s: State, position: int, given: int) -> int:
     """Schedule the running requests from `position` on; return the position of the first that needs
-    Python, NONE if there is none."""
+    Python, NONE if there is none.
+
+    `given`: NONE, or tokens of the request at `position`; then only that is scheduled, and the next
+    position is returned.
+    """
     s.scalars[STOPPED] = GOES_ON
     while 0 <= position < s.scalars[NUM_RUNNING] and s.scalars[BUDGET] > 0:
         slot = s.lines[position, RUNNING]
-        tokens = _tokens_to_run(s, slot)
-        if s.scalars[HAS_ITEMS] != 0 and tokens > 0 and _is_due(s, slot, tokens):
+        tokens = _tokens_to_run(s, slot) if given == NONE else given
+        is_asked = s.scalars[HAS_ITEMS] != 0 and given == NONE
+        if is_asked and tokens > 0 and _is_due(s, slot, tokens):
             s.scalars[STOPPED], s.scalars[STOP_TOKENS] = IS_DUE, tokens
             return position
         position = _run_row(s, slot, tokens, position)
+        if given != NONE:
+            return position
     return int(s.scalars[STOP_POSITION]) if s.scalars[STOPPED] == IS_SHORT else NONE
 
 
 @compiled
 def _is_due(s: State, slot: int, tokens: int) -> bool:
     return bool(s.requests[slot, NUM_COMPUTED] + tokens > s.requests[slot, NEXT_ITEM])
-
-
-@entry("state", "int", "int")
-def run_due(s: State, position: int, tokens: int) -> int:
-    """Schedule `tokens` tokens of the running request at `position`; return the next position, or
-    NONE if the phase ends or machine code stops."""
-    s.scalars[STOPPED] = GOES_ON
-    return _run_row(s, int(s.lines[position, RUNNING]), tokens, position)
 
 
 @compiled
@@ -262,7 +261,7 @@ def _tokens_to_run(s: State, slot: int) -> int:
     return int(min(gap, most, s.scalars[MAX_MODEL_LEN] - 1 - computed))
 
 
-@compiled
+@rarely
 def _make_room(s: State, slot: int, needed: int, position: int) -> int:
     """Preempt until `needed` blocks are free for `slot`, at `position` of the running list.
 
@@ -762,7 +761,7 @@ def plan_step(
     s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = s.scalars[NUM_COPIES] = 0
     s.scalars[STEP] = frame_id
     s.scalars[NUM_LOADS] = s.scalars[NUM_SAVES] = s.scalars[AWAITS_ANSWER] = 0
-    s.scalars[STOP_POSITION], s.scalars[STOP_SLOT] = run_rows(s, 0), NONE
+    s.scalars[STOP_POSITION], s.scalars[STOP_SLOT] = run_rows(s, 0, NONE), NONE
     num_running = 0
     if s.scalars[STOP_POSITION] == NONE:
         num_running = end_running(s)

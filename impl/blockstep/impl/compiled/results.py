@@ -109,7 +109,7 @@ def commit_step(
         return code, detail, told, kept, 0, 0, 0, NONE
     for column in range(AT_ROW, NUM_ENDED + 1):
         s.scalars[column] = 0
-    ending = take_rows(s, who, planned, tokens, counts, has_counts, marks, told, kept)
+    ending = _take_rows(s, who, planned, tokens, counts, has_counts, marks, told, kept)
     return (
         code, detail, told, kept, int(s.scalars[NUM_DELIVERING]), int(s.scalars[NUM_DELIVERED]),
         int(s.scalars[NUM_ENDED]), ending,
@@ -172,6 +172,22 @@ def _needs_marks(s: State, who: Int64s) -> bool:
     *("out int32 2", "out int32 1"),
 )
 def take_rows(
+    s: State,
+    who: Int64s,
+    planned: Int32s,
+    tokens: Int32s,
+    counts: Int32s,
+    has_counts: bool,
+    marks: NDArray[np.uint8],
+    told: Int32s,
+    kept: Int32s,
+) -> int:
+    """See `_take_rows`."""
+    return _take_rows(s, who, planned, tokens, counts, has_counts, marks, told, kept)
+
+
+@compiled
+def _take_rows(
     s: State,
     who: Int64s,
     planned: Int32s,

@@ -104,37 +104,36 @@ STOP_SLOT: Final = 57
 """The same at the head of a queue."""
 STOPPED: Final = 58
 """Why machine code has stopped."""
-HAS_PINS: Final = 59
-NUM_PINS: Final = 60
+NUM_PINS: Final = 59
 # A commit that stops at a row continues behind it: the next row and token, and the numbers of rows
 # that deliver, of tokens delivered and of requests that finish.
-AT_ROW: Final = 61
-AT_TOKEN: Final = 62
-NUM_DELIVERING: Final = 63
-NUM_DELIVERED: Final = 64
-NUM_ENDED: Final = 65
-HAS_STORE: Final = 66
-HAS_FENCES: Final = 67
+AT_ROW: Final = 60
+AT_TOKEN: Final = 61
+NUM_DELIVERING: Final = 62
+NUM_DELIVERED: Final = 63
+NUM_ENDED: Final = 64
+HAS_STORE: Final = 65
+HAS_FENCES: Final = 66
 """Whether blocks that a frame in flight accesses wait for its commit, as a store could load into
 them (P17)."""
-LAST_ANSWERED: Final = 68
+LAST_ANSWERED: Final = 67
 """The last frame that was committed, or is being committed."""
-NUM_DEFERRED: Final = 69
-NUM_LOADS: Final = 70
-NUM_RECEIVED: Final = 71
+NUM_DEFERRED: Final = 68
+NUM_LOADS: Final = 69
+NUM_RECEIVED: Final = 70
 """Requests whose load over several steps has finished, and which were not admitted since."""
-EXTERNAL_QUERIES: Final = 72
-EXTERNAL_HITS: Final = 73
-AWAITS_ANSWER: Final = 74
+EXTERNAL_QUERIES: Final = 71
+EXTERNAL_HITS: Final = 72
+AWAITS_ANSWER: Final = 73
 """Whether a running request waits for blocks that are free behind a commit."""
-SWAP_MIN: Final = 75
+SWAP_MIN: Final = 74
 """The fewest tokens of a preempted request that a store saves; 0: none."""
-NUM_SAVES: Final = 76
-LOW_FREE: Final = 77
+NUM_SAVES: Final = 75
+LOW_FREE: Final = 76
 """Admission closes below so many free blocks, and opens at `HIGH_FREE`; 0: it stays open."""
-HIGH_FREE: Final = 78
-IS_CLOSED: Final = 79
-NUM_SCALARS: Final = 80
+HIGH_FREE: Final = 77
+IS_CLOSED: Final = 78
+NUM_SCALARS: Final = 79
 
 # Why machine code stops, and Python goes on.
 GOES_ON: Final = 0
@@ -404,16 +403,15 @@ class State(NamedTuple):
     lines: Int64s
     """[running slots, ROW_BLOCKS + ROW_NUMBERS * groups]"""
     copies: Int32s
-    """[copies, 3]: request (NONE if it was preempted since), source and copy of a shared block."""
+    """[entries, 3], with forks: request (NONE if it was preempted since), source and copy of a
+    shared block. With a store, which excludes forks: a frame, a block that is free behind its
+    commit, and whether the block is the first of those given up at once."""
     log: Int32s
     """[entries, LOG_COLUMNS]: KV events that were not told yet."""
     loads: Int64s
     """[slots, 4], with a store: request, tokens of the hit, tokens to load, and whether that takes
     longer than a step. In a step that preempts, which loads nothing and gives out no batch row: the
     preempted request, its batch row until then, and the tokens to save."""
-    deferred: Int32s
-    """[entries, 3]: a frame, a block that is free behind its commit, and whether the block is the
-    first of those given up at once."""
     scratch: Int32s
     """[twice the running slots, or a block table]"""
 
@@ -463,7 +461,6 @@ def make_state(config: Config) -> State:
         np.zeros((0, 3), np.int32),
         np.zeros((0, LOG_COLUMNS), np.int32),
         np.zeros((0, 4), np.int64),
-        np.zeros((0, 3), np.int32),
         np.zeros(0, np.int32),
     )
     seats = min(config.max_num_seqs, config.num_usable_blocks)
@@ -500,7 +497,7 @@ def _make_scalars(config: Config, groups: Int64s) -> Int64s:
     )
     scalars[MAX_LORAS] = config.max_loras
     scalars[HAS_ITEMS] = config.encoder_cache_size > 0
-    scalars[HAS_PINS], scalars[HAS_STORE] = config.has_pins, config.kv_connector
+    scalars[HAS_STORE] = config.kv_connector
     scalars[HAS_FENCES] = config.kv_connector and config.max_frames_in_flight > 1
     scalars[LAST_ANSWERED], scalars[SWAP_MIN] = NONE, config.swap_min_tokens
     scalars[LOW_FREE] = config.admission_low_blocks
@@ -586,7 +583,9 @@ def grow_seats(state: State, count: int) -> State:
     first = len(state.lines)
     used = int(state.requests[:, NUM_FULL].max(initial=0))
     used = max(used, int(state.holdings[:, :, HELD].max(initial=0)))
-    lines = _longer(state.lines, count)
+    lines, copies = _longer(state.lines, count), state.copies
+    if state.scalars[HAS_FORKS]:
+        copies = np.zeros((count * len(state.groups), 3), np.int32)
     lines[first:-1, NEXT_SEAT] = np.arange(first + 1, count)
     lines[-1, NEXT_SEAT] = state.scalars[FREE_SEAT]
     state.scalars[FREE_SEAT] = first
@@ -595,7 +594,7 @@ def grow_seats(state: State, count: int) -> State:
         node_tables=_longer_table(state.node_tables, count, used),
         drafts=_longer(state.drafts, count),
         lines=lines,
-        copies=np.zeros((count * len(state.groups) * int(state.scalars[HAS_FORKS]), 3), np.int32),
+        copies=copies,
         scratch=np.zeros(max(2 * count, state.node_tables.shape[1]), np.int32),
     )
 
@@ -647,11 +646,11 @@ def reserve_deferred(state: State, num_more: int = 0) -> State:
         return state
     used = int(state.scalars[NUM_DEFERRED])
     needed = used + 2 * state.block_tables.size + num_more
-    if needed <= len(state.deferred):
+    if needed <= len(state.copies):
         return state
-    deferred = np.zeros((2 * needed, 3), np.int32)
-    deferred[:used] = state.deferred[:used]
-    return state._replace(deferred=deferred)
+    copies = np.zeros((2 * needed, 3), np.int32)
+    copies[:used] = state.copies[:used]
+    return state._replace(copies=copies)
 
 
 def _longer(array: A, count: int) -> A:

@@ -21,7 +21,6 @@ from blockstep.impl.compiled.planning import (
     may_admit,
     may_try_again,
     plan_step,
-    run_due,
     run_rows,
     try_admit,
 )
@@ -82,7 +81,7 @@ class Steps:
             while position != NONE:
                 position = self._run_stopped(s, position)
                 if position != NONE:
-                    position = run_rows(s, position)
+                    position = run_rows(s, position, NONE)
                     self._undo_preempted(s)
             num_running = end_running(s)
             if admits and may_admit(s):
@@ -108,10 +107,10 @@ class Steps:
         elif self.turns is not None:
             self.turns.give(slot)
         num_rows = s.scalars[NUM_ROWS]
-        position = run_due(s, position, tokens)
+        position = run_rows(s, position, tokens)
         while self.turns is not None and s.scalars[STOPPED] == IS_SHORT:
             self.turns.give(slot)
-            position = run_due(s, int(s.scalars[STOP_POSITION]), tokens)
+            position = run_rows(s, int(s.scalars[STOP_POSITION]), tokens)
         self._undo_preempted(s)
         if self.encodings is not None and chosen is not None and s.scalars[NUM_ROWS] > num_rows:
             self.encodings.hold(slot, chosen)

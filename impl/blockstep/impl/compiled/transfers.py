@@ -59,6 +59,7 @@ from blockstep.impl.compiled.state import (
     reserve_deferred,
 )
 from blockstep.spec.vocabulary import (
+    NO_TRANSFERS,
     NULL_BLOCK,
     BlockId,
     BlockTables,
@@ -201,6 +202,11 @@ class Transfers:
 
     # What a worker reports
 
+    def has_news(self, frame_id: FrameId, report: KVTransfers) -> bool:
+        """Return whether `begin_commit` would do anything."""
+        has_deferred = bool(self.requests.state.scalars[NUM_DEFERRED])
+        return report is not NO_TRANSFERS or frame_id in self.loads or has_deferred
+
     def begin_commit(
         self, frame_id: FrameId, report: KVTransfers
     ) -> tuple[list[RequestId], list[int]]:
@@ -342,7 +348,7 @@ class Transfers:
         s = self.requests.state = reserve_deferred(s, len(blocks))
         first = int(s.scalars[NUM_DEFERRED])
         for at, block in enumerate(blocks, first):
-            s.deferred[at] = last, block, at == first
+            s.copies[at] = last, block, at == first
         s.scalars[NUM_DEFERRED] = first + len(blocks)
 
     # What is under way
@@ -361,7 +367,7 @@ class Transfers:
         names = sorted(requests.slot_of)
         rows = {name: s.requests[requests.slot_of[name]] for name in names}
         deferred: list[DeferredFree] = []
-        for frame_id, block, is_first in s.deferred[: s.scalars[NUM_DEFERRED]].tolist():
+        for frame_id, block, is_first in s.copies[: s.scalars[NUM_DEFERRED]].tolist():
             before = () if is_first else deferred.pop().block_ids
             deferred.append(DeferredFree(frame_id, (*before, block)))
         return TransfersSnapshot(

@@ -7,8 +7,8 @@ flight will sample. Optional features have modules of their own: `adapters`, `ma
 and `sessions`; `groups`, `kinds` and `states` implement several KV groups. `transfers` keeps the
 transfers with a store: `loading` starts loads, `arrivals` takes reports about them. `step` is a
 plan under construction, `running` and `admission` are its two phases, `planning` issues it;
-`results` and `drafts` take the answers. `scheduler` is the engine, `view` makes its snapshot. This
-engine has every feature; the fast one is `blockstep.impl.compiled`.
+`results` and `drafts` take the answers. `scheduler` is the engine, `view` makes its snapshot.
+`blockstep.impl.compiled` decides the same, faster.
 """
 
 from blockstep.impl.host.digests import CRC32, DIGESTS, SHA256, Digest
