@@ -56,7 +56,7 @@ def make_output_rows(
     new_token_ids: Iterable[TokenIds],
     num_cached_tokens: Iterable[int],
 ) -> list[OutputRow]:
-    """Return the rows of requests that go on."""
+    """Return the rows of requests that do not finish."""
     made, make = list[OutputRow](), _OPEN_OUTPUT
     for name, tokens, cached in zip(request_ids, new_token_ids, num_cached_tokens, strict=True):
         row = make()

@@ -131,7 +131,7 @@ def free_blocks(s: State, slot: int) -> None:
 
 @compiled
 def is_fenced(s: State, slot: int) -> bool:
-    """Whether blocks that a request gives up wait for the commit of a frame (P17).
+    """Whether blocks that a request frees become free only with the commit of a frame (P17).
 
     A later frame runs after that one, but a store does not: it could load into the blocks while the
     frame reads or writes them (upstream #45357, #48481).
@@ -142,8 +142,8 @@ def is_fenced(s: State, slot: int) -> bool:
 
 @compiled
 def defer_range(s: State, slot: int, group: int, begin: int, end: int, is_first: bool) -> bool:
-    """Give up blocks of a table behind the request's last frame; return whether no block has been
-    given up yet. The caller reserves room."""
+    """Free blocks of a table with the commit of the request's last frame; return whether none has
+    been listed yet. The caller reserves room."""
     seat = s.requests[slot, SEAT]
     for index in range(begin, end):
         block = s.block_tables[group, seat, index]

@@ -160,7 +160,7 @@ class CompiledEngine(Doors[Frame]):
         self._reserves = config.enable_kv_cache_events or (
             config.kv_connector and config.max_frames_in_flight > 1
         )
-        """Whether an event needs room for what it logs, or for the blocks that it gives up."""
+        """Whether an event needs room for what it logs, or for the blocks that it frees later."""
 
     def snapshot(self) -> Snapshot:
         """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
@@ -298,7 +298,7 @@ class CompiledEngine(Doors[Frame]):
         return outputs
 
     def _reserve(self) -> None:
-        """Make room for what one event may log, and for the blocks that it may give up."""
+        """Make room for what one event may log, and for the blocks that it may free later."""
         if self.config.enable_kv_cache_events:
             self.requests.state = reserve_log(self.requests.state)
         if self.transfers is not None:

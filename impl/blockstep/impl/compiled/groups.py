@@ -166,7 +166,7 @@ def _is_apart(s: State, group: int, tokens: int, loaded: int) -> int:
 @compiled
 def find_quiet(s: State, slot: int) -> int:
     """Return the last slot up to which a row of a running request takes, publishes and leaves no
-    block, in no group. It stays valid until the request gives up its blocks."""
+    block, in no group. It stays valid until the request frees its blocks."""
     quiet, is_cached = s.scalars[MAX_MODEL_LEN], s.scalars[HAS_CACHE] != 0
     for group in range(s.scalars[NUM_GROUPS]):
         size, kind, span = s.groups[group, SIZE], s.groups[group, KIND], s.groups[group, SPAN]

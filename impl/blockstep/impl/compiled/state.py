@@ -130,12 +130,12 @@ SWAP_MIN: Final = 74
 """The fewest tokens of a preempted request that a store saves; 0: none."""
 NUM_SAVES: Final = 75
 LOW_FREE: Final = 76
-"""Admission closes below so many free blocks, and opens at `HIGH_FREE`; 0: it stays open."""
+"""Admission closes below this number of free blocks, and opens at `HIGH_FREE`; 0: it stays open."""
 HIGH_FREE: Final = 77
 IS_CLOSED: Final = 78
 NUM_SCALARS: Final = 79
 
-# Why machine code stops, and Python goes on.
+# Why machine code stops and returns to Python.
 GOES_ON: Final = 0
 IS_DUE: Final = 1
 """The next item of a request is due."""
@@ -251,7 +251,7 @@ IS_RESTING: Final = 4
 IS_LOADING: Final = 5
 """It has blocks, and waits for a load over several steps."""
 HAS_LOADED: Final = 6
-"""That load has finished."""
+"""Its load over several steps has finished."""
 
 # Blocks; the null block is never free, so it closes the free queue to a ring.
 REF_COUNT: Final = 0
@@ -405,7 +405,7 @@ class State(NamedTuple):
     copies: Int32s
     """[entries, 3], with forks: request (NONE if it was preempted since), source and copy of a
     shared block. With a store, which excludes forks: a frame, a block that is free behind its
-    commit, and whether the block is the first of those given up at once."""
+    commit, and whether the block is the first of those that are freed together."""
     log: Int32s
     """[entries, LOG_COLUMNS]: KV events that were not told yet."""
     loads: Int64s
@@ -641,7 +641,7 @@ def reserve_log(state: State) -> State:
 
 
 def reserve_deferred(state: State, num_more: int = 0) -> State:
-    """Return the state with room for all blocks that one event gives up, and `num_more`."""
+    """Return the state with room for all blocks that one event frees later, and `num_more`."""
     if not state.scalars[HAS_FENCES]:
         return state
     used = int(state.scalars[NUM_DEFERRED])

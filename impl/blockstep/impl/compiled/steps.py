@@ -1,4 +1,4 @@
-"""Steps: one plan, part by part where machine code stops at a request and Python goes on.
+"""Steps: one plan, part by part where machine code stops at a request and Python continues.
 
 An item of the request is due, or it lacks blocks while no other request runs and a pin may end:
 

@@ -78,7 +78,7 @@ from blockstep.spec.vocabulary import (
 
 
 class Transfers:
-    """What a store has offered, what it loads, and the blocks that it still reads or writes.
+    """The offers of a store, the loads under way, and the blocks that a transfer holds.
 
     Args:
         config: the constants of the run.

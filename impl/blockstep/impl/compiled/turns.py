@@ -35,7 +35,7 @@ class Turns:
         self.requests = requests
         self.pins = Pins()
         self._has_warm = False
-        """Whether a request may be marked as warm."""
+        """Whether some request may have `IS_WARM`."""
 
     def begin_step(self) -> None:
         """End expired pins, and move requests of jobs with a pin ahead in the queue.
