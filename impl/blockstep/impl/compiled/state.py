@@ -251,7 +251,7 @@ IS_RESTING: Final = 4
 IS_LOADING: Final = 5
 """It has blocks, and waits for a load over several steps."""
 HAS_LOADED: Final = 6
-"""Its load over several steps has finished."""
+"""It has finished a load over several steps."""
 
 # Blocks; the null block is never free, so it closes the free queue to a ring.
 REF_COUNT: Final = 0
