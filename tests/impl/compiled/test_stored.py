@@ -29,9 +29,12 @@ class Alike(Pair):
 def draw_config(draw: random.Random) -> v.Config:
     config = draw_thresholds(draw, draw_stored(draw))
     if draw.random() < 0.3:
-        *cached, uncached = list_recurrent(config.block_size, config.num_speculative_tokens)
-        groups = draw.choice(cached) if config.enable_prefix_caching else uncached
-        return replace(config, groups=groups, num_blocks=config.num_blocks + 20)
+        listed = list_recurrent(config.block_size, config.num_speculative_tokens)
+        more = config.num_blocks + 20
+        drawn = [replace(config, groups=groups, num_blocks=more) for groups in listed]
+        legal = [one for one in drawn if not v.config_problems(one)]
+        if legal:
+            return draw.choice(legal)
     return replace(config, swap_min_tokens=draw.choice((0, 1, 4)))
 
 
