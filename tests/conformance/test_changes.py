@@ -92,7 +92,7 @@ def test_a_function_that_nothing_runs_cannot_be_changed() -> None:
 
 
 def test_a_law_is_about_the_functions_that_it_calls() -> None:
-    law = LAWS["pool.taken_block_loses_its_key_and_nobody_else_does"]
+    law = LAWS["pool.blocks_are_taken_from_the_head_of_the_queue"]
     called, inner = find_subjects(law)
     assert {name for _, name in called} >= {"allocate_blocks", "find_block"}
     assert "withdraw_blocks" in {name for _, name in inner}

@@ -190,7 +190,9 @@ def refusing_the_next(step: Step) -> Step:
 def preempted_instead(step: Step, name: str, other: str) -> Step:
     """Another one than `name` was preempted."""
     bent = changed(step, name, status=Status.RUNNING)
-    return changed(bent, other, status=Status.PREEMPTED)
+    bent = changed(bent, other, status=Status.PREEMPTED)
+    running = tuple(name if it == other else it for it in step.after.running)
+    return after(bent, running=running)
 
 
 def one_key_more(step: Step) -> Step:
