@@ -517,8 +517,8 @@ class LockStep(Runner):
         If the engine did exactly what the specification does, quirks explain every violated
         property. If they diverge, quirks explain only findings that the specification's own step
         has as well, or that an earlier step had. A finding of the same check about the same
-        subjects, with other values, is a consequence of the divergence, which is reported instead; one
-        about other subjects may be, and comes last.
+        subjects, with other values, is a consequence of the divergence, which is reported instead;
+        one about other subjects may be, and comes last.
         """
         if not self.spec.state.rules.changes:
             return findings
