@@ -241,7 +241,7 @@ def propose(view: View, draw: Draw) -> Action:
     for _ in range(draw.integer(1, 3)):
         count = draw.integer(0 if draw.chance(10) else min(1, limit), limit)
         counts.append((count, count if draw.chance(40) else draw.integer(0, count)))
-    return Propose(tuple(counts))
+    return Propose(tuple(counts), for_chunks=len(counts) == 2)
 
 
 def abort(view: View, draw: Draw) -> Action:

@@ -53,6 +53,8 @@ class Client:
     """Requests that an abort ends with the next plan (`Aborted.ending_req_ids`)."""
     sampled: tuple[v.RequestId, ...] = ()
     """Requests that sampled in the last committed plan: drafts are proposed for them."""
+    chunked: tuple[v.RequestId, ...] = ()
+    """Requests whose row of the last committed plan was a part of their prompt."""
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Update the state with one event and its answer."""
@@ -79,6 +81,7 @@ class Client:
                 if self.dropped:
                     self.dropped = {row for row in self.dropped if row[0] != frame_id}
                 self.sampled = tuple(row.request_id for row in sampled if row.token_ids)
+                self.chunked = tuple(row.request_id for row in sampled if not row.token_ids)
                 for row in rows:
                     if row.request_id in self.live:  # whoever has ended may come again
                         said = self.said.get(row.request_id, ())

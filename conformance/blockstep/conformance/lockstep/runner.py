@@ -58,10 +58,11 @@ class Runner(Client):
             case Propose(counts=counts) if self.config.async_scheduling:
                 self.worker.acceptance = tuple(right for _, right in counts)
                 return None
-            case Propose(counts=counts):
+            case Propose(counts=counts, for_chunks=for_chunks):
+                names = (*self.sampled, *(self.chunked if for_chunks and self.sampled else ()))
                 rows = tuple(
                     v.RowTokens(name, self.worker.propose(name, *counts[index % len(counts)]))
-                    for index, name in enumerate(self.sampled)
+                    for index, name in enumerate(names)
                 )
                 return self._proposal(rows) if rows else None
             case Hostile(event=v.Commit() as event) if self._is_welcome(event):
@@ -120,13 +121,19 @@ class Runner(Client):
         return not isinstance(transition(self.spec.state, event), v.Rejected)
 
     def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
-        """Return the drafts of all requests, or only acceptable ones if the engine requires it."""
+        """Return the drafts of all requests, or only timely ones if the engine requires it."""
         if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
-            state = self.spec.state
-            requests = [state.requests.get(row.request_id) for row in rows]
-            pairs = zip(rows, requests, strict=True)
-            rows = tuple(row for row, known in pairs if known and can_take_drafts(state, known))
+            rows = tuple(row for row in rows if self._is_timely(row.request_id))
         return v.Drafts(rows) if rows else None
+
+    def _is_timely(self, name: v.RequestId) -> bool:
+        """Return whether drafts for a request are those of its last row, behind which it runs."""
+        state = self.spec.state
+        request = state.requests.get(name)
+        if request is None or can_take_drafts(state, request):
+            return request is not None
+        is_in_flight = any(row.request_id == name for plan in self.plans for row in plan.rows)
+        return request.status is v.Status.RUNNING and request.is_prefill_chunk and not is_in_flight
 
 
 def ask_mask(worker: Worker, plan: v.Plan) -> v.GrammarBitmask:

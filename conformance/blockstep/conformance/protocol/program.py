@@ -57,6 +57,9 @@ class Propose:
     """
 
     counts: tuple[tuple[int, int], ...]
+    for_chunks: bool = False
+    """Whether requests in the middle of their prompt get drafts as well, as from a proposer that
+    runs for every row. Such drafts are dropped."""
 
 
 class Mistake(StrEnum):
@@ -167,9 +170,9 @@ def describe(action: Action) -> str:
             return f"commit    {mistake.replace('_', ' ')}"
         case Mask(place=place):
             return f"mask      plan {place + 1} in flight"
-        case Propose(counts=counts):
+        case Propose(counts=counts, for_chunks=for_chunks):
             parts = " ".join(f"{count}({right} right)" for count, right in counts)
-            return f"drafts    {parts}"
+            return f"drafts    {parts}{', for chunks too' * for_chunks}"
         case Hostile(event=event):
             return f"hostile   {describe_event(event)}"
         case _:

@@ -79,13 +79,16 @@ def simpler_actions(action: Action) -> Iterator[Action]:
             yield replace(action, reset_connector=False)
         case v.Abort(request_ids=request_ids) if len(request_ids) > 1:
             yield from (v.Abort((name,)) for name in request_ids)
-        case Propose(counts=counts):
+        case Propose(counts=counts, for_chunks=for_chunks):
+            if for_chunks:
+                yield Propose(counts)
             if len(counts) > 1:
-                yield from (Propose((count,)) for count in counts)
+                yield from (replace(action, counts=(count,)) for count in counts)
             elif counts and counts[0] > (1, 0):
                 number, right = counts[0]
-                yield Propose(((1, min(right, 1)),))
-                yield Propose(((number, 0),)) if right else Propose(((number - 1, right),))
+                yield replace(action, counts=((1, min(right, 1)),))
+                fewer = (number, 0) if right else (number - 1, right)
+                yield replace(action, counts=(fewer,))
         case _:
             return
 
