@@ -49,6 +49,19 @@ def test_plan_without_rows_that_turns_a_queue_round_is_told_by_the_queue() -> No
     assert put_causes_first([changed, order]) == [order, changed]
 
 
+def test_load_behind_a_wrong_hit_is_told_by_the_hit() -> None:
+    load = violated("P19", "load_is_what_the_store_offers", "")
+    hit = violated("P5", "hit_is_the_longest_there_is", "")
+    assert put_causes_first([load, hit]) == [hit, load]
+
+
+def test_request_that_runs_before_its_load_is_told_by_its_status() -> None:
+    written = violated("P17", "block_in_transfer_is_not_written", "")
+    room = violated("P8", "admission_leaves_room_for_the_whole_prompt", "")
+    parked = violated("P19", "parked_request_is_what_its_load_says", "")
+    assert put_causes_first([written, room, parked]) == [parked, written, room]
+
+
 class Ending(SpecEngine):
     """It ends a session whose next input waits."""
 

@@ -97,10 +97,21 @@ GENERAL = frozenset(
     }
 )
 """Checks that say that something changed or differs, and not what is wrong with it."""
+PARKED = "parked_request_is_what_its_load_says"
 CAUSES = {
     "P3": frozenset({"P13"}),
     "P13": frozenset({"P19"}),
     "P16": frozenset({"P17", "P18", "P19", "P22", "P23", "P24", "P25"}),
+    "load_is_what_the_store_offers": frozenset({"hit_is_the_longest_there_is", PARKED}),
+    **dict.fromkeys(
+        (
+            "block_in_transfer_is_not_written",
+            "attended_slot_was_loaded",
+            "hit_is_whole_blocks_and_leaves_a_token",
+            "admission_leaves_room_for_the_whole_prompt",
+        ),
+        frozenset({PARKED}),
+    ),
     "finished_request_is_forgotten_and_others_stay": frozenset(
         {"session_goes_on_behind_all_but_its_last_token"}
     ),

@@ -365,7 +365,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
         "LOAD: {request} is loaded to a position at which the store has no state"
     ),
     "parked_request_is_what_its_load_says": (
-        "LOAD: {request} waits for its load with wrong blocks, counters or cached blocks"
+        "LOAD: {request} does not wait for its load, or waits with wrong blocks or counters"
     ),
     "what_may_not_have_come_is_nobody_elses": (
         "LOAD: {block} of {request} is shared or cached before its load is confirmed"
