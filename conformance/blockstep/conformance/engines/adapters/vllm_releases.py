@@ -255,8 +255,7 @@ def _build_table() -> Mapping[str, Release]:
         older[-1],
         version="0.20.0",
         has_prefill_stats=True,
-        # Not tried there.
-        has_countable_attempts=False,
+        has_countable_attempts=False,  # not tried there, nor the others below
         has_recurrent_groups=False,
         has_sessions=False,
         has_frame_masks=False,
