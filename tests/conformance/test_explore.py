@@ -111,13 +111,14 @@ UNSEEN = {
     *(story.quirk for story in ENCODER_STORIES),
     Quirk.ONLY_THE_FIRST_GOES_BACK,
     Quirk.BLOCKS_OF_LOADS_ARE_ZEROED,
+    Quirk.SESSIONS_WAIT_APART,
 } - {
     Quirk.ITEMS_HELD_WITHOUT_A_ROW,
     Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
     Quirk.ROOM_BESIDE_GROWS,
 }
 """Quirks that no transition of a walk shows as wrong: what is zeroed, what a mask says, and what is
-there of an item or of a load is the worker's to judge."""
+there of an item or of a load is the worker's to judge; where an idle session waits only differs."""
 UNREACHED = {
     Quirk.HEAD_LOOKS_BEHIND_ONCE,
     Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,

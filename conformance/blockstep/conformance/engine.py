@@ -89,7 +89,8 @@ class Capability(StrEnum):
     """The engine's plans have `num_common_prefix_blocks`."""
     LATE_DRAFTS = "late drafts"
     """It drops drafts for a request that cannot take them (P24). Without it, and without REJECTION,
-    an engine gets only drafts that the spec attaches."""
+    an engine gets only drafts that the spec attaches, and those of chunks where plans are compared.
+    """
 
     WORK = "work"
     """The engine's state has `has_work`: whether the engine loop must continue planning."""

@@ -61,10 +61,13 @@ class LackingEngine:
                 raise EngineFault(f"given {feature.name}: {event}")
 
     def _look_at_drafts(self, event: v.Drafts, answer: v.DraftsTaken) -> None:
-        """Without REJECTION and LATE_DRAFTS nobody's drafts may come too late."""
+        """Without REJECTION and LATE_DRAFTS no drafts may come too late; those of a chunk of a
+        prompt are not late."""
         if {Capability.REJECTION, Capability.LATE_DRAFTS} & self._has:
             return
-        if len(answer.request_ids) < len(event.drafts):
+        shown = {request.request_id: request for request in self._engine.snapshot().requests}
+        left = {row.request_id for row in event.drafts} - {*answer.request_ids}
+        if not all(name in shown and shown[name].is_prefill_chunk for name in left):
             raise EngineFault(f"given late drafts: {event}, took {answer.request_ids}")
 
 

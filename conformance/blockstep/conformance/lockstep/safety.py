@@ -108,7 +108,7 @@ class SafetyRun(ScopedRun):
     def _list_timely(self, rows: tuple[v.RowTokens, ...]) -> tuple[v.RowTokens, ...]:
         """Return the drafts that any engine must accept: right after a commit, for running requests
         without a row in flight."""
-        busy = list_in_flight(self.plans) | self.idle
+        busy = list_in_flight(self.plans) | self.idle | {*self.chunked}
         rows = tuple(row for row in rows if row.request_id in self.live.keys() - busy)
         return rows if self.may_propose else ()
 
