@@ -52,7 +52,7 @@ HOST: Final = frozenset(
 )
 """All capabilities."""
 COMPILED: Final = HOST
-"""All of them."""
+"""All capabilities."""
 
 DEVICE: Final = COMPILED - {
     *("kinds", "common prefix", "adapters", "masks", "sessions", "encoder", "events"),

@@ -179,7 +179,8 @@ def _look(plan: Plan, unit: Unit, name: str, call: Call) -> Outcome:
     cell = plan.cells[unit.cell]
     options = plan.make_options(cell)
     try:
-        call(require_lines, options, plan.targets[cell.target].lines)
+        if modules := plan.targets[cell.target].lines:
+            call(require_lines, options, modules)
         ground = call(digging.ask, options)
     except LostError as lost:
         failed = describe(options, loss=lost.loss)

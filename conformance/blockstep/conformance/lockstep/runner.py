@@ -127,7 +127,7 @@ class Runner(Client):
         return v.Drafts(rows) if rows else None
 
     def _is_timely(self, name: v.RequestId) -> bool:
-        """Return whether drafts for a request are those of its last row, behind which it runs."""
+        """Return whether an engine that takes no late drafts may get drafts for this request."""
         state = self.spec.state
         request = state.requests.get(name)
         if request is None or can_take_drafts(state, request):

@@ -140,7 +140,7 @@ class _Replay:
         self._ended_at: dict[v.RequestId, int] = {}
         """Ticks, of requests that others follow."""
         self._held: dict[v.RequestId, list[v.Request]] = {}
-        """Requests whose arrival time has passed, by an unfinished request that they follow."""
+        """Requests that have arrived and wait for another one to finish, by that other one."""
         self._due: list[tuple[int, int, v.Request]] = []
         """Heap of requests whose predecessor has finished: due ticks, a number that breaks ties."""
         self._num_due = 0

@@ -312,14 +312,14 @@ def take_back(s: State, slot: int) -> None:
 
 @compiled
 def unpark(s: State, slot: int) -> None:
-    """Give a request whose load has finished the status that it had before."""
+    """Restore the status that a request had before its load, which has finished."""
     s.requests[slot, STATUS] = s.requests[slot, PARKED_AS]
     s.scalars[NUM_RECEIVED] -= 1
 
 
 @entry("state", "int")
 def drop_blocks(s: State, slot: int) -> None:
-    """Take the blocks from a request whose load has brought none, but not its batch row."""
+    """Free the blocks of a request after an empty load; it keeps its batch row."""
     free_blocks(s, slot)
     s.requests[slot, NEXT_ITEM] = s.requests[slot, FIRST_ITEM]
     unpark(s, slot)

@@ -307,7 +307,7 @@ def _save(s: State, victim: int) -> None:
     """Have a store save a victim's KV if there is enough of it (seed 002, "Swap-Out").
 
     Its row of this step was removed. Drafts and placeholders are not saved, as their tokens are not
-    known; nor is anything of a victim whose load is not confirmed (P19).
+    known. A victim with an unconfirmed load saves nothing (P19).
     """
     settled = min(s.requests[victim, NUM_COMPUTED], s.requests[victim, NUM_KNOWN])
     tokens, at = settled // s.scalars[UNIT] * s.scalars[UNIT], s.scalars[NUM_SAVES]

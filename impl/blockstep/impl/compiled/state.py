@@ -121,7 +121,7 @@ LAST_ANSWERED: Final = 67
 NUM_DEFERRED: Final = 68
 NUM_LOADS: Final = 69
 NUM_RECEIVED: Final = 70
-"""Requests whose load over several steps has finished, and which were not admitted since."""
+"""Number of requests that wait for admission after a finished asynchronous load."""
 EXTERNAL_QUERIES: Final = 71
 EXTERNAL_HITS: Final = 72
 AWAITS_ANSWER: Final = 73
@@ -231,7 +231,7 @@ IS_OFFER_ASYNC: Final = 51
 PARKED_AS: Final = 52
 """The status that it had before it waited for a load."""
 UNSETTLED: Final = 53
-"""1 plus the frame whose load is not confirmed; no block is published until then (P19)."""
+"""1 plus the frame that confirms the load; until then no block is published (P19)."""
 MORE_STOPS: Final = 54
 """Whether it has more stop tokens than there are columns; then Python looks each token up."""
 REQUEST_COLUMNS: Final = 55

@@ -159,8 +159,10 @@ class Transfers:
         return KVSave(self.requests.requests[slot].request_id, tuple(tables), num_tokens)
 
     def begin_anew(self, slot: int) -> tuple[Int64s, int]:
-        """Free the blocks of a request whose load has brought none, so that its admission looks for
-        hits again; return what `restore` needs."""
+        """Free the blocks of a request after an empty load; return what `restore` needs.
+
+        Its next admission looks for hits again.
+        """
         s = self.requests.state
         kept = s.holdings[slot].copy(), int(s.scalars[NUM_DEFERRED])
         drop_blocks(s, slot)
@@ -179,7 +181,7 @@ class Transfers:
         s.scalars[NUM_RECEIVED] += 1
 
     def list_received(self) -> list[int]:
-        """Return the requests in the skipped queue whose load has finished, in its order."""
+        """Return the slots of the skipped queue that have finished their load, in order."""
         statuses = self.requests.state.requests[:, STATUS]
         return [slot for slot in self._list_queue(SKIPPED) if statuses[slot] == HAS_LOADED]
 

@@ -47,8 +47,7 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
             self.skipped_waiting.prepend(passed_over)
 
     def _admit_behind(self, transfers: Transfers, head: int, step: Step) -> None:
-        """Admit requests whose load has finished, although the head of the queue does not fit
-        (P10).
+        """Admit requests after their load, even if the head of the queue does not fit (P10).
 
         Their blocks are loaded, so they can run, and each frees its blocks at its end. One that
         does not fit either stays where it is.

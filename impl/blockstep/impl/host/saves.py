@@ -22,8 +22,8 @@ class Saves(Core):
         """Have a store save a victim's KV if there is enough of it (seed 002, "Swap-Out").
 
         The victim must still have its blocks, and its row of this step must be removed. Drafts and
-        placeholders are not saved, as their tokens are not known; nor is anything of a victim whose
-        load is not confirmed (P19).
+        placeholders are not saved, as their tokens are not known. A victim with an unconfirmed load
+        saves nothing (P19).
         """
         table, sizes = self.table, self.config.block_sizes
         settled = min(table.num_computed[victim], table.num_known[victim])

@@ -140,7 +140,7 @@ ADMISSION = {
         "a request was left waiting because max_num_seqs requests run"
     ),
     "admission_after_skip": "a request was admitted before one that waits for its grammar",
-    "grammar_skipped": "a request whose grammar is not compiled was skipped",
+    "grammar_skipped": "a request was skipped because its grammar is not compiled yet",
     "grammar_promoted": "a request whose grammar had been compiled was admitted",
     "admission_overtakes": "PRIORITY admitted a request before one submitted earlier",
 }
@@ -196,7 +196,7 @@ def _of_hit(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
 
 
 def _kept_apart(step: Step, ledger: Ledger, life: Life) -> Iterator[str]:
-    """Yield the goals of requests whose first block has the same tokens and is another block."""
+    """Yield the goals of two requests that hold equal first blocks under different ids."""
     size, request = step.config.block_size, life.request
     for other in ledger.lives.values():
         told = other.request
