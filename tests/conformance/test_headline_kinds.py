@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.lockstep.driver import LockStep, put_causes_first
 from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.compare import observation_differences
 from blockstep.conformance.protocol.findings import (
+    MUST_WAIT,
     Difference,
     Finding,
     FindingKind,
@@ -60,6 +63,80 @@ def test_request_that_runs_before_its_load_is_told_by_its_status() -> None:
     room = violated("P8", "admission_leaves_room_for_the_whole_prompt", "")
     parked = violated("P19", "parked_request_is_what_its_load_says", "")
     assert put_causes_first([written, room, parked]) == [parked, written, room]
+
+
+class Short(SpecEngine):
+    """It cuts prompts to one token."""
+
+    def __init__(self, config: v.Config) -> None:
+        super().__init__(replace(config, long_prefill_token_threshold=1))
+
+
+def test_wrong_decision_is_told_first_and_what_it_violates_second() -> None:
+    whole = replace(ROOMY, max_model_len=16, enable_chunked_prefill=False)
+    first = play(Program(whole, (SUBMIT, v.Schedule())), Short)[0]
+    assert first.sentence == "prompt_is_not_cut_without_chunking"
+    assert make_headline(first) == (
+        "ADMISSION: request A runs 1 tokens, the spec 2: the prompt of request A is cut although "
+        "chunked prefill is off"
+    )
+    assert first == replace(first, diverged=())
+
+
+def test_decision_is_not_told_twice() -> None:
+    row = Difference("new A", "-", "there")
+    early = violated("P16", "admissions_follow_the_policy", f"'A' {MUST_WAIT}", subjects="A")
+    told = "ADMISSION: request A is admitted, and must wait"
+    assert make_headline(replace(early, diverged=(row,))) == told
+
+
+def test_first_wrong_row_of_a_plan_is_told() -> None:
+    hit = Difference("new A num_computed_tokens", "1", "2")
+    behind = Difference("new B", "there", "-")
+    diverged = replace(violated("P5", "hit_is_the_longest_there_is", ""), diverged=(hit, behind))
+    told = "HIT: request A begins at 2 computed tokens, the spec at 1: "
+    assert make_headline(diverged).startswith(told)
+
+
+def test_plans_with_rows_of_different_requests_differ_in_rows() -> None:
+    one, other = (v.Plan(0, new=(v.NewRow(v.Request(name, (0,)), ((1,),), 0, 1),)) for name in "AB")
+    expected = (Difference("new A", "there", "-"), Difference("new B", "-", "there"))
+    assert observation_differences(one, other) == expected
+
+
+class Inserting(SpecEngine):
+    """It puts admitted requests at the head of the running list."""
+
+    def snapshot(self) -> v.Snapshot:
+        shown = super().snapshot()
+        return replace(shown, running=shown.running[::-1])
+
+
+def test_wrong_order_of_the_running_list_is_no_wrong_admission() -> None:
+    submits = [v.Submit(v.Request(name, (0,), max_tokens=3)) for name in "AB"]
+    found = play(Program(ROOMY, (*submits, v.Schedule())), Inserting)
+    assert found[0].sentence == "running_list_keeps_its_order"
+    assert found[0].subjects == Subjects(("A", "B"))
+    assert "admissions_follow_the_policy" not in {it.sentence for it in found}
+
+
+class Ill(SpecEngine):
+    """It ends a request without a reason, and notices that its answer contradicts itself."""
+
+    def apply(self, event: v.Event) -> v.Observation:
+        answer = super().apply(event)
+        if isinstance(answer, v.Outputs):
+            fault = EngineFault("the counters of this answer are of no row")
+            fault.answer = v.Outputs()
+            raise fault
+        return answer
+
+
+def test_answer_that_contradicts_itself_is_judged_all_the_same() -> None:
+    first, *others = play(Program(ROOMY, (SUBMIT, v.Schedule(), Answer())), Ill)
+    assert first.sentence == "delivered_rows_are_those_that_sampled"
+    kinds = [it.kind for it in others if it.kind is not FindingKind.PROPERTY]
+    assert kinds == [FindingKind.FAULT, FindingKind.DIVERGENCE]
 
 
 class Ending(SpecEngine):

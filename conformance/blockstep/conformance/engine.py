@@ -109,6 +109,9 @@ class EngineFault(Exception):
     state: Snapshot | None = None
     """The result of `snapshot`, if the fault is that the state contradicts itself. The properties
     are then checked on it, and name the cause."""
+    answer: Observation | None = None
+    """The result of `apply`, if the fault is that the answer contradicts itself. It is compared and
+    checked like any other."""
 
 
 @runtime_checkable

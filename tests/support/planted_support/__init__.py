@@ -20,6 +20,8 @@ class Planted:
     from what is printed."""
     features: tuple[str, ...] = ()
     """What the check is asked to draw."""
+    unseen: str = ""
+    """Why no check of the release can meet it, so that no headline is measured; "" if one can."""
 
     def is_named_by(self, told: str) -> bool:
         """Whether a headline names the cause."""
@@ -30,9 +32,9 @@ def make_list() -> tuple[list[Planted], Callable[..., Callable[[Callable[..., An
     """An empty list, and a decorator that adds a function to it."""
     entries: list[Planted] = []
 
-    def planted(says: str, *features: str) -> Callable[[Callable[..., Any]], Any]:
+    def planted(says: str, *features: str, unseen: str = "") -> Callable[[Callable[..., Any]], Any]:
         def keep(plant: Callable[..., Any]) -> Callable[..., Any]:
-            entries.append(Planted(plant.__name__, plant, says, features))
+            entries.append(Planted(plant.__name__, plant, says, features, unseen))
             return plant
 
         return keep

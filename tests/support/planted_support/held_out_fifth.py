@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
+from blockstep.conformance.engines.adapters.vllm_spared import FORCED_RESET
 from planted_support import make_list
 from planted_support.held_out_later import edit
 from planted_support.in_vllm import subclass
@@ -185,10 +186,14 @@ def grammars_advance_by_one_token(scheduler: Any) -> None:
     "|P12 (only_running_requests_hold_anything|preempted_request_starts_again)",
     "async",
     "reset",
+    unseen=FORCED_RESET,
 )
 def placeholders_survive_a_reset(scheduler: Any) -> None:
     """With asynchronous scheduling, a forced reset does not set the output placeholders of the
-    requests that it preempts to zero."""
+    requests that it preempts to zero.
+
+    Nothing shows it: placeholders exist only with asynchronous scheduling, and there the adapter
+    keeps forced resets away from the release, which is known to go wrong."""
     edit(scheduler, "reset_prefix_cache", "request.num_output_placeholders = 0", "pass")
 
 

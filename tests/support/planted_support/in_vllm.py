@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.engines.adapters.vllm import VllmEngine
 from blockstep.conformance.report.failure import tell_failure
-from blockstep.conformance.search.check import InProcess, check
+from blockstep.conformance.search.check import CheckResult, InProcess, check
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
 from planted_support import Planted, make_list
@@ -49,12 +49,17 @@ def build_factory(entry: Planted) -> EngineFactory:
     return Wrong
 
 
-def tell_first_line(entry: Planted) -> str:
-    """Return the first line of the report of a check that meets the wrong decision."""
+def run_check(entry: Planted) -> CheckResult:
+    """Check the release with the wrong decision."""
     options = CheckOptions(
         engine="vllm", profile=PROFILE, max_events=40_000, with_features=entry.features
     )
-    result = check(options, place=InProcess(load=lambda _options: build_factory(entry)))
+    return check(options, place=InProcess(load=lambda _options: build_factory(entry)))
+
+
+def tell_first_line(entry: Planted) -> str:
+    """Return the first line of the report of a check that meets the wrong decision."""
+    result = run_check(entry)
     return "it is not found" if result.first is None else tell_failure(result).splitlines()[0]
 
 

@@ -32,6 +32,16 @@ def submitted() -> Play:
     return Play().do(Submit(C), Submit(A))
 
 
+def admitted_together() -> Play:
+    """One step admits C and A."""
+    return submitted().do(Schedule())
+
+
+def committed_together() -> Play:
+    """Of both the whole prompt has run, and each gets a token."""
+    return Play().do(Submit(A)).run(1).do(Submit(C), Schedule()).commit()
+
+
 def admitted() -> Play:
     """A has run; now C is admitted beside it, and B must wait for blocks or budget."""
     return Play().do(Submit(A)).run(1).do(Submit(C), Schedule())

@@ -168,6 +168,13 @@ def put_causes_first(findings: list[Finding]) -> list[Finding]:
     return sorted(findings, key=rank)
 
 
+def _put_beside(found: Finding, diverged: Sequence[Finding]) -> Finding:
+    """Return a finding, if it is of a property with where spec and engine differ in its step."""
+    if found.kind is not FindingKind.PROPERTY or not diverged:
+        return found
+    return replace(found, diverged=diverged[0].differences)
+
+
 def tell_divergence(event: v.Event, differences: Sequence[Difference]) -> str:
     """Return a message with the first differing field, both values, and the number of other
     fields."""
@@ -337,8 +344,12 @@ class LockStep(Runner):
             return []
         told = self._tell(event)
         try:
-            seen = self.engine.apply(told)
-            after, faults = self._look() if self._sees_state() else (None, [])
+            seen, faults = self._ask(told)
+            if self._sees_state():
+                after, more = self._look()
+                faults = faults or more
+            else:
+                after = None
         except Exception as error:
             self._keep(Exchange(told, expected, None))
             return self.excuses.take([fault_of(error)], told, expected, None)
@@ -358,6 +369,15 @@ class LockStep(Runner):
             if faults:
                 return faults
             raise
+
+    def _ask(self, event: v.Event) -> tuple[v.Observation, list[Finding]]:
+        """Return the engine's answer to an event, and the fault if that contradicts itself."""
+        try:
+            return self.engine.apply(event), []
+        except EngineFault as fault:
+            if fault.answer is None:
+                raise
+            return fault.answer, [fault_of(fault)]
 
     def _look(self) -> tuple[v.Snapshot | None, list[Finding]]:
         """Return the engine's state, and the fault if that contradicts itself."""
@@ -461,6 +481,7 @@ class LockStep(Runner):
         if findings:
             left = self._unexplained(put_causes_first(findings), of_spec)
             findings = self.excuses.take(left, told, expected, seen)
+            findings = [_put_beside(found, diverged) for found in findings]
         if step is not None:
             if not findings:  # also after findings that a quirk explains
                 self.witnesses.update(situations(step, self.ledger))

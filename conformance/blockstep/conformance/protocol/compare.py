@@ -161,9 +161,9 @@ def _field_differences(name: str, mine: object, theirs: object) -> list[Differen
         and isinstance(theirs, tuple)
         and len(mine) == len(theirs)
         and all(map(is_dataclass, mine))
+        and _list_names(mine) == _list_names(theirs)
     ):
-        pairs = zip(mine, theirs, strict=True)
-        parts = [(getattr(left, "request_id", ""), left, right) for left, right in pairs]
+        parts = list(zip(_list_names(mine), mine, theirs, strict=True))
     elif _are_named(mine) and _are_named(theirs):
         return _named(name, mine, theirs) or _value(name, mine, theirs)
     else:
@@ -196,6 +196,11 @@ def _named(name: str, mine: Any, theirs: Any) -> list[Difference]:
             sides = [request_id in side for side in (left, right)]
             found.append(Difference(label, *["there" if side else ABSENT for side in sides]))
     return found
+
+
+def _list_names(records: tuple[object, ...]) -> list[str]:
+    """Return the request id of each record, "" for one of no request."""
+    return [getattr(record, "request_id", "") for record in records]
 
 
 def _are_named(records: object) -> bool:

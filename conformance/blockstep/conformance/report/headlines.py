@@ -2,10 +2,12 @@
 
 A headline is a class of defect and what is wrong: `CACHE: block 3 is cached before it is full`.
 `{request}` and `{block}` are the first subjects of the finding; subjects that are not named there
-follow, and then the first wrong value with the expected one, if the line has room for both. If a
-divergence differs in preempted requests, rows, their tokens, or a finish reason, the headline names
-that decision (`DECISIONS`): the other fields differ as a result. The message of any other
-divergence, of a fault and of a failed assertion is its headline.
+follow, and then the first wrong value with the expected one, if the line has room for both.
+
+If spec and engine differ in preempted requests, rows, their tokens, or a finish reason, the first
+such decision (`DECISIONS`) comes first: the other fields differ as a result. The property that it
+violates comes second. The message of any other divergence, of a fault and of a failed assertion is
+its headline.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from blockstep.conformance.protocol.findings import (
     shown,
 )
 
-CHARS_MAX = 140
+CHARS_MAX = 180
 """Characters of a headline, at most."""
 NAME_CHARS_MAX = 40
 """Characters of the id of a request in a headline, at most."""
@@ -286,6 +288,9 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "newcomer_goes_to_the_end_of_its_queue": "ORDER: a new request is queued at a wrong place",
     "admissions_follow_the_policy": "ORDER: requests are admitted out of policy order",
     "queues_keep_their_order": "ORDER: a waiting queue is out of order after the plan",
+    "running_list_keeps_its_order": (
+        "ORDER: the order of the running list is not that of admission"
+    ),
     "preempted_fcfs_are_the_youngest": "ORDER: not the youngest requests were preempted",
     "preempted_priority_never_outrank_survivors": (
         "ORDER: not the requests of lowest priority were preempted"
@@ -553,31 +558,37 @@ CHECK_HEADLINES: Mapping[str, str] = {
 }
 """The headline of a finding, by the name of its check."""
 
+HIT = "HIT: request {request} begins at {seen} computed tokens, the spec at {expected}"
 DECISIONS = (
-    (r"preempted_req_ids", "PREEMPTION: the plan preempts {seen}, the spec {expected}"),
-    (r"cached (?P<request>.+) is absent", "ORDER: request {request} gets no token of the plan"),
-    (r"cached (?P<request>.+) is there", "ORDER: request {request} gets tokens, and must wait"),
+    ((r"preempted_req_ids", "PREEMPTION: the plan preempts {seen}, the spec {expected}"),),
     (
-        r"cached (?P<request>.+) num_scheduled_tokens",
-        "ORDER: request {request} runs {seen} tokens, the spec {expected}",
-    ),
-    (r"new (?P<request>.+) is absent", "ADMISSION: request {request} is not admitted"),
-    (r"new (?P<request>.+) is there", f"ADMISSION: request {{request}} {MUST_WAIT}"),
-    (
-        r"new (?P<request>.+) num_computed_tokens",
-        "HIT: request {request} begins at {seen} computed tokens, the spec at {expected}",
+        (r"cached (?P<request>.+) is absent", "ORDER: request {request} gets no token of the plan"),
+        (r"cached (?P<request>.+) is there", "ORDER: request {request} gets tokens, and must wait"),
+        (r"cached (?P<request>.+) num_computed_tokens", HIT),
+        (
+            r"cached (?P<request>.+) num_scheduled_tokens",
+            "ORDER: request {request} runs {seen} tokens, the spec {expected}",
+        ),
     ),
     (
-        r"new (?P<request>.+) num_scheduled_tokens",
-        "ADMISSION: request {request} runs {seen} tokens, the spec {expected}",
+        (r"new (?P<request>.+) is absent", "ADMISSION: request {request} is not admitted"),
+        (r"new (?P<request>.+) is there", f"ADMISSION: request {{request}} {MUST_WAIT}"),
+        (r"new (?P<request>.+) num_computed_tokens", HIT),
+        (
+            r"new (?P<request>.+) num_scheduled_tokens",
+            "ADMISSION: request {request} runs {seen} tokens, the spec {expected}",
+        ),
     ),
     (
-        r"rows (?P<request>.+) finish_reason",
-        "OUTPUT: request {request} has finish reason {seen}, the spec has {expected}",
+        (
+            r"rows (?P<request>.+) finish_reason",
+            "OUTPUT: request {request} has finish reason {seen}, the spec has {expected}",
+        ),
     ),
 )
-"""Decisions in which spec and engine may differ, causes first: a pattern of the field and the
-headline. ` is absent` or ` is there` follows the field of a row that one plan lacks."""
+"""Decisions in which spec and engine may differ, in the order in which a scheduler takes them; those
+of one group are taken for each request in turn. Each is a pattern of the field and the headline.
+` is absent` or ` is there` follows the field of a row that one plan lacks."""
 AREAS = (
     (r"(request \S+ )?(num_cached_tokens|stats .+)|rows .+ num_(cached|external)\S+", "METRICS"),
     (r"encoder .+|.*encoder_(mm_hashes|inputs).*", "ENCODER"),
@@ -604,8 +615,14 @@ WORKER_VIEW = "plans_alone_rebuild_the_request"
 
 
 def make_headline(finding: Finding) -> str:
-    """Return the headline of a finding, on one line."""
-    if finding.kind is FindingKind.DIVERGENCE and (decision := find_decision(finding.differences)):
+    """Return the headline of a finding, on one line.
+
+    If the plan of a step in which a property is violated differs from the specification's in a
+    decision, that decision comes first, and what it violates second.
+    """
+    is_divergence = finding.kind is FindingKind.DIVERGENCE
+    decision = find_decision(finding.differences if is_divergence else finding.diverged)
+    if is_divergence and decision:
         return shown(decision, CHARS_MAX)
     text = CHECK_HEADLINES.get(finding.sentence, "")
     if finding.kind in BY_MESSAGE or not text:
@@ -614,10 +631,20 @@ def make_headline(finding: Finding) -> str:
     text = fill(special or text, finding.subjects)
     if finding.kind is FindingKind.LIVENESS:
         text = f"{text}: {finding.message.partition(';')[0]}"
+    elif decision and decision not in text:
+        text = _tell_second(decision, text.partition(": ")[2])
     elif finding.differences and not special:
         told = f"{text}: {_tell_value(finding)}"
         text = told if len(told) <= CHARS_MAX else text
     return shown(text, CHARS_MAX)
+
+
+def _tell_second(decision: str, rule: str) -> str:
+    """Return a decision and what it violates; a request that both begin with is named once."""
+    named = re.match(r"[A-Z]+: (request .+?) (?:is|gets|runs|begins|has) ", decision)
+    if named is not None and rule.startswith(f"{named[1]} "):
+        rule = f"it{rule.removeprefix(named[1])}"
+    return f"{decision}: {rule}"
 
 
 def _tell_value(finding: Finding) -> str:
@@ -638,13 +665,14 @@ def find_area(finding: Finding) -> str:
 
 def find_decision(differences: Sequence[Difference]) -> str:
     """Return the headline of the first decision in which two plans differ; "" if it is none."""
-    for pattern, text in DECISIONS:
+    for decisions in DECISIONS:
         for it in differences:
             is_row = {it.expected, it.seen} == {"there", ABSENT}
             side = f" is {'absent' if it.seen == ABSENT else 'there'}" if is_row else ""
-            named = re.fullmatch(pattern, it.field + side)
-            if named is not None:
-                return text.format(expected=it.expected, seen=it.seen, **named.groupdict())
+            for pattern, text in decisions:
+                named = re.fullmatch(pattern, it.field + side)
+                if named is not None:
+                    return text.format(expected=it.expected, seen=it.seen, **named.groupdict())
     return ""
 
 

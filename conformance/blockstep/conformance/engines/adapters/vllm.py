@@ -26,8 +26,9 @@ no counter of preemptions.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 # imported first, because it says what to do if vLLM cannot be imported
 from blockstep.conformance.engines.adapters.vllm_build import (
@@ -144,6 +145,8 @@ class VllmEngine:
         self.run = Run(config)
         self.scheduler = self.run.scheduler
         self.audit = Audit(self.scheduler, self.run.lora_ids, self.separate_names)
+        self._fault: EngineFault | None = None
+        """The first thing that contradicts the answer to the last event."""
         self.had_items_in_a_chunk = False
         """Whether an input of a session has had items. Its last output may be hashed before they
         arrive and published afterwards, so an event has items that no digest has."""
@@ -179,7 +182,30 @@ class VllmEngine:
         return IN_EVERY_RELEASE | {one for one, is_there in some.items() if is_there}
 
     def apply(self, event: v.Event) -> v.Observation:
-        """Take one event that is legal now."""
+        """Take one event that is legal now.
+
+        Raises:
+            EngineFault: the answer contradicts itself or the state; it has the answer all the same.
+        """
+        self._fault = None
+        try:
+            answer = self._take(event)
+        except Exception as error:
+            raise self._fault or error from None
+        if self._fault is not None:
+            self._fault.answer = answer
+            raise self._fault
+        return answer
+
+    def _check(self, check: Callable[..., None], *args: Any) -> None:
+        """Make a check of an answer, and keep its fault until the whole answer is read."""
+        try:
+            check(*args)
+        except EngineFault as fault:
+            self._fault = self._fault or fault
+
+    def _take(self, event: v.Event) -> v.Observation:
+        """Return the answer to an event. Faults of it are in `_fault`."""
         match event:
             case v.Submit(request=request):
                 return self._submit(request)
@@ -308,8 +334,8 @@ class VllmEngine:
             run.stats = leave_out(run.stats, lookups.list_failed(self.scheduler, planned, now))
         else:
             output = self.scheduler.schedule()
-        check_plan(run, output, self.separate_names)
-        check_runner(run, output, entering)
+        self._check(check_plan, run, output, self.separate_names)
+        self._check(check_runner, run, output, entering)
         frame_id, run.next_frame_id = run.next_frame_id, run.next_frame_id + 1
         if output.num_scheduled_tokens:
             run.frames[frame_id] = output
@@ -320,7 +346,7 @@ class VllmEngine:
         for name in preempted:
             run.known[name].num_preemptions += 1
         plan = read_plan(run, frame_id, output, preempted, entering)
-        self.audit.check_plan(plan)
+        self._check(self.audit.check_plan, plan)
         run.planned = tuple(sorted(output.num_scheduled_tokens))
         for name in run.planned:
             request, known = requests[name], run.known[name]
@@ -381,7 +407,7 @@ class VllmEngine:
         answer = self.scheduler.update_from_output(frame, result)
         if run.store is not None:
             run.store.forget((*transfers.finished_recving, *transfers.finished_sending), requests)
-        check_answer(run, answer, asked)
+        self._check(check_answer, run, answer, asked)
         for core in answer.values():
             told = core.scheduler_stats
             if told is not None:

@@ -43,6 +43,8 @@ UNUSED_HERE = {
 """Fields of this release that must be empty."""
 REPETITION = "repetition_detected"
 """The stop reason of a request that repeats itself."""
+COUNTED_AS = {"num_draft_tokens": "drafts_scheduled", "num_accepted_tokens": "drafts_accepted"}
+"""The counters of `Stats` that fields of vLLM's statistics of drafts are added to."""
 PARKED = v.Status.WAITING_FOR_REMOTE_KVS.name
 NOTE = get_unknown_note(
     RELEASE.version,
@@ -100,13 +102,13 @@ class Asked:
                     per_place[place] += 1
                 lengths += [len(drafts) - invalid.get(name, 0)] * bool(num_sampled)
         if not lengths:
-            return {}
+            return {"num_draft_tokens": 0, "num_accepted_tokens": 0}
         return {
-            "num_spec_tokens": self.num_drafts_max,
-            "num_drafts": len(lengths),
             "num_draft_tokens": sum(lengths),
             "num_accepted_tokens": sum(per_place),
             "num_accepted_tokens_per_pos": per_place,
+            "num_drafts": len(lengths),
+            "num_spec_tokens": self.num_drafts_max,
         }
 
 
@@ -452,14 +454,12 @@ def _check_counts(stats: SchedulerStats, asked: Asked) -> None:
             )
     is_left_out = asked.has_failures or RELEASE.has_sound_counters
     told, due = stats.spec_decoding_stats, {} if is_left_out else asked.count_drafts()
-    if told is None and due:
-        raise EngineFault(f"spec_decoding_stats in this answer is None, and the rows have {due}")
     for field, expected in due.items():
-        seen = getattr(told, field)
+        seen = getattr(told, field, 0)  # without statistics nothing was counted
         if seen != expected:
-            raise EngineFault(
-                f"spec_decoding_stats.{field} in this answer is {seen}; the rows have {expected}"
-            )
+            name = f"spec_decoding_stats.{field}"
+            name = f"{COUNTED_AS[field]} ({name})" if field in COUNTED_AS else name
+            raise EngineFault(f"{name} in this answer is {seen}, and its rows have {expected}")
 
 
 def _check_known(field: str, names: Iterable[Any], known: Collection[Any], who: str) -> None:

@@ -139,6 +139,28 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     yield from differing_requests("skipped_waiting", skipped, list(step.after.skipped_waiting))
 
 
+@sentence("P16", v.Schedule, v.Commit, fixes="the order of the running list")
+def running_list_keeps_its_order(step: Step, _ledger: Ledger) -> Complaints:
+    """Requests that continue to run keep their order. Admitted ones follow in order of admission,
+    which is also the order of their rows in a plan."""
+    admitted: list[list[v.RequestId]] = []
+    if isinstance(step.event, v.Schedule):
+        resumed = [row.request_id for row in step.plan.cached if row.resumed]
+        admitted = [[row.request_id for row in step.plan.new], resumed]
+    begun = {name for names in admitted for name in names}
+    after = step.after.running
+    kept = [name for name in step.before.running if name in after and name not in begun]
+    rest = [name for name in after if name not in kept]
+    if not all(_is_in_order(rest, names) for names in admitted):
+        rest = [name for names in admitted for name in names if name in rest]
+    return differing_requests("running", [*kept, *rest], list(after))
+
+
+def _is_in_order(names: Sequence[v.RequestId], planned: Sequence[v.RequestId]) -> bool:
+    """Whether those of `names` that are `planned` are in the order of the plan."""
+    return [name for name in names if name in planned] == [it for it in planned if it in names]
+
+
 @sentence("P16", v.Schedule, of="preempted", fixes="which request is preempted")
 def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> Complaints:
     """FCFS preempts from the end of the running list."""

@@ -273,14 +273,15 @@ class Step:
     def admitted_rows(self) -> list[PlannedRow]:
         """Rows of admitted requests, new and resumed mixed, in order of admission.
 
-        The plan has them in two lists; their common order is that of the running list.
+        The plan has them in two lists, each in order of admission. Their common order is that of
+        the running list; a wrong order of that list is none of the plan.
         """
-        rows = [self._row(row, self._kind_of(row)) for row in self.plan.new]
-        rows += [self._row(row, self._kind_of(row)) for row in self.plan.cached if row.resumed]
-        if len(rows) > 1:
-            place = {name: index for index, name in enumerate(self.after.running)}
-            rows.sort(key=lambda row: place.get(row.request_id, len(place)))
-        return rows
+        new = [self._row(row, self._kind_of(row)) for row in self.plan.new]
+        resumed = [self._row(row, self._kind_of(row)) for row in self.plan.cached if row.resumed]
+        if not (new and resumed):
+            return new or resumed
+        place = {name: index for index, name in enumerate(self.after.running)}
+        return sorted([*new, *resumed], key=lambda row: place.get(row.request_id, len(place)))
 
     @once
     def loads(self) -> dict[v.RequestId, v.KVLoad]:
