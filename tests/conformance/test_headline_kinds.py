@@ -52,6 +52,18 @@ def test_plan_without_rows_that_turns_a_queue_round_is_told_by_the_queue() -> No
     assert put_causes_first([changed, order]) == [order, changed]
 
 
+def test_blocks_of_a_preempted_request_are_told_by_its_status() -> None:
+    written = violated("P4", "block_still_to_be_written_is_not_published", "")
+    held = violated("P12", "only_running_requests_hold_anything", "")
+    assert put_causes_first([written, held]) == [held, written]
+
+
+def test_block_that_is_published_too_early_is_told_so() -> None:
+    slot = violated("P4", "published_block_was_written", "")
+    early = violated("P4", "only_computed_blocks_are_published", "")
+    assert put_causes_first([slot, early]) == [early, slot]
+
+
 def test_load_behind_a_wrong_hit_is_told_by_the_hit() -> None:
     load = violated("P19", "load_is_what_the_store_offers", "")
     hit = violated("P5", "hit_is_the_longest_there_is", "")

@@ -97,6 +97,14 @@ GENERAL = frozenset(
     }
 )
 """Checks that say that something changed or differs, and not what is wrong with it."""
+OF_A_STATUS = frozenset(
+    {
+        "only_running_requests_hold_anything",
+        "preempted_request_starts_again",
+        "submitted_request_starts_from_nothing",
+    }
+)
+"""Checks that a request has what its status allows: blocks and counters are wrong as a result."""
 PARKED = "parked_request_is_what_its_load_says"
 CAUSES = {
     "P3": frozenset({"P13"}),
@@ -116,7 +124,11 @@ CAUSES = {
         {"session_goes_on_behind_all_but_its_last_token"}
     ),
     **dict.fromkeys(
-        ("computed_full_blocks_are_published", "published_block_holds_the_right_prefix"),
+        (
+            "computed_full_blocks_are_published",
+            "published_block_holds_the_right_prefix",
+            "published_block_was_written",
+        ),
         frozenset(
             {"block_still_to_be_written_is_not_published", "only_computed_blocks_are_published"}
         ),
@@ -140,7 +152,8 @@ def list_uncounted(capabilities: Collection[str]) -> frozenset[str]:
 def put_causes_first(findings: list[Finding]) -> list[Finding]:
     """Return the findings of a step, causes first.
 
-    An admission of a request that must wait is first, a divergence last. A check that only says
+    An admission of a request that must wait is first, then what a request has against its status; a
+    divergence is last. A check that only says
     that something changed or differs comes after those that say what, and the order of a queue
     comes after what decides which requests wait and which blocks are free.
 
@@ -157,6 +170,8 @@ def put_causes_first(findings: list[Finding]) -> list[Finding]:
 
     def rank(one: Finding) -> int:
         if one.message.endswith(MUST_WAIT):
+            return -2
+        if one.sentence in OF_A_STATUS:
             return -1
         if one.kind in (FindingKind.FAULT, FindingKind.DIVERGENCE):
             return 3

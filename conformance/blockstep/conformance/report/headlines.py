@@ -586,8 +586,8 @@ DECISIONS = (
         ),
     ),
 )
-"""Decisions in which spec and engine may differ, in the order in which a scheduler takes them; those
-of one group are taken for each request in turn. Each is a pattern of the field and the headline.
+"""Decisions in which two plans may differ, in the order in which a scheduler takes them. Those of
+one group are taken for each request in turn. Each is a pattern of the field and the headline.
 ` is absent` or ` is there` follows the field of a row that one plan lacks."""
 AREAS = (
     (r"(request \S+ )?(num_cached_tokens|stats .+)|rows .+ num_(cached|external)\S+", "METRICS"),
