@@ -112,7 +112,7 @@ class Finding:
     frames: tuple[str, ...] = field(default=(), compare=False)
     """The calls in which an engine raised, the innermost last: `function (file.py:12): source`."""
     diverged: tuple[Difference, ...] = field(default=(), compare=False)
-    """Of a violated property: where spec and engine differ in the same step."""
+    """Where spec and engine differ in the step that violates a property."""
 
 
 def list_frames(error: BaseException) -> tuple[str, ...]:
