@@ -359,6 +359,11 @@ def test_divergence_of_a_plan_is_told_by_its_first_decision() -> None:
         "tokens, the spec at 4",
         Difference("rows A finish_reason", "None", "length"): "OUTPUT: request A has finish reason "
         "length, the spec has None",
+        Difference("rows A", "there", "-"): "OUTPUT: request A gets no output",
+        Difference("rows B", "-", "there"): "OUTPUT: request B gets an output too many",
+        Difference("rows C new_token_ids", "(1,)", "()"): "OUTPUT: request C gets tokens (), the "
+        "spec delivers (1,)",
+        Difference("success", "False", "True"): "RESET: the reset returns True, the spec False",
         Difference("free_queue", "[1]", "[]"): "ORDER: as it is",
     }
     differences = tuple(told)

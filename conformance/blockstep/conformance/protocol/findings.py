@@ -112,7 +112,7 @@ class Finding:
     frames: tuple[str, ...] = field(default=(), compare=False)
     """The calls in which an engine raised, the innermost last: `function (file.py:12): source`."""
     diverged: tuple[Difference, ...] = field(default=(), compare=False)
-    """Where spec and engine differ in the step that violates a property."""
+    """Fields in which spec and engine differ in the same step; filled if a property is violated."""
 
 
 def list_frames(error: BaseException) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ A headline is a class of defect and what is wrong: `CACHE: block 3 is cached bef
 `{request}` and `{block}` are the first subjects of the finding; subjects that are not named there
 follow, and then the first wrong value with the expected one, if the line has room for both.
 
-If spec and engine differ in preempted requests, rows, their tokens, or a finish reason, the first
-such decision (`DECISIONS`) comes first: the other fields differ as a result. The property that it
+If spec and engine differ in preempted requests, rows, their tokens, or in outputs, the first such
+decision (`DECISIONS`) comes first: the other fields differ as a result. The property that it
 violates comes second. The message of any other divergence, of a fault and of a failed assertion is
 its headline.
 """
@@ -585,8 +585,17 @@ DECISIONS = (
             "OUTPUT: request {request} has finish reason {seen}, the spec has {expected}",
         ),
     ),
+    (
+        (r"rows (?P<request>.+) is absent", "OUTPUT: request {request} gets no output"),
+        (r"rows (?P<request>.+) is there", "OUTPUT: request {request} gets an output too many"),
+        (
+            r"rows (?P<request>.+) new_token_ids",
+            "OUTPUT: request {request} gets tokens {seen}, the spec delivers {expected}",
+        ),
+        (r"success", "RESET: the reset returns {seen}, the spec {expected}"),
+    ),
 )
-"""Decisions in which two plans may differ, in the order in which a scheduler takes them. Those of
+"""Decisions in which two answers may differ, in the order in which a scheduler takes them. Those of
 one group are taken for each request in turn. Each is a pattern of the field and the headline.
 ` is absent` or ` is there` follows the field of a row that one plan lacks."""
 AREAS = (
