@@ -24,10 +24,13 @@ from blockstep.conformance.protocol.findings import (
     FindingKind,
     Subjects,
     shown,
+    shown_apart,
 )
 
 CHARS_MAX = 180
 """Characters of a headline, at most."""
+VALUE_CHARS_MAX = 40
+"""Characters of a value of the state in a headline, at most."""
 NAME_CHARS_MAX = 40
 """Characters of the id of a request in a headline, at most."""
 
@@ -640,28 +643,43 @@ def make_headline(finding: Finding) -> str:
     text = fill(special or text, finding.subjects)
     if finding.kind is FindingKind.LIVENESS:
         text = f"{text}: {finding.message.partition(';')[0]}"
-    elif decision and decision not in text:
-        text = _tell_second(decision, text.partition(": ")[2])
-    elif finding.differences and not special:
-        told = f"{text}: {_tell_value(finding)}"
+    else:
+        text = _tell_second(decision, text) if decision and decision not in text else text
+        value = "" if special else _tell_value(finding, bool(decision))
+        told = f"{text}: {value}" if value else text
         text = told if len(told) <= CHARS_MAX else text
     return shown(text, CHARS_MAX)
 
 
 def _tell_second(decision: str, rule: str) -> str:
-    """Return a decision and what it violates; a request that both begin with is named once."""
+    """Return a decision and the headline of what it violates, without its class; a request that
+    both begin with is named once."""
+    rule = rule.partition(": ")[2]
     named = re.match(r"[A-Z]+: (request .+?) (?:is|gets|runs|begins|has) ", decision)
     if named is not None and rule.startswith(f"{named[1]} "):
         rule = f"it{rule.removeprefix(named[1])}"
     return f"{decision}: {rule}"
 
 
-def _tell_value(finding: Finding) -> str:
-    """Return the first field that is wrong, its value and the expected one."""
-    first = finding.differences[0]
-    if finding.sentence == WORKER_VIEW:
-        return f"{first.field} is {first.expected} in the state, {first.seen} in the plans"
-    return f"{first.field} {first.seen}, expected {first.expected}"
+def _tell_value(finding: Finding, is_decision_told: bool) -> str:
+    """Return the first field that is wrong, its value and the expected one; "" if none is known.
+
+    If the property names no field, and no decision is told, it is a field of its subjects in which
+    spec and engine differ, or the first such field of all.
+    """
+    if finding.differences:
+        first = finding.differences[0]
+        if finding.sentence == WORKER_VIEW:
+            return f"{first.field} is {first.expected} in the state, {first.seen} in the plans"
+        return f"{first.field} {first.seen}, expected {first.expected}"
+    if is_decision_told or not finding.diverged:
+        return ""
+    names = {f"request {name}" for name in finding.subjects.requests}
+    names |= {f"block {block}" for block in finding.subjects.blocks}
+    about = [it for it in finding.diverged if " ".join(it.field.split(" ")[:2]) in names]
+    first = (about or finding.diverged)[0]
+    expected, seen = shown_apart(first.expected, first.seen, VALUE_CHARS_MAX)
+    return f"{first.field} is {seen}, the spec has {expected}"
 
 
 def find_area(finding: Finding) -> str:

@@ -165,14 +165,18 @@ def unequal(
 
 
 def list_differences(what: str, expected: object, seen: object) -> tuple[Difference, ...]:
-    """The fields in which two records of one type differ; one difference for other values."""
+    """Return the fields in which two records of one type differ, or the values in which two tuples
+    do if `what` names each of their values; one difference for anything else."""
+    triples: list[tuple[str, object, object]] = []
     if is_dataclass(expected) and type(expected) is type(seen):
         names = [part.name for part in fields(expected) if part.compare]
-        triples = [(name, getattr(expected, name), getattr(seen, name)) for name in names]
-        found = [difference(f"{what} {n}", due, got) for n, due, got in triples if due != got]
-        if found:
-            return tuple(found)
-    return (difference(what, expected, seen),)
+        triples = [(f"{what} {it}", getattr(expected, it), getattr(seen, it)) for it in names]
+    elif isinstance(expected, tuple) and isinstance(seen, tuple):
+        names = what.split(", ")
+        if len(names) == len(expected) == len(seen) > 1:
+            triples = [*zip(names, expected, seen, strict=True)]
+    found = [difference(name, due, got) for name, due, got in triples if due != got]
+    return tuple(found) or (difference(what, expected, seen),)
 
 
 def difference(what: str, expected: object, seen: object) -> Difference:
