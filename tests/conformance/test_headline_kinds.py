@@ -24,6 +24,8 @@ from blockstep.conformance.report.headlines import CHARS_MAX, make_headline
 from blockstep.conformance.search.check import CheckResult, is_exception, shrink_first
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.prefix_cache import find_hit
+from blockstep.spec.core.requests import NO_HIT
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.profiles import STRICT, get_profile
 
@@ -252,6 +254,53 @@ def test_exception_is_told_by_the_property_that_fails_more_often() -> None:
     shrink_first(result, Raising, lambda _text: None)
     assert result.first is not None
     assert result.first.property_id == "P3"
+
+
+class Forgetting(SpecEngine):
+    """It finds no prefix in its cache; if the pool has 97 blocks, it only does not count."""
+
+    def __init__(self, config: v.Config) -> None:
+        self.counts_only = config.num_blocks == 97
+        super().__init__(config)
+        if not self.counts_only:
+            none = self.state.rules.replacing(find_hit, lambda *_: NO_HIT)
+            self.state = replace(self.state, rules=none)
+
+    def snapshot(self) -> v.Snapshot:
+        shown = super().snapshot()
+        return replace(shown, stats=v.Stats()) if self.counts_only else shown
+
+
+def test_counter_is_told_by_what_is_counted() -> None:
+    program = Program(replace(ROOMY, num_blocks=97), (SUBMIT, v.Schedule()))
+    found = play(program, Forgetting)
+    assert found[0].sentence == "counters_grow_by_what_happened"
+    result = CheckResult(CheckOptions(), first=found[0], failing_program=program, failed_episode=0)
+    shrink_first(result, Forgetting, lambda _text: None)
+    assert result.first is not None
+    assert result.first.property_id not in ("", "P21")
+
+
+class Early(SpecEngine):
+    """It counts a cached block too many of requests that run."""
+
+    def snapshot(self) -> v.Snapshot:
+        shown = super().snapshot()
+        counts = (
+            replace(it, num_cached_blocks=(2,)) if it.num_computed_tokens else it
+            for it in shown.requests
+        )
+        return replace(shown, requests=tuple(counts))
+
+
+def test_blocks_that_are_cached_too_early_are_not_told_as_uncached() -> None:
+    program = Program(replace(ROOMY, max_num_batched_tokens=1), (SUBMIT, v.Schedule()))
+    found = play(program, Early)
+    count = next(it for it in found if it.sentence == "computed_full_blocks_are_published")
+    assert make_headline(count) == (
+        "CACHE: request A counts more cached blocks than it has filled: num_cached_blocks (2,), "
+        "expected (1,)"
+    )
 
 
 class Closed(SpecEngine):

@@ -110,7 +110,9 @@ CAUSES = {
     "P3": frozenset({"P13"}),
     "P13": frozenset({"P19"}),
     "P16": frozenset({"P17", "P18", "P19", "P22", "P23", "P24", "P25"}),
-    "load_is_what_the_store_offers": frozenset({"hit_is_the_longest_there_is", PARKED}),
+    "load_is_what_the_store_offers": frozenset(
+        {"hit_is_the_longest_there_is", "hit_is_whole_blocks_and_leaves_a_token", PARKED}
+    ),
     **dict.fromkeys(
         (
             "block_in_transfer_is_not_written",

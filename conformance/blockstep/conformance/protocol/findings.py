@@ -175,6 +175,8 @@ def tell_error(error: BaseException) -> str:
 
 MUST_WAIT = "is admitted, and must wait"
 """The end of the message about a request that was admitted before it was ready."""
+CACHED_TOO_EARLY = "counts more cached blocks than it has filled"
+"""The end of the message about a request whose blocks are published before they are full."""
 EVICTED_TOO_EARLY = "is evicted from the cache, and no request takes it"
 """The end of the message about a block that lost its key in a commit."""
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from blockstep.conformance.protocol.compare import ABSENT
 from blockstep.conformance.protocol.findings import (
+    CACHED_TOO_EARLY,
     EVICTED_TOO_EARLY,
     MUST_WAIT,
     Difference,
@@ -619,6 +620,7 @@ AREAS = (
 """The class of a divergence that is no decision: a pattern of its first field and the class."""
 BY_ENDING = {
     MUST_WAIT: f"ADMISSION: {{request}} {MUST_WAIT}",
+    CACHED_TOO_EARLY: f"CACHE: {{request}} {CACHED_TOO_EARLY}",
     EVICTED_TOO_EARLY: f"CACHE: {{block}} {EVICTED_TOO_EARLY}",
 }
 """The headline of a finding whose message ends so."""
@@ -645,7 +647,8 @@ def make_headline(finding: Finding) -> str:
         text = f"{text}: {finding.message.partition(';')[0]}"
     else:
         text = _tell_second(decision, text) if decision and decision not in text else text
-        value = "" if special else _tell_value(finding, bool(decision))
+        is_told = finding.message.endswith(MUST_WAIT)
+        value = "" if is_told else _tell_value(finding, bool(decision))
         told = f"{text}: {value}" if value else text
         text = told if len(told) <= CHARS_MAX else text
     return shown(text, CHARS_MAX)
@@ -664,8 +667,8 @@ def _tell_second(decision: str, rule: str) -> str:
 def _tell_value(finding: Finding, is_decision_told: bool) -> str:
     """Return the first field that is wrong, its value and the expected one; "" if none is known.
 
-    If the property names no field, and no decision is told, it is a field of its subjects in which
-    spec and engine differ, or the first such field of all.
+    If the property names no field, and the headline has no decision, it is a field of its subjects
+    in which spec and engine differ, or the first such field.
     """
     if finding.differences:
         first = finding.differences[0]

@@ -69,7 +69,8 @@ SHRUNK_MAX = 3
 TINY_EPISODES = 300
 NAMED_EPISODES = 100
 """Tiny episodes in which a failure that a property names is looked for."""
-QUEUE_ORDER = "queues_keep_their_order"
+FOLLOWING = frozenset({"counters_grow_by_what_happened", "queues_keep_their_order"})
+"""Checks of what follows from other decisions: counters, and the order of a waiting queue."""
 SECONDS_BETWEEN_WORDS = 0.2
 """Time between two progress messages while a failure is shrunk."""
 
@@ -471,13 +472,13 @@ def _find_named(
 
 def says_little(finding: Finding) -> bool:
     """Whether a finding is a consequence that does not name its cause: a difference, an assertion
-    of the engine about its own state, or the order of a waiting queue, which follows from the
-    requests that were skipped."""
+    of the engine about its own state, a counter, which follows from what is counted, or the order
+    of a waiting queue, which follows from the requests that were skipped."""
     is_assertion = any(it.seen == AssertionError.__name__ for it in finding.differences)
     return (
         finding.kind is FindingKind.DIVERGENCE
         or (finding.kind is FindingKind.FAULT and is_assertion)
-        or finding.sentence == QUEUE_ORDER
+        or finding.sentence in FOLLOWING
     )
 
 

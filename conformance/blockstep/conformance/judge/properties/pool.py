@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import gt
 from typing import NamedTuple
 
 from blockstep.conformance.judge.attended import is_across
@@ -23,6 +24,7 @@ from blockstep.conformance.judge.properties.sentence import (
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.properties.store_ledger import has_lost_all
 from blockstep.conformance.protocol.findings import (
+    CACHED_TOO_EARLY,
     EVICTED_TOO_EARLY,
     SUBJECTS_MAX,
     Subjects,
@@ -273,7 +275,9 @@ def _unpublished(step: Step, name: str, blocks: Iterable[v.BlockId]) -> Complain
 
 def _unsettled(new: v.RequestSnapshot, ends: tuple[int, ...]) -> Complaint:
     """Complain that a request counts other cached blocks than those up to `ends`, one per group."""
-    what = f"{new.request_id!r} counts a wrong number of cached blocks"
+    has_more = any(map(gt, new.num_cached_blocks, ends))
+    counts = CACHED_TOO_EARLY if has_more else "counts too few cached blocks"
+    what = f"{new.request_id!r} {counts}"
     return unequal(what, "num_cached_blocks", ends, new.num_cached_blocks, subjects=new.request_id)
 
 
