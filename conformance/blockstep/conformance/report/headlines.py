@@ -672,6 +672,8 @@ def _tell_value(finding: Finding, is_decision_told: bool) -> str:
     """
     if finding.differences:
         first = finding.differences[0]
+        if first.expected == first.seen:  # they differ in what is not shown
+            return ""
         if finding.sentence == WORKER_VIEW:
             return f"{first.field} is {first.expected} in the state, {first.seen} in the plans"
         return f"{first.field} {first.seen}, expected {first.expected}"
