@@ -189,13 +189,15 @@ def run_of_v2(**changes: Any) -> Any:
             num_computed_tokens=num_computed,
             num_tokens=num_tokens,
             num_output_tokens=num_outputs,
+            all_token_ids=[3] * num_tokens,
             max_tokens=9,
         )
         for name, (num_computed, num_tokens, num_outputs) in counts.items()
     }
     config = Config(num_blocks=8, spec_method=SpecMethod.EAGLE, num_speculative_tokens=1)
     fields = {"scheduler": SimpleNamespace(requests=requests), "config": config}
-    return SimpleNamespace(**fields | {"has_second_runner": True} | changes)
+    known = {"has_second_runner": True, "planned": ("A",)}
+    return SimpleNamespace(**fields | known | changes)
 
 
 def test_new_rows_of_preempted_requests_are_resumed_rows() -> None:
@@ -262,6 +264,16 @@ def test_a_plan_for_v2_is_held_to_account(spoil: Any, field: str) -> None:
     spoil(plan)
     with pytest.raises(EngineFault, match=re.escape(field)):
         check_runner(run, plan, note_entering(run.scheduler.requests))
+
+
+def test_a_request_left_out_of_the_last_plan_may_be_sent_its_tokens_again() -> None:
+    run, plan = run_of_v2(planned=("B",)), plan_for_v2()
+    entering = note_entering(run.scheduler.requests)
+    plan.scheduled_cached_reqs.all_token_ids = {"A": [3, 3, 3, 3]}
+    check_runner(run, plan, entering)
+    plan.scheduled_cached_reqs.all_token_ids = {"A": [3, 3]}
+    with pytest.raises(EngineFault, match=re.escape("all_token_ids of 'A' is [3, 3]")):
+        check_runner(run, plan, entering)
 
 
 def test_drafts_are_skipped_where_none_can_be_used() -> None:

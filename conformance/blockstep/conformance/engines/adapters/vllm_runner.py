@@ -99,7 +99,6 @@ def check_runner(run: Run, output: SchedulerOutput, entering: Entering) -> None:
         EngineFault: naming the field.
     """
     new, resumed = split_new_rows(run, output, entering)
-    cached = output.scheduled_cached_reqs
     for row in new:
         told = getattr(row, "prefill_token_ids", None)
         expected = row.prompt_token_ids if run.has_second_runner else None
@@ -114,13 +113,29 @@ def check_runner(run: Run, output: SchedulerOutput, entering: Entering) -> None:
                 f"prefill_token_ids of resumed row {row.req_id!r} is {told!r}, and its prompt is "
                 f"{row.prompt_token_ids!r}"
             )
-    for field in ("resumed_req_ids", "all_token_ids") if run.has_second_runner else ():
-        if getattr(cached, field):
-            raise EngineFault(
-                f"scheduled_cached_reqs.{field} is {getattr(cached, field)!r}: Model Runner V2 is "
-                "given resumed requests as new rows"
-            )
+    if run.has_second_runner:
+        _check_cached_rows(run, output)
     _check_skipped_drafts(run, output, entering)
+
+
+def _check_cached_rows(run: Run, output: SchedulerOutput) -> None:
+    """See that cached rows for Model Runner V2 resume nothing, since resumed requests are new rows.
+
+    In 0.23.0 they also have all tokens of a request that the last plan left out, as for the older
+    runner; 0.27.0 leaves them out.
+    """
+    cached, requests = output.scheduled_cached_reqs, run.scheduler.requests
+    if cached.resumed_req_ids:
+        raise EngineFault(
+            f"scheduled_cached_reqs.resumed_req_ids is {cached.resumed_req_ids!r}: Model Runner V2 "
+            "is given resumed requests as new rows"
+        )
+    for name, told in cached.all_token_ids.items():
+        expected = None if name in run.planned else list(requests[name].all_token_ids)
+        if told != expected:
+            raise EngineFault(
+                f"scheduled_cached_reqs.all_token_ids of {name!r} is {told!r}, not {expected!r}"
+            )
 
 
 def _check_skipped_drafts(run: Run, output: SchedulerOutput, entering: Entering) -> None:
