@@ -112,6 +112,7 @@ def test_a_plan_that_cannot_be_used_is_refused(text: str, said: str, tmp_path: P
 def test_the_key_of_a_campaign_follows_from_what_decides_its_results(tmp_path: Path) -> None:
     key = read_plan(write_plan(tmp_path)).key
     assert read_plan(write_plan(tmp_path, budget=99, lease=1)).key == key
+    assert read_plan(write_plan(tmp_path, more="environments = 9\n")).key == key
     assert read_plan(write_plan(tmp_path, more="seeds = [1]\n")).key != key
 
 
@@ -261,6 +262,8 @@ def test_units_go_where_goals_are_rare(tmp_path: Path) -> None:
         opened = steering.open_round(plan, totals, Round(number, (), given, last.past), 0.0)
         assert opened == steering.open_round(plan, totals, Round(number, (), given, last.past), 0.0)
         units += opened.units
+        targets = [plan.cells[unit.cell].target for unit in opened.units]
+        assert targets == sorted(targets)  # so that a worker needs few engines in a round
     counts = [sum(unit.cell == cell for unit in units) for cell in range(len(plan.cells))]
     assert counts[0] > 3 * max(counts[1:])
     assert counts[1]
@@ -276,6 +279,17 @@ def test_an_episode_of_a_cell_is_played_once(tmp_path: Path) -> None:
         for n in range(6)
     ]
     assert [(it.seed, it.start) for it in turns] == [(3, 0), (4, 0), (3, 4), (4, 4), (3, 8), (4, 8)]
+
+
+def test_a_worker_keeps_the_processes_of_few_interpreters(tmp_path: Path) -> None:
+    plan = read_plan(write_plan(tmp_path, more="environments = 2\n"))
+    with worker.Environments(plan) as environments:
+        first = environments.get("first")
+        environments.get("second")
+        assert environments.get("first") is first
+        environments.get("third")  # in the place of the second
+        assert environments.get("first") is first
+        assert len(environments._places) == 2
 
 
 # Results.
@@ -517,10 +531,18 @@ def test_killed_workers_and_a_killed_server_change_nothing(tmp_path: Path, serve
     assert stops
 
 
+def is_rough(killed: list[int]) -> bool:
+    """Return whether workers were killed often, and the server at least once."""
+    return len({*killed} - {0}) > 5 and 0 in killed
+
+
 def kill_owners(store: Store, server: Server, done: threading.Event, killed: list[int]) -> None:
-    """For a minute, kill the workers of leases at random, and stop and start the server."""
+    """Kill the workers of leases at random, and stop and start the server: for a minute, or on a
+    slow machine until that was done often enough to show something."""
     rng, end = random.Random(0), time.monotonic() + 60
-    while time.monotonic() < end and not done.wait(rng.uniform(1, 3)):
+    while time.monotonic() < end or not is_rough(killed):
+        if done.wait(rng.uniform(1, 3)):
+            break
         owners = sorted({lease.owner for lease in store.list_leases() if lease.owner})
         if owners:
             with suppress(ProcessLookupError):
@@ -546,6 +568,5 @@ def test_four_workers_of_ray_killed_for_a_minute_change_nothing(
     run_workers(plan, server.address, 4, ray="local")
     done.set()
     killer.join()
-    assert len({*killed} - {0}) > 5
-    assert 0 in killed
+    assert is_rough(killed)
     assert tell(plan, server.address) == tell(plan, str(tmp_path / "one"))

@@ -37,6 +37,8 @@ from blockstep.conformance.search.options import CheckOptions, find_profile, get
 from blockstep.spec.profiles import STRICT
 
 PLAN_BYTES_MAX = 1 << 20
+LEFT_OUT = ("lease_seconds", "event_seconds", "environments")
+"""Keys of a plan that decide no result."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,40}$")]
@@ -79,6 +81,8 @@ class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Time after which a unit is given to another worker, unless its lease is renewed."""
     event_seconds: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    environments: Positive = 4
+    """Interpreters of which a worker keeps a process, 0.5 GB for one that has imported vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +121,11 @@ class Plan:
     def key(self) -> str:
         """Return the name of the campaign in a store.
 
-        It follows from all that decides the results. With another budget, interpreter or lease
-        time the campaign is continued.
+        It follows from all that decides the results. With another budget, interpreter or time, or
+        more processes, the campaign is continued.
         """
         decides = [(it.name, it.engine, it.profile, *it.lines) for it in self.targets]
-        file, left_out = self.file, {"engines", "budget", "known", "lease_seconds", "event_seconds"}
+        file, left_out = self.file, {"engines", "budget", "known", *LEFT_OUT}
         fields = [
             (key, getattr(file, key)) for key in file.__struct_fields__ if key not in left_out
         ]

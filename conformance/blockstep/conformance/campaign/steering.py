@@ -78,6 +78,7 @@ def open_round(plan: Plan, totals: Totals, last: Round | None, at: float) -> Rou
         index = _choose(choices, given, totals, rng)
         units.append(_make_unit(plan, totals, index, given[index], rng))
         given[index] += 1
+    units.sort(key=lambda unit: cells[unit.cell].target)  # a worker starts few engines in a round
     return Round(number, tuple(units), tuple(given), past)
 
 

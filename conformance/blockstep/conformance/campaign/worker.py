@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from random import Random
 
@@ -199,17 +199,13 @@ def work(
     owner = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
     campaign, num_units = Campaign(plan, store), 0
     rng, idle = Random(owner), IDLE_SECONDS[0]  # noqa: S311 - not for secrets
-    with ExitStack() as stack:
-        places: dict[str | None, Isolation] = {}
+    with Environments(plan) as environments:
 
         def get_call(target: Target) -> Call:
             if runs_here(target):
                 cell = next(it for it in plan.cells if plan.targets[it.target] is target)
                 return call_here(load(plan.make_options(cell)))
-            if target.python not in places:
-                place = Isolation(plan.file.event_seconds, python=target.python)
-                places[target.python] = stack.enter_context(place)
-            return places[target.python].call
+            return environments.get(target.python).call
 
         while not STOP.is_set() and (deadline is None or time.time() < deadline):
             name = store.take(owner, plan.file.lease_seconds)
@@ -223,6 +219,35 @@ def work(
             with renewed(store, name, owner, plan.file.lease_seconds):
                 num_units += _play_one(campaign, name, get_call)
     return num_units
+
+
+class Environments:
+    """The processes of a worker, by interpreter: those that were used last, as many as the plan
+    allows.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._file = plan.file
+        self._places: dict[str | None, Isolation] = {}
+
+    def __enter__(self) -> Environments:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for place in self._places.values():
+            place.close()
+
+    def get(self, python: str | None) -> Isolation:
+        """Return the place of an interpreter's process, and end the one that rested longest if
+        there are too many.
+        """
+        place = self._places.pop(python, None)
+        if place is None:
+            while len(self._places) >= self._file.environments:
+                self._places.pop(next(iter(self._places))).close()
+            place = Isolation(self._file.event_seconds, python=python)
+        self._places[python] = place
+        return place
 
 
 def _play_one(campaign: Campaign, name: str, get_call: Callable[[Target], Call]) -> bool:
