@@ -16,7 +16,7 @@ from blockstep.spec.core.speculation import process_drafts
 from blockstep.spec.core.state import State
 from blockstep.spec.features.encoder import process_encoder_offer, process_encoder_reset
 from blockstep.spec.features.forks import process_fork
-from blockstep.spec.features.kv_transfer.reports import process_kv_offer, process_transfers_reported
+from blockstep.spec.features.kv_transfer import process_kv_offer, process_transfers_reported
 from blockstep.spec.features.pins import process_clock, process_estimate
 from blockstep.spec.features.resets import process_reset
 from blockstep.spec.features.sessions import process_streaming_update
@@ -64,7 +64,7 @@ def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] |
         case v.GrammarFailed(request_id=request_id):
             return process_grammar_failed(state, request_id)
         case v.GrammarBitmask():
-            return process_bitmask(state, event)
+            return state.rules[process_bitmask](state, event)
         case v.StreamingUpdate(request=request):
             return process_streaming_update(state, request)
         case v.SetPause(pause_state=pause_state):

@@ -13,7 +13,7 @@ from typing import Any
 from blockstep.conformance.engine import ALL_CAPABILITIES, Capability, EngineFactory
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
-from blockstep.spec.core.admission import count_seats, get_num_cached_tokens, list_passed_over
+from blockstep.spec.core.admission import count_seats, get_num_cached_tokens, process_passed_over
 from blockstep.spec.core.block_pool import free_blocks
 from blockstep.spec.core.endings import compute_stop
 from blockstep.spec.core.preemption import get_preempted
@@ -121,7 +121,12 @@ def one_more_request_runs(engine: Release) -> None:
 
 @planted("P16 queues_keep_their_order|waiting")
 def passed_over_come_back_reversed(engine: Release) -> None:
-    engine.plant(list_passed_over, lambda step: step.passed_over[::-1])
+    def put_back(step: Any) -> None:
+        step.passed_over.reverse()
+        right(step)
+
+    right = engine.rules[process_passed_over]
+    engine.plant(process_passed_over, put_back)
 
 
 # What is told.

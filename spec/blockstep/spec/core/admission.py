@@ -44,10 +44,7 @@ def process_waiting_phase(step: Step) -> None:
         request_id = queue.pop(0)
         if verdict is not Verdict.ADMITTED:
             step.passed_over.append(request_id)
-    for request_id in reversed(rules[list_passed_over](step)):
-        is_apart = rules[waits_apart](step.requests[request_id], is_blocked=True)
-        queue = step.skipped if is_apart else step.waiting
-        process_prepend(step.state.config.policy, queue, request_id, step.requests)
+    rules[process_passed_over](step)
 
 
 def get_open_queue(step: Step) -> list[RequestId]:
@@ -60,9 +57,15 @@ def get_open_queue(step: Step) -> list[RequestId]:
     return select_queue(step.state.config.policy, step.waiting, step.skipped, step.requests)
 
 
-def list_passed_over(step: Step) -> list[RequestId]:
-    """Return the skipped requests in the order in which they return to their queue. Source: P7."""
-    return step.passed_over
+def process_passed_over(step: Step) -> None:
+    """Put the skipped requests back to the front of a queue, in the order in which they were tried.
+
+    Source: vLLM 0.19.1 `schedule`; P7.
+    """
+    for request_id in reversed(step.passed_over):
+        is_apart = step.state.rules[waits_apart](step.requests[request_id], was_skipped=True)
+        queue = step.skipped if is_apart else step.waiting
+        process_prepend(step.state.config.policy, queue, request_id, step.requests)
 
 
 def has_room(step: Step) -> bool:
@@ -126,9 +129,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
         return num_new
     num_new = rules[process_limits](step, request, num_start, num_new)
     if num_new == 0:
-        for lack in rules.hooks.shortages:
-            rules[lack](step, request)
-        return rules[get_verdict_without_tokens](step)
+        return rules[process_shortage](step, request)
     granted = rules[get_slots_at_admission](step, request, num_new, hit)
     if isinstance(granted, Verdict):
         for refuse in rules.hooks.refusals:
@@ -160,12 +161,13 @@ def get_waiting_share(step: Step, request: RequestState, num_start: int) -> int 
     return num_new if num_new > 0 else Verdict.NO_ROOM
 
 
-def get_verdict_without_tokens(step: Step) -> Verdict:
+def process_shortage(step: Step, request: RequestState) -> Verdict:
     """Return the verdict on a request for which the limits of its row leave no token.
 
     No later request overtakes it. Source: seed 001 "Waiting Queue -- Admission Gate"; P16.
     """
-    del step
+    for lack in step.state.rules.hooks.shortages:
+        step.state.rules[lack](step, request)
     return Verdict.NO_ROOM
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from blockstep.spec.copies import replace
 from blockstep.spec.core.endings import get_ended
 from blockstep.spec.core.prefix_cache import get_keyed
-from blockstep.spec.core.queues import is_blocked, process_append, waits_apart
+from blockstep.spec.core.queues import process_append, waits_apart
 from blockstep.spec.core.requests import NOTHING_HELD, RequestState
 from blockstep.spec.core.slots import compute_max_blocks, is_servable
 from blockstep.spec.core.state import State
@@ -95,7 +95,7 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
     entry = get_keyed(state.config, entry, state.rules)
     requests = state.requests.having(request.request_id, entry)
     waiting, skipped = list(state.waiting), list(state.skipped_waiting)
-    queue = skipped if state.rules[waits_apart](entry, is_blocked(entry)) else waiting
+    queue = skipped if state.rules[waits_apart](entry, was_skipped=False) else waiting
     process_append(state.config.policy, queue, request.request_id, requests)
     # observe
     return replace(

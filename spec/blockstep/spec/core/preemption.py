@@ -51,10 +51,10 @@ def process_claim(
         step.awaits_answer = step.awaits_answer or step.get_fence(victim_id) is not None
         if step.awaits_answer:
             return None, index
-        next_index = rules[get_next_index](step, index, victim_index)
-        if process_preemption(step, victim_index) == request.request_id:
+        index_after = rules[process_making_room](step, index, victim_index)
+        if victim_id == request.request_id:
             return None, index
-        index = next_index
+        index = index_after
 
 
 def get_victim_index(step: Step) -> int:
@@ -75,12 +75,12 @@ def process_giving_way(step: Step, receiver_id: RequestId) -> bool:
     return any(rules[give](step, receiver_id) for give in rules.hooks.givers)
 
 
-def get_next_index(step: Step, index: int, victim_index: int) -> int:
-    """Return the index of the running request at `index` after another one is preempted.
+def process_making_room(step: Step, index: int, victim_index: int) -> int:
+    """Preempt a running request for the one at `index`; return the index of the latter afterwards.
 
     Source: seed 001 "Preemption in the Running Loop"; P15.
     """
-    del step
+    process_preemption(step, victim_index)
     return index - (victim_index < index)
 
 

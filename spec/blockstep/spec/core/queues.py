@@ -32,12 +32,12 @@ def is_blocked(request: RequestState) -> bool:
     return request.status not in (Status.WAITING, Status.PREEMPTED)
 
 
-def waits_apart(request: RequestState, is_blocked: bool) -> bool:
-    """Whether a request that joins a queue waits in `skipped_waiting`: if it waits for something
-    other than admission. Source: vLLM 0.19.1 `_enqueue_waiting_request`; P16.
+def waits_apart(request: RequestState, was_skipped: bool) -> bool:
+    """Whether a request that joins a queue waits in `skipped_waiting`: if a step skipped it, or if
+    it waits for something other than admission. Source: vLLM 0.19.1 `_enqueue_waiting_request`;
+    P16.
     """
-    del request
-    return is_blocked
+    return was_skipped or is_blocked(request)
 
 
 def process_append(

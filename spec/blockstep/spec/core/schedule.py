@@ -77,32 +77,28 @@ def process_running_phase(step: Step) -> None:
     blocks that a commit will free. Source: seed 001 "Schedule RUNNING Requests"; seed 000 "Phase
     1"; P15.
     """
-    index, rules = 0, step.state.rules
-    while index < len(step.running) and step.budget > 0:
-        request = step.requests[step.running[index]]
-        num_new = get_num_running_tokens(step, request)
-        num_new = rules[process_limits](step, request, request.num_computed_tokens, num_new)
-        if num_new <= 0:
-            index += 1
-            continue
-        granted, index = process_claim(step, index, num_new)
-        if granted is not None:
-            process_grant(step, request, num_new, granted)
-            for grant in rules.hooks.grants:
-                rules[grant](step, request)
-            index += 1
-        elif step.awaits_answer or rules[ends_with_self_victim](step):
-            return
+    index, goes_on, turn = 0, True, step.state.rules[process_turn]
+    while goes_on and index < len(step.running) and step.budget > 0:
+        index, goes_on = turn(step, index)
 
 
-def ends_with_self_victim(step: Step) -> bool:
-    """Whether the running phase ends after a request that preempted itself.
-
-    It lacked blocks, and so would later requests. Source: seed 001 "Preemption in the Running
-    Loop"; P15.
+def process_turn(step: Step, index: int) -> tuple[int, bool]:
+    """Schedule the running request at `index`; return the next index, and whether the phase
+    continues: where a request lacks blocks, so would later ones. Source: seed 001 "For Running
+    Requests", "Preemption in the Running Loop"; P15.
     """
-    del step
-    return True
+    request, rules = step.requests[step.running[index]], step.state.rules
+    num_new = get_num_running_tokens(step, request)
+    num_new = rules[process_limits](step, request, request.num_computed_tokens, num_new)
+    if num_new <= 0:
+        return index + 1, True
+    granted, index = process_claim(step, index, num_new)
+    if granted is None:
+        return index, False
+    process_grant(step, request, num_new, granted)
+    for grant in rules.hooks.grants:
+        rules[grant](step, request)
+    return index + 1, True
 
 
 def get_num_running_tokens(step: Step, request: RequestState) -> int:

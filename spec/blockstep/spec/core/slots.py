@@ -34,7 +34,6 @@ from blockstep.spec.core.rules import STRICT_RULES, Rules
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
-    BlockTables,
     Config,
     FrameId,
     KVGroup,
@@ -211,22 +210,15 @@ def allocate_slots(
     if num_needed > get_num_free_blocks(pool):
         return None
     # pool
-    pool, early = rules[take_hit](config, pool, request, hit)
+    pool, owned, taken = rules[take_blocks](config, pool, request, hit, nums_new, rules)
+    nums_settled = rules[get_nums_settled](config, hit) if hit.num_pending else map(len, hit_tables)
     holdings = []
-    amounts = zip(groups, growths, nums_new, early, strict=True)
-    for (group, holding, found), growth, num_new_blocks, taken in amounts:
-        for own in rules.hooks.owns:
-            pool, holding = rules[own](pool, group, holding, num_computed)
-        if not found and num_new_blocks == 0:
-            holdings.append(holding)
-            continue
-        pool, new_blocks = allocate_blocks(pool, num_new_blocks - len(taken))
-        new_blocks = taken + new_blocks
-        table = extend(group, growth, holding.block_table, found, new_blocks)
-        num_settled = len(found)
-        if hit.num_pending:
-            num_settled = rules[count_settled](group, hit, found)
-        holdings.append(Holding(table, holding.num_cached_blocks + num_settled))
+    amounts = zip(groups, growths, owned, taken, nums_settled, strict=True)
+    for (group, _, found), growth, holding, new_blocks, num_settled in amounts:
+        if found or new_blocks:
+            table = extend(group, growth, holding.block_table, found, new_blocks)
+            holding = Holding(table, holding.num_cached_blocks + num_settled)
+        holdings.append(holding)
     # requests
     if holdings != [*request.holdings]:
         request = replace(request, holdings=tuple(holdings))
@@ -240,25 +232,35 @@ def allocate_slots(
     return publish_slots(config, pool, request, nums_full, rules)
 
 
-def take_hit(
-    config: Config, pool: Pool, request: RequestState, hit: Hit
-) -> tuple[Pool, BlockTables]:
-    """Return the pool with the hit of all groups held; and, per group, blocks taken with it: none.
+def take_blocks(
+    config: Config,
+    pool: Pool,
+    request: RequestState,
+    hit: Hit,
+    nums_new: Sequence[int],
+    rules: Rules,
+) -> tuple[Pool, list[Holding], list[tuple[BlockId, ...]]]:
+    """Hold the hit of all groups, then take `nums_new` blocks for each.
 
-    Source: seed 001 "Phase 3"; upstream #33775, #44409; P2.
+    Also returns, per group, what the request holds with a block of its own for its next token, and
+    the blocks taken. Source: seed 001 "Phase 3"; upstream #33775, #44409; P2.
     """
-    del config
     for found in hit.block_tables:
         pool = touch_blocks(pool, without_nulls(found))
-    return pool, ((),) * len(request.holdings)
+    owned, taken, num_computed = [], [], request.num_computed_tokens + hit.num_tokens
+    for group, holding, num_new in zip(config.kv_groups, request.holdings, nums_new, strict=True):
+        for own in rules.hooks.owns:
+            pool, holding = rules[own](pool, group, holding, num_computed)
+        pool, new_blocks = allocate_blocks(pool, num_new)
+        owned.append(holding)
+        taken.append(new_blocks)
+    return pool, owned, taken
 
 
-def count_settled(group: KVGroup, hit: Hit, found: Sequence[BlockId]) -> int:
-    """Return the blocks of one group that count as published while KV is pending: those of the
-    local hit. `found`: all blocks that the group has before it takes some. Source: P19.
-    """
-    del found
-    return hit.num_local // group.block_size
+def get_nums_settled(config: Config, hit: Hit) -> tuple[int, ...]:
+    """Return, per group, the blocks that count as published while KV is pending: those of the local
+    hit. Source: P19."""
+    return tuple([hit.num_local // size for size in config.block_sizes])
 
 
 def publish_slots(

@@ -47,7 +47,6 @@ FEATURES: Final[tuple[Feature, ...]] = (
     encoder.FEATURE,
     groups.FEATURE,
     mamba.FEATURE,
-    kv_transfer.ABSENT,
     kv_transfer.FEATURE,
     offload.FEATURE,
     forks.FEATURE,

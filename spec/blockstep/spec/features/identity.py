@@ -23,22 +23,13 @@ def name_content(
 
     Source: seed 001 "Block Hash Computation"; seed 003 section 1.2; P6.
     """
-    asked = rules[get_request_of_key](request, index)
+    asked = request.request
     return {
         "adapter": asked.adapter,
         "cache_salt": asked.cache_salt if index == 0 else None,
         "items": rules[get_item_keys](asked, start, end),
         "embeds": asked.prompt_embeds[start:end],
     }
-
-
-def get_request_of_key(request: RequestState, index: int) -> Request:
-    """Return the request whose adapter, salt and items are part of the key of block `index`.
-
-    Source: seed 001 "Block Hash Computation"; P6.
-    """
-    del index
-    return request.request
 
 
 def get_item_keys(request: Request, start: int, end: int) -> tuple[tuple[str, int], ...]:

@@ -223,7 +223,7 @@ def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
     Source: vLLM 0.19.1 `take_new_block_ids`; upstream #48481; P3, P17.
     """
     groups, rules = step.state.config.groups, step.state.rules
-    if not groups or all(map(is_attended, groups)):
+    if not step.state.config.has_states:
         return ()
     taken: list[BlockId] = []
     rows = rules[list_zeroed_rows](step)
@@ -244,13 +244,8 @@ def list_zeroed_rows(step: Step) -> list[Scheduled]:
 def is_zeroed(group: KVGroup) -> bool:
     """Whether a group's new blocks are zeroed in a pool with recurrent groups: if it holds KV.
 
-    Source: upstream #48481; P3.
+    Source: vLLM 0.19.1 `take_new_block_ids`; upstream #48481; P3.
     """
-    return is_attended(group)
-
-
-def is_attended(group: KVGroup) -> bool:
-    """Whether a group holds KV, not states. Source: vLLM 0.19.1 `take_new_block_ids`; P3."""
     return group.kind is not GroupKind.RECURRENT
 
 

@@ -15,16 +15,16 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     """Empty the prefix cache, so that nothing computed before can be hit.
 
     KV events of it are returned at once, because an idle engine has no commit that could return
-    them; upstream returns them with the next commit. Blocks in use would be published again, so
-    without `reset_running_requests` nothing happens while any block is held. With it the running
-    requests are preempted first, the last one first, so that they wait in the order in which they
-    ran; then sessions that do not run release their blocks, where upstream stops with an error.
-    Pins do not prevent a reset: they end. Blocks that wait for frames in flight count as held, but
-    do not prevent a forced reset, as in vLLM 0.33.0: they lose their keys, and are not reused
-    before those frames are committed. Source: seed 001 "Reset Prefix Cache"; P17, P25.
+    them. Blocks in use would be published again, so without `reset_running_requests` nothing
+    happens while any block is held. With it the running requests are preempted first, the last one
+    first, so that they wait in the order in which they ran; then sessions that do not run release
+    their blocks. Pins do not prevent a reset: they end. Blocks that wait for frames in flight count
+    as held, but do not prevent a forced reset: they lose their keys, and are not reused before
+    those frames are committed. There is no connector to reset. Source: seed 001 "Reset Prefix
+    Cache"; vLLM 0.33.0 `reset_prefix_cache`; P17, P25.
     """
     # refuse
-    if not (reset.reset_running_requests or is_idle(state)):
+    if reset.reset_connector or not (reset.reset_running_requests or is_idle(state)):
         return state, ResetDone(False)
     # requests
     if reset.reset_running_requests:

@@ -26,7 +26,7 @@ from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.lifecycle import get_feature_problem, get_size_problem
 from blockstep.spec.core.parts import Part
 from blockstep.spec.core.prefix_cache import get_keyed
-from blockstep.spec.core.queues import is_blocked, process_append, waits_apart
+from blockstep.spec.core.queues import process_append, waits_apart
 from blockstep.spec.core.requests import Frame, RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import release_slots
@@ -34,7 +34,7 @@ from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.reclaim import without_blocks
-from blockstep.spec.features.structured_output.grammar import STAND, Stand, get_first_stand
+from blockstep.spec.features.structured_output.grammar import STAND, get_first_stand
 from blockstep.spec.features.structured_output.masks import drop_row
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
@@ -86,12 +86,12 @@ def process_streaming_update(
     if is_resting and not update.resumable:
         return get_ended(state, [name]), Aborted((name,))
     if is_resting:
-        request = get_continued(state.config, request, update, state.rules)
+        request = state.rules[get_continued](state.config, request, update, state.rules)
     else:
         request = UPDATES.put(request, (*UPDATES.of(request), update))
     state = replace(state, requests=state.requests.having(name, request))
     if is_resting and state.config.policy is Policy.PRIORITY:
-        state = get_queued(state, name, is_apart=state.rules[waits_apart](request, is_blocked=True))
+        state = get_queued(state, name, was_skipped=True)
     return state, Ack()
 
 
@@ -146,22 +146,20 @@ def get_longest_request(state: State, request: RequestState, update: Request) ->
         longest = compute_longest(num_least, asked.max_tokens, max_model_len)
     for chunk in (*UPDATES.of(request), update):
         kept = (0,) * compute_num_kept(longest)
-        asked = get_joined(asked, chunk, kept, num_least, state.rules)
+        asked = state.rules[get_joined](asked, chunk, kept, num_least)
         num_least += len(chunk.prompt_token_ids)
         longest = compute_longest(len(asked.prompt_token_ids), asked.max_tokens, max_model_len)
     return asked
 
 
-def get_joined(
-    asked: Request, update: Request, kept: TokenIds, offset: int, rules: Rules
-) -> Request:
+def get_joined(asked: Request, update: Request, kept: TokenIds, offset: int) -> Request:
     """Return the request of a session with its next input; `offset`: position of the input's items.
 
     Stop conditions and arrival time are those of the input; priority, adapter, salt and grammar are
     the session's. Source: vLLM 0.33.0 `_update_request_as_session`; P6, P13.
     """
     items = [replace(item, offset=item.offset + offset) for item in update.items]
-    joined = replace(
+    return replace(
         asked,
         prompt_token_ids=kept + update.prompt_token_ids,
         items=(*asked.items, *items),
@@ -172,16 +170,6 @@ def get_joined(
         repetition_detection=update.repetition_detection,
         arrival_time=update.arrival_time,
     )
-    return rules[get_chunk_request](joined, asked)
-
-
-def get_chunk_request(joined: Request, asked: Request) -> Request:
-    """Return the request of a session with its next input; `asked`: the request before.
-
-    Source: vLLM 0.33.0 `_update_request_as_session`; P13.
-    """
-    del asked
-    return joined
 
 
 def compute_longest(num_prompt: int, max_tokens: int, max_model_len: int) -> int:
@@ -205,12 +193,13 @@ def get_continued(
 ) -> RequestState:
     """Return the session with its next input: the tokens it keeps are part of the prompt now.
 
-    The keys of its blocks follow the tokens: the token that it does not keep may have completed a
-    block. Source: vLLM 0.19.1 `_update_request_as_session`; P3, P6, P23.
+    So is its grammar in its first state. The keys of its blocks follow the tokens: the token that
+    it does not keep may have completed a block. Source: vLLM 0.19.1 `_update_request_as_session`;
+    P3, P6, P23.
     """
     kept = request.all_token_ids[: rules[get_num_kept](request)]
-    asked = get_joined(request.request, update, kept, len(kept), rules)
-    num_keys = rules[get_num_kept_keys](request, len(kept) // config.block_size)
+    asked = rules[get_joined](request.request, update, kept, len(kept))
+    num_keys = rules[get_num_kept_keys](request, len(kept), config.block_size)
     after = replace(
         request,
         request=asked,
@@ -219,18 +208,8 @@ def get_continued(
         block_keys=request.block_keys[:num_keys],
     )
     if asked.grammar is not None:
-        after = STAND.put(after, rules[get_stand_of_chunk](config, request, asked))
+        after = STAND.put(after, get_first_stand(config, asked.prompt_token_ids))
     return get_keyed(config, after, rules)
-
-
-def get_stand_of_chunk(config: Config, request: RequestState, asked: Request) -> Stand:
-    """Return the grammar state before the outputs of a session's next input: the initial one,
-    because earlier outputs are part of the prompt now.
-
-    Source: vLLM 0.19.1 `_update_request_as_session`; P23.
-    """
-    del request
-    return get_first_stand(config, asked.prompt_token_ids)
 
 
 def get_num_kept(request: RequestState) -> int:
@@ -241,13 +220,12 @@ def get_num_kept(request: RequestState) -> int:
     return compute_num_kept(request.num_known_tokens)
 
 
-def get_num_kept_keys(request: RequestState, num_blocks: int) -> int:
+def get_num_kept_keys(request: RequestState, num_kept: int, block_size: int) -> int:
     """Return the leading keys that a session keeps: those of blocks full of kept tokens.
 
     Source: P3, P6.
     """
-    del request
-    return num_blocks
+    return min(num_kept // block_size, len(request.block_keys))
 
 
 # A stop.
@@ -274,14 +252,14 @@ def get_chunk_ended(state: State, request_id: RequestId) -> State:
     pool, request = rules[get_stopped](config, state.pool, request, rules, fence)
     if UPDATES.of(request):
         update, *others = UPDATES.of(request)
-        request = get_continued(config, UPDATES.put(request, tuple(others)), update, rules)
+        request = UPDATES.put(request, tuple(others))
+        request = rules[get_continued](config, request, update, rules)
     else:
         request = replace(request, status=RESTING)
     requests = state.requests.having(request_id, request)
     frames = rules[get_frames_behind_stop](state.frames, request_id)
     state = replace(state, pool=pool, requests=requests, frames=frames)
-    is_apart = rules[waits_apart](request, is_blocked(request))
-    return get_queued(state, request_id, is_apart)
+    return get_queued(state, request_id, was_skipped=False)
 
 
 def get_stopped(
@@ -321,13 +299,14 @@ def can_go_back(config: Config, request: RequestState, num_computed: int) -> boo
     return True
 
 
-def get_queued(state: State, request_id: RequestId, is_apart: bool) -> State:
-    """Put a session at the end of its queue: `skipped_waiting` if `is_apart`, else `waiting`.
+def get_queued(state: State, request_id: RequestId, was_skipped: bool) -> State:
+    """Put a session at the end of its queue: a continued one stays among the skipped requests.
 
     Source: vLLM 0.19.1 `_enqueue_waiting_request`; P13, P16.
     """
     waiting = [name for name in state.waiting if name != request_id]
     skipped = [name for name in state.skipped_waiting if name != request_id]
+    is_apart = state.rules[waits_apart](state.requests[request_id], was_skipped)
     queue = skipped if is_apart else waiting
     process_append(state.config.policy, queue, request_id, state.requests)
     running = tuple([name for name in state.running if name != request_id])

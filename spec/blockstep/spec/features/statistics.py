@@ -13,16 +13,11 @@ from blockstep.spec.core.work import Step
 
 
 def count_admitted(step: Step, request: RequestState, after: RequestState, hit: Hit) -> None:
-    """Count the cache hit of an admitted request. Source: vLLM 0.19.1 `make_stats`; P21."""
-    del after
-    process_counted(step, request, hit)
-
-
-def process_counted(step: Step, request: RequestState, hit: Hit) -> None:
     """Count the cache hit of a request that looked for one and got blocks.
 
     Source: seed 001 "For Waiting Requests (First Prefill)", vLLM 0.19.1 `make_stats`; P21.
     """
+    del after
     if request.num_computed_tokens > 0 or not reads_prefix_cache(step.state.config, request):
         return
     stats = step.stats

@@ -389,12 +389,11 @@ def get_shorter_claim(
 def without_items_passed_over(rules: Rules, _config: Config) -> Rules:
     """A waiting request that gets no token because an item does not fit is skipped."""
 
-    def get_verdict_without_tokens(step: Step) -> Verdict:
-        if encoding.CLAIM.of(step).lacks_items:
-            return Verdict.PASSED_OVER
-        return rules[admission.get_verdict_without_tokens](step)
+    def process_shortage(step: Step, request: RequestState) -> Verdict:
+        verdict = rules[admission.process_shortage](step, request)
+        return Verdict.PASSED_OVER if encoding.CLAIM.of(step).lacks_items else verdict
 
-    return rules.replacing(admission.get_verdict_without_tokens, get_verdict_without_tokens)
+    return rules.replacing(admission.process_shortage, process_shortage)
 
 
 STORIES = (

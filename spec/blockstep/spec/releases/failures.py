@@ -9,17 +9,18 @@ from blockstep.spec.copies import replace
 from blockstep.spec.core import plans
 from blockstep.spec.core.block_pool import withdraw_blocks
 from blockstep.spec.core.parts import Part
-from blockstep.spec.core.requests import Frame, FrameRow, RequestState
+from blockstep.spec.core.requests import Frame, FrameRow
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import compute_num_blocks
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
-from blockstep.spec.features.kv_transfer import reports
+from blockstep.spec.features import kv_transfer
 from blockstep.spec.features.structured_output.masks import drop_row
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
     KVLoadFailurePolicy,
+    KVTransfers,
     OutputRow,
     RequestId,
     Status,
@@ -64,7 +65,7 @@ def only_the_first_goes_back(rules: Rules, _config: Config) -> Rules:
         found = zip(rules[plans.get_frame_rows](step), step.rows, strict=True)
         return tuple([NUM_SCHEDULED.put(row, planned.num_scheduled) for row, planned in found])
 
-    return rules.replacing(reports.get_failures, get_failures).replacing(
+    return rules.replacing(kv_transfer.get_failures, get_failures).replacing(
         plans.get_frame_rows, get_frame_rows
     )
 
@@ -105,8 +106,12 @@ def get_cut(
 def failed_tell_what_is_not_counted(rules: Rules, _config: Config) -> Rules:
     """A request that fails before its first admission is reported with -1 cached tokens."""
 
-    def get_failed_row(request: RequestState) -> OutputRow:
-        row = rules[reports.get_failed_row](request)
-        return replace(row, num_cached_tokens=request.num_cached_tokens)
+    def get_reported(
+        state: State, transfers: KVTransfers, failed: Sequence[RequestId]
+    ) -> tuple[State, tuple[OutputRow, ...]]:
+        after, rows = rules[kv_transfer.get_reported](state, transfers, failed)
+        nums_cached = [state.requests[row.request_id].num_cached_tokens for row in rows]
+        told = zip(rows, nums_cached, strict=True)
+        return after, tuple([replace(row, num_cached_tokens=num) for row, num in told])
 
-    return rules.replacing(reports.get_failed_row, get_failed_row)
+    return rules.replacing(kv_transfer.get_reported, get_reported)

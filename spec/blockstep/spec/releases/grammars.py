@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from blockstep.spec.copies import replace
@@ -28,7 +27,7 @@ from blockstep.spec.vocabulary import (
     Grammar,
     GrammarBitmask,
     GrammarOutput,
-    RequestId,
+    Rejected,
     TokenId,
     TokenIds,
 )
@@ -126,22 +125,27 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
         after = masks.get_read(state, row, request, tokens)
         return get_seen(state.config, after, STAND.of(request)) if masks.HAS_MASK.of(row) else after
 
-    def get_mask_output(
-        state: State, frame: Frame, rows: Mapping[RequestId, FrameRow], bitmask: GrammarBitmask
-    ) -> tuple[State, GrammarOutput]:
+    def process_bitmask(
+        state: State, bitmask: GrammarBitmask
+    ) -> tuple[State, GrammarOutput] | Rejected:
+        result = rules[masks.process_bitmask](state, bitmask)
+        if isinstance(result, Rejected):
+            return result
+        state, output = result
         requests = state.requests
-        told = {row.request_id for row in bitmask.drafts}
-        for row in frame.rows:
-            request = requests.get(row.request_id) if row.request_id in told else None
-            if request is None or not row.draft_token_ids or request.request.grammar is None:
+        (frame,) = [frame for frame in state.frames if frame.frame_id == bitmask.frame_id]
+        rows = {row.request_id: row for row in frame.rows}
+        for name in [row.request_id for row in bitmask.drafts if row.request_id in rows]:
+            request = requests.get(name)
+            if request is None or not rows[name].draft_token_ids or not request.request.grammar:
                 continue
-            request = get_seen(state.config, request, STAND.of(request))
-            requests = requests.having(row.request_id, request)
+            requests = requests.having(name, get_seen(state.config, request, STAND.of(request)))
         state = replace(state, requests=requests)
-        return rules[masks.get_mask_output](state, frame, rows, bitmask)
+        masked = [masks.get_mask_row(state, rows[row.request_id]) for row in output.rows]
+        return state, GrammarOutput(tuple(masked))
 
     return rules.replacing(masks.get_read, get_read).replacing(
-        masks.get_mask_output, get_mask_output
+        masks.process_bitmask, process_bitmask
     )
 
 

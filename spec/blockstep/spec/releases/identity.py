@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from typing import Any
 
+from blockstep.spec.copies import replace
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.features import identity
@@ -20,13 +22,15 @@ def output_blocks_name_the_last_item(rules: Rules, _config: Config) -> Rules:
     """A block completed by outputs has only the last item in its key, unless it is the first
     block."""
 
-    def get_request_of_key(request: RequestState, index: int) -> Request:
-        asked = rules[identity.get_request_of_key](request, index)
-        if not _is_behind_outputs(request, index):
-            return asked
-        return replace(asked, items=asked.items[-1:])
+    def name_content(
+        request: RequestState, index: int, start: int, end: int, within: Rules
+    ) -> Mapping[str, Any]:
+        if _is_behind_outputs(request, index):
+            asked = replace(request.request, items=request.request.items[-1:])
+            request = replace(request, request=asked)
+        return rules[identity.name_content](request, index, start, end, within)
 
-    return rules.replacing(identity.get_request_of_key, get_request_of_key)
+    return rules.replacing(identity.name_content, name_content)
 
 
 def items_named_without_place(rules: Rules, _config: Config) -> Rules:
@@ -41,15 +45,17 @@ def items_named_without_place(rules: Rules, _config: Config) -> Rules:
 def touching_item_names_an_output_block(rules: Rules, _config: Config) -> Rules:
     """A block completed by outputs has an item in its key that ends where the block begins."""
 
-    def get_request_of_key(request: RequestState, index: int) -> Request:
-        asked = rules[identity.get_request_of_key](request, index)
-        if not asked.items or not _is_behind_outputs(request, index):
-            return asked
-        last = asked.items[-1]
-        longer = replace(last, length=last.length + 1)
-        return replace(asked, items=(*asked.items[:-1], longer))
+    def name_content(
+        request: RequestState, index: int, start: int, end: int, within: Rules
+    ) -> Mapping[str, Any]:
+        if request.request.items and _is_behind_outputs(request, index):
+            *before, last = request.request.items
+            longer = replace(last, length=last.length + 1)
+            asked = replace(request.request, items=(*before, longer))
+            request = replace(request, request=asked)
+        return rules[identity.name_content](request, index, start, end, within)
 
-    return rules.replacing(identity.get_request_of_key, get_request_of_key)
+    return rules.replacing(identity.name_content, name_content)
 
 
 STORIES = (

@@ -26,13 +26,13 @@ def equals_preempt_the_first(rules: Rules, _config: Config) -> Rules:
 def victim_without_a_row_shifts_the_next(rules: Rules, _config: Config) -> Rules:
     """A victim without a row in the step makes the step skip another request."""
 
-    def get_next_index(step: Step, index: int, victim_index: int) -> int:
+    def process_making_room(step: Step, index: int, victim_index: int) -> int:
         victim_id = step.running[victim_index]
-        if all(row.request_id != victim_id for row in step.rows):
-            return index
-        return rules[preemption.get_next_index](step, index, victim_index)
+        had_row = any(row.request_id == victim_id for row in step.rows)
+        index_after = rules[preemption.process_making_room](step, index, victim_index)
+        return index_after if had_row else index
 
-    return rules.replacing(preemption.get_next_index, get_next_index)
+    return rules.replacing(preemption.process_making_room, process_making_room)
 
 
 def one_waiting_queue(rules: Rules, _config: Config) -> Rules:
@@ -40,9 +40,9 @@ def one_waiting_queue(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(queues.waits_apart, waits_apart)
 
 
-def waits_apart(request: RequestState, is_blocked: bool) -> bool:
+def waits_apart(request: RequestState, was_skipped: bool) -> bool:
     """Modified `queues.waits_apart`: never."""
-    del request, is_blocked
+    del request, was_skipped
     return False
 
 
@@ -50,8 +50,8 @@ def sessions_wait_apart(rules: Rules, _config: Config) -> Rules:
     """Waiting requests with computed tokens have a queue before all others, open in a pause of new
     ones."""
 
-    def waits_apart(request: RequestState, is_blocked: bool) -> bool:
-        return rules[queues.waits_apart](request, is_blocked) or request.num_computed_tokens > 0
+    def waits_apart(request: RequestState, was_skipped: bool) -> bool:
+        return rules[queues.waits_apart](request, was_skipped) or request.num_computed_tokens > 0
 
     return rules.replacing(queues.waits_apart, waits_apart).replacing(
         admission.get_open_queue, get_open_queue
@@ -78,10 +78,11 @@ def resting_sessions_keep_their_seats(rules: Rules, _config: Config) -> Rules:
 def passed_over_come_back_reversed(rules: Rules, _config: Config) -> Rules:
     """The requests that a step skips return to the queue in reverse order."""
 
-    def list_passed_over(step: Step) -> list[RequestId]:
-        return rules[admission.list_passed_over](step)[::-1]
+    def process_passed_over(step: Step) -> None:
+        step.passed_over.reverse()
+        rules[admission.process_passed_over](step)
 
-    return rules.replacing(admission.list_passed_over, list_passed_over)
+    return rules.replacing(admission.process_passed_over, process_passed_over)
 
 
 def cached_tokens_of_the_last_hit(rules: Rules, _config: Config) -> Rules:
@@ -107,12 +108,12 @@ def lone_request_has_no_threshold(rules: Rules, _config: Config) -> Rules:
 def self_victim_lets_others_run(rules: Rules, _config: Config) -> Rules:
     """Under PRIORITY a step continues after a request that preempted itself."""
 
-    def ends_with_self_victim(step: Step) -> bool:
-        if step.state.config.policy is Policy.PRIORITY:
-            return False
-        return rules[schedule.ends_with_self_victim](step)
+    def process_turn(step: Step, index: int) -> tuple[int, bool]:
+        index, goes_on = rules[schedule.process_turn](step, index)
+        is_priority = step.state.config.policy is Policy.PRIORITY
+        return index, goes_on or (is_priority and not step.awaits_answer)
 
-    return rules.replacing(schedule.ends_with_self_victim, ends_with_self_victim)
+    return rules.replacing(schedule.process_turn, process_turn)
 
 
 def too_long_is_passed_over(rules: Rules, _config: Config) -> Rules:

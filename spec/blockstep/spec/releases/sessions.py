@@ -14,7 +14,7 @@ from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.work import Step
 from blockstep.spec.features import common_prefix, reclaim, sessions
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
-from blockstep.spec.features.structured_output.grammar import STAND, Stand
+from blockstep.spec.features.structured_output.grammar import STAND
 from blockstep.spec.releases import memory
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.vocabulary import (
@@ -45,23 +45,24 @@ def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
 def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
     """Each input of a session may sample as many tokens as the first."""
 
-    def get_chunk_request(joined: Request, before: Request) -> Request:
-        joined = rules[sessions.get_chunk_request](joined, before)
-        return replace(joined, max_tokens=before.max_tokens)
+    def get_joined(asked: Request, update: Request, kept: TokenIds, offset: int) -> Request:
+        joined = rules[sessions.get_joined](asked, update, kept, offset)
+        return replace(joined, max_tokens=asked.max_tokens)
 
-    return rules.replacing(sessions.get_chunk_request, get_chunk_request)
+    return rules.replacing(sessions.get_joined, get_joined)
 
 
 def sessions_keep_their_grammar(rules: Rules, _config: Config) -> Rules:
     """The grammar of a session continues from input to input, even after the discarded last
     token."""
-    return rules.replacing(sessions.get_stand_of_chunk, get_stand_of_chunk)
 
+    def get_continued(
+        config: Config, request: RequestState, update: Request, within: Rules
+    ) -> RequestState:
+        after = rules[sessions.get_continued](config, request, update, within)
+        return STAND.put(after, STAND.of(request))
 
-def get_stand_of_chunk(config: Config, request: RequestState, asked: Request) -> Stand:
-    """Modified `sessions.get_stand_of_chunk`: that after the outputs of the input before."""
-    del config, asked
-    return STAND.of(request)
+    return rules.replacing(sessions.get_continued, get_continued)
 
 
 def session_keys_are_appended(rules: Rules, _config: Config) -> Rules:
@@ -70,9 +71,10 @@ def session_keys_are_appended(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(sessions.get_num_kept_keys, get_num_kept_keys)
 
 
-def get_num_kept_keys(request: RequestState, num_blocks: int) -> int:
+def get_num_kept_keys(request: RequestState, num_kept: int, block_size: int) -> int:
     """Modified `sessions.get_num_kept_keys`: all keys."""
-    return max(len(request.block_keys), num_blocks)
+    del num_kept, block_size
+    return len(request.block_keys)
 
 
 def sessions_keep_what_is_computed(rules: Rules, _config: Config) -> Rules:

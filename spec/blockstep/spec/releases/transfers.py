@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 
 from blockstep.spec import idle
 from blockstep.spec.copies import replace
-from blockstep.spec.core import admission, slots
+from blockstep.spec.core import admission, endings, slots
 from blockstep.spec.core.block_pool import Pool, allocate_blocks, touch_blocks
-from blockstep.spec.core.requests import Hit, RequestState, without_nulls
+from blockstep.spec.core.requests import Hit, Holding, RequestState, without_nulls
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import compute_num_blocks
 from blockstep.spec.core.state import State
-from blockstep.spec.core.work import Step
+from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features import kv_transfer, reclaim, resets
 from blockstep.spec.features.groups import count_in_doubt, skip_slots
 from blockstep.spec.features.groups.kinds import compute_num_skipped_tokens
 from blockstep.spec.features.kv_transfer import loads
 from blockstep.spec.features.kv_transfer import transfers as machine
-from blockstep.spec.features.kv_transfer.transfers import NO_OFFERS, TRANSFERS, Transfers
+from blockstep.spec.features.kv_transfer.transfers import (
+    NO_OFFERS,
+    TRANSFERS,
+    Transfers,
+    is_received,
+)
 from blockstep.spec.releases.failures import (
     failed_tell_what_is_not_counted,
     only_the_first_goes_back,
@@ -28,8 +34,8 @@ from blockstep.spec.vocabulary import (
     BlockId,
     BlockTables,
     Config,
-    HeldBlocks,
     KVGroup,
+    KVOffer,
     RequestId,
     Reset,
     ResetDone,
@@ -49,12 +55,12 @@ def asks_store(request: RequestState) -> bool:
 
 def skipped_reading_counts_as_asked(rules: Rules, _config: Config) -> Rules:
     """A request with skip_reading_prefix_cache counts as a miss of the store."""
-    return rules.replacing(loads.counts_as_asked, counts_as_asked)
 
+    def process_admitted(step: Step, request: RequestState, after: RequestState, hit: Hit) -> None:
+        asked = replace(request.request, skip_reading_prefix_cache=False)
+        rules[loads.process_admitted](step, replace(request, request=asked), after, hit)
 
-def counts_as_asked(request: RequestState, rules: Rules) -> bool:
-    """Modified `loads.counts_as_asked`: also if it does not ask."""
-    return request.num_computed_tokens == 0 or rules[loads.asks_store](request)
+    return rules.replacing(loads.process_admitted, process_admitted)
 
 
 def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
@@ -66,31 +72,33 @@ def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
     if config.has_states:
         return rules
 
-    def compute_num_external(
-        num_offered: int, num_known: int, num_local: int, is_async: bool
-    ) -> int:
+    def compute_num_external(offer: KVOffer, num_known: int, num_local: int) -> int:
         compute = rules[machine.compute_num_external]
-        return compute(num_offered, num_known + is_async, num_local, is_async)
+        return compute(offer, num_known + offer.is_async, num_local)
 
-    def get_returned(
-        config: Config, pool: Pool, request: RequestState, within: Rules
-    ) -> tuple[Pool, RequestState]:
-        num_computed = min(request.num_computed_tokens, request.num_known_tokens - 1)
-        pool, after = rules[loads.get_returned](config, pool, request, within)
-        return pool, replace(after, num_computed_tokens=num_computed)
+    def process_return(step: Step, request_id: RequestId) -> None:
+        rules[loads.process_return](step, request_id)
+        after = step.requests[request_id]
+        num_computed = min(after.num_computed_tokens, after.num_known_tokens - 1)
+        step.requests[request_id] = replace(after, num_computed_tokens=num_computed)
 
     return rules.replacing(machine.compute_num_external, compute_num_external).replacing(
-        loads.get_returned, get_returned
+        loads.process_return, process_return
     )
 
 
 def loads_publish_at_once(rules: Rules, _config: Config) -> Rules:
     """Blocks that a store loads within a step are published before they are loaded."""
 
-    def is_unconfirmed(hit: Hit, is_async: bool) -> bool:
-        return is_async and rules[loads.is_unconfirmed](hit, is_async)
+    def look_in_store(
+        step: Step, request: RequestState, hit: Hit
+    ) -> tuple[RequestState, Hit] | Verdict:
+        found = rules[loads.look_in_store](step, request, hit)
+        if isinstance(found, Verdict):
+            return found
+        return replace(found[0], is_unsettled=False), found[1]
 
-    return rules.replacing(loads.is_unconfirmed, is_unconfirmed)
+    return rules.replacing(loads.look_in_store, look_in_store)
 
 
 def returned_though_refused(rules: Rules, _config: Config) -> Rules:
@@ -99,25 +107,25 @@ def returned_though_refused(rules: Rules, _config: Config) -> Rules:
     Its loaded tokens count as cached from then on, unless some of its load failed.
     """
 
-    def get_returned(
-        config: Config, pool: Pool, request: RequestState, within: Rules
-    ) -> tuple[Pool, RequestState]:
-        pool, after = rules[loads.get_returned](config, pool, request, within)
-        num_loaded = compute_num_blocks(request.num_computed_tokens, config.block_sizes[0])
+    def process_return(step: Step, request_id: RequestId) -> None:
+        config, before = step.state.config, step.requests[request_id]
+        rules[loads.process_return](step, request_id)
+        num_loaded = compute_num_blocks(before.num_computed_tokens, config.block_sizes[0])
         num_loaded += config.kv_groups[0].num_speculative_blocks
-        if request.num_cached_tokens >= 0 or num_loaded < len(request.block_tables[0]):
-            return pool, after
-        return pool, replace(after, num_cached_tokens=after.num_computed_tokens)
+        is_whole = num_loaded >= len(before.block_tables[0])
+        if before.num_computed_tokens and before.num_cached_tokens < 0 and is_whole:
+            after = step.requests[request_id]
+            num_cached = after.num_computed_tokens
+            step.requests[request_id] = replace(after, num_cached_tokens=num_cached)
 
-    return rules.replacing(loads.process_refused_return, process_refused_return).replacing(
-        loads.get_returned, get_returned
+    def process_trial(step: Step, request_id: RequestId) -> Verdict:
+        if is_received(TRANSFERS.of(step), request_id):
+            step.state.rules[loads.process_return](step, request_id)
+        return rules[admission.process_gates](step, request_id)
+
+    return rules.replacing(admission.process_gates, process_trial).replacing(
+        loads.process_return, process_return
     )
-
-
-def process_refused_return(
-    step: Step, request: RequestState, pool: Pool, transfers: Transfers
-) -> None:
-    """Modified `loads.process_refused_return`: nothing is undone."""
 
 
 def loaded_wait_behind_the_head(rules: Rules, _config: Config) -> Rules:
@@ -160,11 +168,17 @@ def compute_num_loaded(group: KVGroup, num_tokens: int, num_found: int) -> int:
 def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
     """A group takes blocks for a load before the next group holds its hit."""
 
-    def take_hit(
-        config: Config, pool: Pool, request: RequestState, hit: Hit
-    ) -> tuple[Pool, BlockTables]:
+    def take_blocks(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        hit: Hit,
+        nums_new: Sequence[int],
+        within: Rules,
+    ) -> tuple[Pool, list[Holding], list[tuple[BlockId, ...]]]:
+        take = rules[slots.take_blocks]
         if not hit.num_pending or any(request.block_tables):
-            return rules[slots.take_hit](config, pool, request, hit)
+            return take(config, pool, request, hit, nums_new, within)
         early: list[tuple[BlockId, ...]] = []
         hit_tables = hit.block_tables or ((),) * len(request.holdings)
         for group, found in zip(config.kv_groups, hit_tables, strict=True):
@@ -172,35 +186,40 @@ def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
             num_loaded = compute_num_loaded(group, hit.num_tokens, len(found))
             pool, taken = allocate_blocks(pool, num_loaded)
             early.append(taken)
-        return pool, tuple(early)
+        nums_left = [num - len(taken) for num, taken in zip(nums_new, early, strict=True)]
+        without_tables = replace(hit, block_tables=())
+        pool, owned, others = take(config, pool, request, without_tables, nums_left, within)
+        return pool, owned, [*map(add, early, others)]
 
-    return rules.replacing(slots.take_hit, take_hit)
+    return rules.replacing(slots.take_blocks, take_blocks)
 
 
 def holds_are_one(rules: Rules, _config: Config) -> Rules:
     """The first transfer to finish frees the blocks of a finished request, even if another uses
     them."""
-    return rules.replacing(machine.end_hold, end_hold)
 
+    def end_transfer(
+        transfers: Transfers, request_id: RequestId, is_recving: bool
+    ) -> tuple[Transfers, BlockTables]:
+        entry = transfers.held.get(request_id)
+        if entry is None:
+            return rules[machine.end_transfer](transfers, request_id, is_recving)
+        return replace(transfers, held=transfers.held.without(request_id)), entry.block_tables
 
-def end_hold(transfers: Transfers, entry: HeldBlocks) -> tuple[Transfers, BlockTables]:
-    """Modified `transfers.end_hold`: whichever hold has ended, it was the last."""
-    held = transfers.held.without(entry.request_id)
-    return replace(transfers, held=held), entry.block_tables
+    return rules.replacing(machine.end_transfer, end_transfer)
 
 
 def skipped_loads_are_settled(rules: Rules, _config: Config) -> Rules:
     """Skipped blocks of a load, which are never loaded, count as cached."""
-    return rules.replacing(slots.count_settled, count_settled)
+    return rules.replacing(slots.get_nums_settled, get_nums_settled)
 
 
-def count_settled(group: KVGroup, hit: Hit, found: Sequence[BlockId]) -> int:
-    """Modified `slots.count_settled`: all blocks that the group has before it takes some."""
-    del group, hit
-    return len(found)
+def get_nums_settled(config: Config, hit: Hit) -> tuple[int, ...]:
+    """Modified `slots.get_nums_settled`: all blocks that a group has before it takes some."""
+    return tuple(map(len, hit.block_tables or ((),) * len(config.kv_groups)))
 
 
-def ended_leave_their_windows_first(rules: Rules, _config: Config) -> Rules:
+def ended_leave_their_windows_first(rules: Rules, config: Config) -> Rules:
     """A request that finishes with a store first frees the blocks outside its windows, loads or
     not.
 
@@ -208,32 +227,28 @@ def ended_leave_their_windows_first(rules: Rules, _config: Config) -> Rules:
     ones.
     """
 
-    def get_held_at_end(
-        state: State, pool: Pool, transfers: Transfers, request: RequestState
-    ) -> tuple[Pool, Transfers, RequestState]:
+    def get_released(state: State, request: RequestState) -> State:
         at_end = replace(request, num_computed_tokens=request.num_known_tokens)
-        pool, at_end = skip_slots(state.config, pool, at_end, 0, state.rules)
+        pool, at_end = skip_slots(state.config, state.pool, at_end, 0, state.rules)
         request = replace(request, holdings=at_end.holdings)
-        return rules[kv_transfer.get_held_at_end](state, pool, transfers, request)
+        return rules[endings.get_released](replace(state, pool=pool), request)
 
-    return rules.replacing(kv_transfer.get_held_at_end, get_held_at_end)
+    return rules.replacing(endings.get_released, get_released) if config.kv_connector else rules
 
 
-def ended_leave_what_is_answered_first(rules: Rules, _config: Config) -> Rules:
+def ended_leave_what_is_answered_first(rules: Rules, config: Config) -> Rules:
     """A request that finishes with a store first frees the blocks outside its windows, but for
     steps in flight.
 
     Windows are those after the tokens of committed steps.
     """
 
-    def get_held_at_end(
-        state: State, pool: Pool, transfers: Transfers, request: RequestState
-    ) -> tuple[Pool, Transfers, RequestState]:
+    def get_released(state: State, request: RequestState) -> State:
         num_in_doubt = state.rules[count_in_doubt](state.frames, request.request_id)
-        pool, request = skip_slots(state.config, pool, request, num_in_doubt, state.rules)
-        return rules[kv_transfer.get_held_at_end](state, pool, transfers, request)
+        pool, request = skip_slots(state.config, state.pool, request, num_in_doubt, state.rules)
+        return rules[endings.get_released](replace(state, pool=pool), request)
 
-    return rules.replacing(kv_transfer.get_held_at_end, get_held_at_end)
+    return rules.replacing(endings.get_released, get_released) if config.kv_connector else rules
 
 
 def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
@@ -243,11 +258,13 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
     preemption.
     """
 
-    def get_parked(request: RequestState, hit: Hit) -> RequestState:
-        after = rules[loads.get_parked](request, hit)
-        if request.num_preemptions or request.output_token_ids:
-            return after
-        return replace(after, num_cached_tokens=after.num_computed_tokens)
+    def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
+        verdict = rules[loads.process_parking](step, request, hit)
+        is_first = not request.num_preemptions and not request.output_token_ids
+        if verdict is Verdict.SUSPENDED and is_first:
+            after = replace(step.requests[request.request_id], num_cached_tokens=hit.num_tokens)
+            step.requests[request.request_id] = after
+        return verdict
 
     def get_num_cached_tokens(request: RequestState, num_start: int) -> int:
         num_cached = rules[admission.get_num_cached_tokens](request, num_start)
@@ -255,7 +272,7 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
         is_first = not request.num_preemptions and not request.output_token_ids
         return num_start if looks_up and is_first else num_cached
 
-    return rules.replacing(loads.get_parked, get_parked).replacing(
+    return rules.replacing(loads.process_parking, process_parking).replacing(
         admission.get_num_cached_tokens, get_num_cached_tokens
     )
 
@@ -266,8 +283,8 @@ def empty_transfers_are_reset(rules: Rules, _config: Config) -> Rules:
     These are transfers of null blocks.
     """
 
-    def is_awaiting_transfers(state: State, is_idle: bool) -> bool:
-        return not is_idle and rules[kv_transfer.is_awaiting_transfers](state, is_idle)
+    def is_awaiting_transfers(state: State) -> bool:
+        return not resets.is_idle(state) and rules[kv_transfer.is_awaiting_transfers](state)
 
     return rules.replacing(kv_transfer.is_awaiting_transfers, is_awaiting_transfers)
 

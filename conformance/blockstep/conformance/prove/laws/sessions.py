@@ -42,9 +42,9 @@ def computed_is_left_as_it_is(pool: Pool, request: RequestState) -> tuple[Pool, 
 
 
 @instead(get_num_kept_keys, theirs="0.19.1")
-def keys_are_appended(request: RequestState, num_blocks: int) -> int:
+def keys_are_appended(request: RequestState) -> int:
     """The key of a block with the dropped last token stays."""
-    return max(len(request.block_keys), num_blocks)
+    return len(request.block_keys)
 
 
 @instead(compute_num_kept, theirs="#42489")
@@ -88,7 +88,7 @@ def check_keys_are_kept_of_blocks_full_of_tokens_that_are_kept(
     keys = cast("tuple[BlockKey, ...]", h.Tokens(num_known // block_size))
     request = replace(h.build_request("a", num_known), block_keys=keys)
     num_kept = compute_num_kept(num_known)
-    num_keys = get_num_kept_keys(request, num_kept // block_size)
+    num_keys = get_num_kept_keys(request, num_kept, block_size)
     assert num_keys * block_size <= num_kept < (num_keys + 1) * block_size
 
 

@@ -17,9 +17,7 @@ from blockstep.spec.features.kv_transfer.transfers import (
     Transfers,
     compute_num_external,
     compute_num_valid,
-    end_hold,
-    end_recving,
-    end_sending,
+    end_transfer,
     take_offer,
 )
 from blockstep.spec.maps import FrozenMap
@@ -30,6 +28,7 @@ from blockstep.spec.vocabulary import (
     HeldBlocks,
     KVGroup,
     KVOffer,
+    RequestId,
     Status,
 )
 
@@ -40,9 +39,9 @@ ROOM = Room("transfers")
 
 
 @instead(compute_num_external, theirs="0.19.1")
-def last_token_is_loaded(num_offered: int, num_known: int, num_local: int) -> int:
+def last_token_is_loaded(right: Right[int], num_known: int) -> int:
     """All known tokens are loaded, so no token is left to sample from."""
-    return max(min(num_offered, num_known) - num_local, 0)
+    return right(num_known=num_known + 1)
 
 
 @instead(compute_num_loaded, theirs="0.19.1")
@@ -65,12 +64,13 @@ def first_group_speaks_for_all(
     return right(tables=tables[:1], firsts=firsts[:1], block_sizes=block_sizes[:1])
 
 
-@instead(end_hold, theirs="0.19.1")
+@instead(end_transfer, theirs="0.19.1")
 def any_end_ends_all_holds(
-    transfers: Transfers, entry: HeldBlocks
+    transfers: Transfers, request_id: RequestId
 ) -> tuple[Transfers, BlockTables]:
     """The end of one transfer frees blocks that another still uses."""
-    return replace(transfers, held=transfers.held.without(entry.request_id)), entry.block_tables
+    entry = transfers.held[request_id]
+    return replace(transfers, held=transfers.held.without(request_id)), entry.block_tables
 
 
 @instead(process_waiting_phase, theirs="0.19.1")
@@ -91,7 +91,8 @@ def check_a_token_is_left_to_compute_behind_every_load(
 ) -> None:
     """The local hit leaves a token to compute, and so does a load after it, now or later."""
     assert 0 <= num_offered and 0 <= num_local < num_known and 0 <= is_async <= 1
-    num_external = compute_num_external(num_offered, num_known, num_local, is_async == 1)
+    offer = KVOffer("a", num_offered, is_async == 1)
+    num_external = compute_num_external(offer, num_known, num_local)
     assert num_local + num_external < num_known
 
 
@@ -101,7 +102,7 @@ def check_a_hit_is_longer_by_all_that_a_store_has_behind_it(
 ) -> None:
     """It is never shorter."""
     assert 0 <= num_offered and 0 <= num_local < num_known
-    num_start = num_local + compute_num_external(num_offered, num_known, num_local, False)
+    num_start = num_local + compute_num_external(KVOffer("a", num_offered), num_known, num_local)
     assert num_start == max(num_local, min(num_offered, num_known - 1))
 
 
@@ -171,8 +172,7 @@ def check_blocks_are_held_until_the_last_of_their_holds_has_ended(
     assert is_recving + is_sending >= 1
     entry = HeldBlocks("a", ((1, 2),), is_recving == 1, is_sending == 1)
     before = replace(NO_STORE, held=FrozenMap({"a": entry}))
-    report = end_recving if is_of_load else end_sending
-    after, tables = report(before, "a", STRICT_RULES)
+    after, tables = end_transfer(before, "a", is_of_load == 1)
     is_left = is_sending if is_of_load else is_recving
     assert ("a" in after.held) == (is_left == 1)
     assert tables == (() if is_left else ((1, 2),))

@@ -91,7 +91,6 @@ def skip_slots(
         table = holdings[index].block_table
         num_certain = rules[compute_num_certain](group, request.num_computed_tokens, num_in_doubt)
         num_skipped = rules[count_skipped_blocks](group, holdings[index], num_certain)
-        num_skipped = min(num_skipped, len(table))
         left = without_nulls(table[:num_skipped])
         if left:
             num_left += len(left)
@@ -102,9 +101,8 @@ def skip_slots(
 
 
 def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
-    """Return the leading blocks of one group that are freed: all skipped ones. Source: P8."""
-    del holding
-    return compute_num_skipped_blocks(group, num_certain)
+    """Return the blocks of a table that are skipped and freed: the first ones. Source: P8."""
+    return min(compute_num_skipped_blocks(group, num_certain), len(holding.block_table))
 
 
 # Plans.

@@ -6,8 +6,6 @@
 
 A request whose asynchronous load has ended holds blocks until it is admitted, and two of them could
 each lack the blocks of the other: they are reclaimed like those of a session (`features.reclaim`).
-Those of a load under way are not: it ends by itself.
-
 Until a load is confirmed only the blocks of the local hit are published (P19).
 """
 
@@ -23,24 +21,19 @@ from blockstep.spec.core.parts import Note, Part
 from blockstep.spec.core.queues import select_queue
 from blockstep.spec.core.requests import Frame, FrameRow, Hit, RequestState
 from blockstep.spec.core.rules import Rules
-from blockstep.spec.core.slots import compute_num_blocks, publish_slots, release_slots
+from blockstep.spec.core.slots import compute_num_blocks, publish_slots
 from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features import reclaim
-from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
+from blockstep.spec.features.groups.hits import get_hit_table
 from blockstep.spec.features.kv_transfer.transfers import (
     TRANSFERS,
-    Transfers,
+    Load,
     compute_num_external,
-    forget_load,
     get_offer,
     is_received,
     is_under_way,
-    start_load,
 )
-from blockstep.spec.features.reclaim import without_blocks
-from blockstep.spec.features.statistics import process_counted
 from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
     BlockTables,
     Config,
     KVLoad,
@@ -58,52 +51,38 @@ FRAME_LOADS: Final = Part[tuple[KVLoad, ...]]("loads", ())
 def asks_store(request: RequestState) -> bool:
     """Whether a waiting request asks a store: if it computed nothing, and may read the cache.
 
-    Upstream also asks for requests that may not. Source: vLLM 0.19.1 `schedule`; P6, P21.
+    Source: vLLM 0.19.1 `schedule`; P6, P21.
     """
     is_reading = not request.request.skip_reading_prefix_cache
     return is_reading and request.num_computed_tokens == 0
 
 
-def counts_as_asked(request: RequestState, rules: Rules) -> bool:
-    """Whether the metrics of a store count a request that is admitted. Source: P21."""
-    return rules[asks_store](request)
+def look_in_store(
+    step: Step, request: RequestState, hit: Hit
+) -> tuple[RequestState, Hit] | Verdict:
+    """Return the request and its hit extended by the store's offer, or the verdict: it waits for
+    the store's answer, or for its load.
 
-
-def get_offered_hit(
-    config: Config, transfers: Transfers, request: RequestState, hit: Hit, rules: Rules
-) -> tuple[Hit, bool] | None:
-    """Return the hit extended by the store's offer, and whether the load is asynchronous.
-
-    None if the store has no answer yet. Of a recurrent group the store has only the state after the
-    last token of the offer, so the offer is loaded up to there or not at all: a state of fewer
-    tokens is not available, and one of more tokens would compute some of them twice. Upstream
-    leaves that to the store, which offers one token less than the prompt (NIXL).
-    Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P3, P5.
+    Of a recurrent group the store has only the state after the last token of the offer, so the
+    offer is loaded up to there or not at all: a state of fewer tokens is not available, and one of
+    more tokens would compute some of them twice. Source: vLLM 0.19.1 `get_num_new_matched_tokens`;
+    P3, P5, P19.
     """
+    config, rules = step.state.config, step.state.rules
     if not rules[asks_store](request):
-        return hit, False
-    offer = get_offer(transfers, request.request_id)
+        return request, hit
+    offer = get_offer(TRANSFERS.of(step), request.request_id)
     if offer.num_tokens is None:
-        return None
-    num_known, num_local = request.num_known_tokens, hit.num_tokens
-    num_external = rules[compute_num_external](
-        offer.num_tokens, num_known, num_local, offer.is_async
-    )
-    num_start = num_local + num_external
-    is_cut = config.has_states and num_start < offer.num_tokens
-    if num_external == 0 or is_cut:
-        return hit, False
+        return Verdict.PASSED_OVER
+    num_external = rules[compute_num_external](offer, request.num_known_tokens, hit.num_tokens)
+    num_start = hit.num_tokens + num_external
+    if num_external == 0 or (config.has_states and num_start < offer.num_tokens):
+        return request, hit
     tables = hit.block_tables
     if config.groups:
         tables = get_clipped_tables(config, hit, num_start, request.block_tables)
-    hit = Hit(num_start, tables, num_external)
-    return hit, offer.is_async
-
-
-def is_unconfirmed(hit: Hit, is_async: bool) -> bool:
-    """Whether no block of a request is published until its load is confirmed. Source: P19."""
-    del is_async
-    return hit.num_pending > 0
+    hit, request = Hit(num_start, tables, num_external), replace(request, is_unsettled=True)
+    return rules[process_parking](step, request, hit) if offer.is_async else (request, hit)
 
 
 def get_clipped_tables(config: Config, hit: Hit, num_start: int, held: BlockTables) -> BlockTables:
@@ -116,25 +95,18 @@ def get_clipped_tables(config: Config, hit: Hit, num_start: int, held: BlockTabl
     Source: vLLM 0.19.1 `allocate_new_computed_blocks`; P5, P8.
     """
     found = hit.block_tables or ((),) * len(config.groups)
-    tables = []
-    for group, table, own in zip(config.groups, found, held, strict=True):
-        num_null = compute_num_skipped_blocks(group, num_start)
-        tables.append(((NULL_BLOCK,) * num_null + table[num_null:])[len(own) :])
-    return tuple(tables)
+    groups = zip(config.groups, found, held, strict=True)
+    return tuple(
+        [get_hit_table(group, table, num_start)[len(own) :] for group, table, own in groups]
+    )
 
 
-def process_load(step: Step, request: RequestState, hit: Hit, is_async: bool) -> None:
-    """Have the worker load the external part of a request's hit into its blocks.
-
-    Source: vLLM 0.19.1 `update_state_after_alloc`; P17.
+def get_first_blocks(config: Config, request: RequestState, num_tokens: int) -> BlockTables:
+    """Return, per group, the blocks of a request's first tokens; behind these it may have spare
+    ones for states after drafts. Source: P19.
     """
-    sizes = step.state.config.block_sizes
-    tables = [
-        table[: compute_num_blocks(hit.num_tokens, size)]
-        for table, size in zip(request.block_tables, sizes, strict=True)
-    ]
-    load = KVLoad(request.request_id, tuple(tables), hit.num_local, hit.num_pending, is_async)
-    LOADS.set(step, (*LOADS.of(step), load))
+    tables = zip(request.block_tables, config.block_sizes, strict=True)
+    return tuple([table[: compute_num_blocks(num_tokens, size)] for table, size in tables])
 
 
 def process_return(step: Step, request_id: RequestId) -> None:
@@ -143,16 +115,23 @@ def process_return(step: Step, request_id: RequestId) -> None:
     If nothing was loaded, it holds nothing and asks again. If it is not admitted afterwards, all of
     this is undone (P7). Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
     """
-    request = get_unparked(step.requests[request_id], TRANSFERS.of(step))
-    TRANSFERS.set(step, forget_load(TRANSFERS.of(step), request_id))
-    if request.num_computed_tokens == 0:
-        fence = step.get_fence(request_id)
-        step.pool = release_slots(step.pool, request, step.state.rules, fence)
-        request = without_blocks(request)
-    else:
-        get = step.state.rules[get_returned]
-        step.pool, request = get(step.state.config, step.pool, request, step.state.rules)
+    num_loaded = step.requests[request_id].num_computed_tokens
+    if num_loaded == 0:
+        process_gift(step, request_id)
+        return
+    request, rules = process_unparking(step, request_id), step.state.rules
+    step.pool, request = settle_slots(step.state.config, step.pool, request, num_loaded, rules)
     step.requests[request_id] = request
+
+
+def process_unparking(step: Step, request_id: RequestId) -> RequestState:
+    """Forget the asynchronous load of a request; return the request with the status from before
+    it: waiting or preempted. Source: vLLM 0.19.1 `_try_promote_blocked_waiting_request`; P26.
+    """
+    transfers = TRANSFERS.of(step)
+    TRANSFERS.set(step, replace(transfers, parked=transfers.parked.without(request_id)))
+    status = transfers.parked[request_id].status
+    return replace(step.requests[request_id], status=status, is_unsettled=False)
 
 
 def settle_slots(
@@ -170,16 +149,6 @@ def settle_slots(
     return publish_slots(config, pool, request, nums_full, rules)
 
 
-def get_returned(
-    config: Config, pool: Pool, request: RequestState, rules: Rules
-) -> tuple[Pool, RequestState]:
-    """Return pool and request after its asynchronous load: all loaded tokens are computed.
-
-    Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
-    """
-    return settle_slots(config, pool, request, request.num_computed_tokens, rules)
-
-
 def tell_transfers(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with the loads of the step. Source: P19, P26."""
     return replace(plan, kv_loads=LOADS.of(step))
@@ -193,50 +162,26 @@ def fill_loads(step: Step, frame: Frame) -> Frame:
 # Admission.
 
 
-def look_in_store(
-    step: Step, request: RequestState, hit: Hit
-) -> tuple[RequestState, Hit] | Verdict:
-    """Return the request and its hit extended by the external hit, or the verdict: it waits for the
-    store's answer, or for its load. Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P5, P19.
-    """
-    config, rules = step.state.config, step.state.rules
-    offered = get_offered_hit(config, TRANSFERS.of(step), request, hit, rules)
-    if offered is None:
-        return Verdict.PASSED_OVER
-    hit, is_async = offered
-    request = replace(request, is_unsettled=rules[is_unconfirmed](hit, is_async))
-    return rules[process_parking](step, request, hit) if is_async else (request, hit)
-
-
 def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
     """Start an asynchronous load for `request` if its blocks are available; else change nothing.
 
     It takes no tokens and no running slot, and blocks only for the loaded tokens, and for drafts
-    after a state; but the admission gate asks for all of the request, as for others.
-    Source: vLLM 0.19.1 `schedule`
-    (`load_kv_async`); P7, P8, P19.
+    after a state; but the admission gate asks for all of the request, as for others. The loaded
+    tokens count as computed; none is reported as cached before it is admitted. Source: vLLM 0.19.1
+    `schedule` (`load_kv_async`); P7, P8, P19, P21.
     """
-    granted = step.state.rules[admission.get_slots_at_admission](step, request, 0, hit)
+    rules, name, transfers = step.state.rules, request.request_id, TRANSFERS.of(step)
+    granted = rules[admission.get_slots_at_admission](step, request, 0, hit)
     if isinstance(granted, Verdict):
         return granted
     step.pool, after = granted
-    after = step.state.rules[get_parked](after, hit)
-    step.requests[request.request_id] = after
-    transfers = start_load(TRANSFERS.of(step), request.request_id, request.status)
-    TRANSFERS.set(step, transfers)
-    process_load(step, after, hit, is_async=True)
-    process_counted(step, request, hit)
-    process_asked(step, request, hit)
-    return Verdict.SUSPENDED
-
-
-def get_parked(request: RequestState, hit: Hit) -> RequestState:
-    """Return a request that waits for its asynchronous load; the loaded tokens count as computed.
-
-    Nothing is reported as cached before it is admitted. Source: vLLM 0.19.1 `schedule`; P19, P21.
-    """
     status = Status.WAITING_FOR_REMOTE_KVS
-    return replace(request, status=status, num_computed_tokens=hit.num_tokens)
+    step.requests[name] = replace(after, status=status, num_computed_tokens=hit.num_tokens)
+    parked = transfers.parked.having(name, Load(request.status))
+    TRANSFERS.set(step, replace(transfers, parked=parked))
+    for admit in rules.hooks.admits:
+        rules[admit](step, request, after, hit)
+    return Verdict.SUSPENDED
 
 
 def process_trial(step: Step, request_id: RequestId) -> Verdict:
@@ -245,26 +190,17 @@ def process_trial(step: Step, request_id: RequestId) -> Verdict:
     If it is not admitted it keeps waiting for the load's admission, and none of its blocks is
     published. Source: P7, P15, P19.
     """
-    request = step.requests[request_id]
-    if request.status is not Status.WAITING_FOR_REMOTE_KVS:
+    pool, request, transfers = step.pool, step.requests[request_id], TRANSFERS.of(step)
+    if request_id not in transfers.parked:
         return admission.process_gates(step, request_id)
-    transfers = TRANSFERS.of(step)
     if not is_received(transfers, request_id):
         return Verdict.PASSED_OVER
-    pool = step.pool
-    process_return(step, request_id)
+    step.state.rules[process_return](step, request_id)
     verdict = admission.process_gates(step, request_id)
     if verdict not in (Verdict.ADMITTED, Verdict.SUSPENDED):
-        step.state.rules[process_refused_return](step, request, pool, transfers)
+        step.pool, step.requests[request_id] = pool, request
+        TRANSFERS.set(step, transfers)
     return verdict
-
-
-def process_refused_return(
-    step: Step, request: RequestState, pool: Pool, transfers: Transfers
-) -> None:
-    """Undo the confirmation of a load, because its request is not admitted. Source: P7, P19."""
-    step.pool, step.requests[request.request_id] = pool, request
-    TRANSFERS.set(step, transfers)
 
 
 def process_received_behind(step: Step, head_id: RequestId) -> None:
@@ -272,33 +208,29 @@ def process_received_behind(step: Step, head_id: RequestId) -> None:
 
     They have their blocks already. They are tried in queue order, each is admitted or stays where
     it is, and no blocks are reclaimed for them. Otherwise they would wait, holding blocks, for a
-    head that may wait for these blocks; upstream lets them wait. Source: vLLM 0.19.1 `schedule`;
-    P10, P15, P17.
+    head that may wait for these blocks. Source: vLLM 0.19.1 `schedule`; P10, P15, P17.
     """
     if not TRANSFERS.of(step).parked:
         return
     queues, policy = ([*step.waiting], [*step.skipped]), step.state.config.policy
-    while queue := select_queue(policy, *queues, step.requests):
+    while admission.has_room(step) and (queue := select_queue(policy, *queues, step.requests)):
         request_id = queue.pop(0)
-        if not admission.has_room(step):
-            return
         if request_id == head_id or not is_received(TRANSFERS.of(step), request_id):
             continue
-        if process_trial(step, request_id) is Verdict.ADMITTED:
+        if step.state.rules[admission.process_gates](step, request_id) is Verdict.ADMITTED:
             (step.skipped if request_id in step.skipped else step.waiting).remove(request_id)
 
 
 def process_admitted(step: Step, request: RequestState, after: RequestState, hit: Hit) -> None:
-    """Load the external part of an admitted request's hit, and count it. Source: P17, P21."""
+    """Plan to load the external part of the hit of a request that has its blocks, and count it if
+    the request asked the store. Source: vLLM 0.19.1 `update_state_after_alloc`, `make_stats`; P17,
+    P21."""
     if hit.num_pending:
-        process_load(step, after, hit, is_async=False)
-    process_asked(step, request, hit)
-
-
-def process_asked(step: Step, request: RequestState, hit: Hit) -> None:
-    """Count the store hit of a request that asked for one and got blocks. Source: vLLM 0.19.1
-    `make_stats`; P21."""
-    if not step.state.rules[counts_as_asked](request, step.state.rules):
+        name, tables = after.request_id, get_first_blocks(step.state.config, after, hit.num_tokens)
+        is_async = name in TRANSFERS.of(step).parked
+        load = KVLoad(name, tables, hit.num_local, hit.num_pending, is_async)
+        LOADS.set(step, (*LOADS.of(step), load))
+    if not step.state.rules[asks_store](request):
         return
     stats, num_behind = step.stats, request.num_known_tokens - hit.num_local
     step.stats = replace(
@@ -324,15 +256,5 @@ def process_gift(step: Step, giver_id: RequestId) -> None:
     """Take the blocks of a request that does not run; an ended load is forgotten. Source: P10,
     P17."""
     reclaim.process_gift(step, giver_id)
-    if step.requests[giver_id].status is Status.WAITING_FOR_REMOTE_KVS:
-        step.requests[giver_id] = get_unparked(step.requests[giver_id], TRANSFERS.of(step))
-        TRANSFERS.set(step, forget_load(TRANSFERS.of(step), giver_id))
-
-
-def get_unparked(request: RequestState, transfers: Transfers) -> RequestState:
-    """Return a request with the status from before its asynchronous load: waiting or preempted.
-
-    Source: vLLM 0.19.1 `_try_promote_blocked_waiting_request`; P26.
-    """
-    status = transfers.parked[request.request_id].status
-    return replace(request, status=status, is_unsettled=False)
+    if giver_id in TRANSFERS.of(step).parked:
+        step.requests[giver_id] = process_unparking(step, giver_id)

@@ -18,7 +18,6 @@ from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Part
-from blockstep.spec.core.rules import Rules
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
@@ -67,15 +66,15 @@ TRANSFERS: Final = Part("kv_transfer", NO_STORE)
 # Offers.
 
 
-def compute_num_external(num_offered: int, num_known: int, num_local: int, is_async: bool) -> int:
-    """Return the tokens to load after a request's local hit, of `num_offered` in the store.
+def compute_num_external(offer: KVOffer, num_known: int, num_local: int) -> int:
+    """Return the tokens to load after a request's local hit, of those that the store has.
 
     The last known token is never loaded: it is computed, because a token must be sampled after it,
-    and published blocks are not written. Upstream loads it, then computes it into that block.
-    Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P2, P13.
+    and published blocks are not written. Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P2,
+    P13.
     """
-    del is_async
-    return max(min(num_offered, num_known - 1) - num_local, 0)
+    assert offer.num_tokens is not None, "the store has answered"
+    return max(min(offer.num_tokens, num_known - 1) - num_local, 0)
 
 
 def get_offer(transfers: Transfers, request_id: RequestId) -> KVOffer:
@@ -93,16 +92,6 @@ def take_offer(transfers: Transfers, offer: KVOffer) -> Transfers:
 
 
 # Loads.
-
-
-def start_load(transfers: Transfers, request_id: RequestId, status: Status) -> Transfers:
-    """Add an asynchronous load that its request waits for. Source: P17."""
-    return replace(transfers, parked=transfers.parked.having(request_id, Load(status)))
-
-
-def forget_load(transfers: Transfers, request_id: RequestId) -> Transfers:
-    """Remove the asynchronous load of a request. Source: P17."""
-    return replace(transfers, parked=transfers.parked.without(request_id))
 
 
 def is_under_way(transfers: Transfers, request_id: RequestId) -> bool:
@@ -131,8 +120,8 @@ def compute_num_valid(
     """Return the leading tokens of a load before its first invalid block, None if all were loaded.
 
     Per group: a table, the index of its first loaded block, its block size. The least over all
-    groups counts; null blocks are not loaded. Upstream checks only the first group, and also blocks
-    that were not loaded. Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P5, P19.
+    groups counts; null blocks are not loaded. Source: vLLM 0.19.1
+    `_update_requests_with_invalid_blocks`; P5, P19.
     """
     ends = [
         index * size
@@ -161,43 +150,21 @@ def hold_ended(transfers: Transfers, request_id: RequestId, tables: BlockTables)
     return Transfers(offers, parked, held)
 
 
-def end_recving(
-    transfers: Transfers, request_id: RequestId, rules: Rules
+def end_transfer(
+    transfers: Transfers, request_id: RequestId, is_recving: bool
 ) -> tuple[Transfers, BlockTables]:
-    """End the load of a request; also return the tables without a hold, to be freed.
+    """End the load of a request, or the read of its blocks.
 
-    Source: vLLM 0.19.1 `_update_from_kv_xfer_finished`, which stops with an error if it knows of no
-    load; P17, P18.
+    Also returns the tables of a finished request that nothing holds any more, to be freed. Source:
+    vLLM 0.19.1 `_update_from_kv_xfer_finished`; P17, P18.
     """
-    if is_under_way(transfers, request_id):
+    if is_recving and is_under_way(transfers, request_id):
         load = replace(transfers.parked[request_id], is_received=True)
         return replace(transfers, parked=transfers.parked.having(request_id, load)), ()
     entry = transfers.held.get(request_id)
     if entry is None:
         return transfers, ()
-    return rules[end_hold](transfers, replace(entry, is_recving=False))
-
-
-def end_sending(
-    transfers: Transfers, request_id: RequestId, rules: Rules
-) -> tuple[Transfers, BlockTables]:
-    """End the read of a finished request's blocks; also return the tables to be freed.
-
-    Source: P17, P18.
-    """
-    entry = transfers.held.get(request_id)
-    if entry is None:
-        return transfers, ()
-    return rules[end_hold](transfers, replace(entry, is_sending=False))
-
-
-def end_hold(transfers: Transfers, entry: HeldBlocks) -> tuple[Transfers, BlockTables]:
-    """Update the holds of a finished request; after the last one also return its tables to be
-    freed.
-
-    Source: P17.
-    """
+    entry = replace(entry, is_recving=False) if is_recving else replace(entry, is_sending=False)
     if entry.is_recving or entry.is_sending:
-        return replace(transfers, held=transfers.held.having(entry.request_id, entry)), ()
-    held = transfers.held.without(entry.request_id)
-    return replace(transfers, held=held), entry.block_tables
+        return replace(transfers, held=transfers.held.having(request_id, entry)), ()
+    return replace(transfers, held=transfers.held.without(request_id)), entry.block_tables

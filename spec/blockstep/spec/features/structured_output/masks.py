@@ -103,17 +103,6 @@ def process_bitmask(
     # select
     rows = {row.request_id: get_cut(state, row, told) for row in masked}
     # observe
-    return state.rules[get_mask_output](state, frame, rows, bitmask)
-
-
-def get_mask_output(
-    state: State, frame: Frame, rows: Mapping[RequestId, FrameRow], bitmask: GrammarBitmask
-) -> tuple[State, GrammarOutput]:
-    """Return the mask of a frame, and the state in which the frame has `rows` with the cut drafts.
-
-    Source: vLLM 0.19.1 `get_grammar_bitmask`; P23.
-    """
-    del bitmask
     frame_after = replace(frame, rows=tuple([rows.get(row.request_id, row) for row in frame.rows]))
     frames = tuple([frame_after if one is frame else one for one in state.frames])
     answer = GrammarOutput(tuple([get_mask_row(state, row) for row in rows.values()]))

@@ -1,0 +1,74 @@
+"""Invariants of transfers: what holds of loads, holds and offers in every state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.state import State
+from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
+from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
+from blockstep.spec.vocabulary import KVOffer, Status
+
+
+def is_every_load_of_who_is_parked(state: State) -> bool:
+    """Exactly the requests that wait for an asynchronous load have one, with blocks. Source:
+    P17."""
+    parked = sorted(TRANSFERS.of(state).parked)
+    waiting = [name for name in sorted(state.requests) if _is_parked(state.requests[name])]
+    return parked == waiting and all(all(state.requests[name].block_tables) for name in parked)
+
+
+def _is_parked(request: RequestState) -> bool:
+    return request.status is Status.WAITING_FOR_REMOTE_KVS
+
+
+def is_every_load_unpublished(state: State) -> bool:
+    """No block of an unconfirmed load is published.
+
+    Only loads of a frame in flight, and asynchronous ones, may be unconfirmed. Source: P4, P19.
+    """
+    planned = {load.request_id: load for frame in state.frames for load in FRAME_LOADS.of(frame)}
+    for name, request in sorted(state.requests.items()):
+        is_parked = name in TRANSFERS.of(state).parked
+        if not request.is_unsettled:
+            if is_parked:
+                return False
+            continue
+        if is_parked:
+            continue
+        load = planned.get(name)
+        if load is None or request.status is not Status.RUNNING:
+            return False
+        for holding, size in zip(request.holdings, state.config.block_sizes, strict=True):
+            if holding.num_cached_blocks * size > load.num_computed_tokens:
+                return False
+    return True
+
+
+def is_every_hold_of_somebody_gone(state: State) -> bool:
+    """Blocks are held only for finished requests, by a read or a write. Source: P17."""
+    return all(
+        name == entry.request_id
+        and name not in state.requests
+        and (entry.is_recving or entry.is_sending)
+        and any(map(any, entry.block_tables))
+        for name, entry in sorted(TRANSFERS.of(state).held.items())
+    )
+
+
+def is_every_offer_of_an_unfinished_request(state: State) -> bool:
+    """Every offer is for an unfinished request, and says something. Source: P18."""
+    return all(
+        name in state.requests and offer != KVOffer(name)
+        for name, offer in sorted(TRANSFERS.of(state).offers.items())
+    )
+
+
+INVARIANTS: Final[tuple[Callable[[State], bool], ...]] = (
+    is_every_load_of_who_is_parked,
+    is_every_load_unpublished,
+    is_every_hold_of_somebody_gone,
+    is_every_offer_of_an_unfinished_request,
+)
