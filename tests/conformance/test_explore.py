@@ -262,7 +262,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "rows", "draft_token_ids", "samples", "is_dropped",
         "ref_counts", "free_queue", "cached", "journal", "deferred_frees",
         "state", "reasoning_ended",
-        "size", "num_in_flight", "entries", "freeable", "offered", "freed", "num_embeds",
+        "size", "entries", "freeable", "offered", "freed", "num_embeds",
         "holders",
         "offers", "parked", "held", "is_unsettled", "is_received",
         "num_tokens", "is_async", "delays_free", "block_ids", "num_external_tokens", "block_tables",

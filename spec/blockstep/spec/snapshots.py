@@ -8,6 +8,7 @@ from blockstep.spec.core.parts import NO_PARTS
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
+from blockstep.spec.features.encoder import has_encoder
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder, count_free, count_freeable
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS, is_received
 from blockstep.spec.features.pins import PINS, Pins
@@ -46,7 +47,7 @@ def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None)
         state.finished_req_ids,
         state.prev_scheduled_req_ids,
         state.stats,
-        encoder=get_encoder_snapshot(ENCODER.of(state)),
+        encoder=get_encoder_snapshot(ENCODER.of(state)) if has_encoder(state.config) else None,
         transfers=get_transfers_snapshot(state) if state.config.kv_connector else None,
         pins=get_pins_snapshot(PINS.of(state)) if state.config.has_pins else None,
         admission_closed=ADMISSION_CLOSED.of(state),
@@ -54,10 +55,8 @@ def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None)
     )
 
 
-def get_encoder_snapshot(encoder: Encoder) -> EncoderSnapshot | None:
+def get_encoder_snapshot(encoder: Encoder) -> EncoderSnapshot:
     """Return the encoder's cache, holders by request. Source: architecture D1."""
-    if not encoder.size:
-        return None
     entries = [
         EncoderEntry(name, entry.num_embeds, tuple([holder[0] for holder in entry.holders]))
         for name, entry in sorted(encoder.entries.items())

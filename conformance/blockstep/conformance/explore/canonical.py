@@ -24,7 +24,7 @@ from blockstep.conformance.explore.world import World
 from blockstep.spec.core.requests import Frame, FrameRow, RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
-from blockstep.spec.features.encoder.cache import ENCODER, Encoder
+from blockstep.spec.features.encoder.cache import ENCODER, NO_ENCODER, Encoder
 from blockstep.spec.features.groups import IN_DOUBT
 from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
@@ -270,14 +270,13 @@ def _encoder_form(encoder: Encoder, labels: Mapping[RequestId, Any]) -> Form:
     """Return the items in the encoder cache and their holders; between two steps there is nothing
     else.
     """
-    if not encoder.size:
+    if encoder is NO_ENCODER:
         return ()
     entries = []
     for name, entry in sorted(encoder.entries.items()):
         holders = sorted((labels[holder], index) for holder, index in entry.holders)
         entries.append((name, entry.num_embeds, tuple(holders)))
-    room = encoder.size - encoder.num_in_flight
-    return room, tuple(entries), encoder.freeable, encoder.offered, encoder.freed
+    return encoder.size, tuple(entries), encoder.freeable, encoder.offered, encoder.freed
 
 
 def _transfers_form(

@@ -11,8 +11,9 @@ from blockstep.spec.core.requests import Frame, RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step, Verdict
+from blockstep.spec.features import encoder as encoding
+from blockstep.spec.features.encoder import Chunk, Claim
 from blockstep.spec.features.encoder import cache as items
-from blockstep.spec.features.encoder import claims as encoding
 from blockstep.spec.features.encoder.cache import (
     ENCODER,
     NO_ENCODER,
@@ -24,7 +25,6 @@ from blockstep.spec.features.encoder.cache import (
     fits,
     let_go,
 )
-from blockstep.spec.features.encoder.claims import Claim
 from blockstep.spec.features.sessions import goes_on
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
@@ -38,8 +38,8 @@ from blockstep.spec.vocabulary import (
 )
 
 
-def get_item_holder(request: Request, index: int) -> Holder:
-    """Modified `items.get_item_holder`: the first occurrence of the item."""
+def get_first_holder(request: Request, index: int) -> Holder:
+    """Return the first occurrence of an item of a request."""
     names = [item.identifier for item in request.items]
     return request.request_id, names.index(names[index])
 
@@ -47,30 +47,37 @@ def get_item_holder(request: Request, index: int) -> Holder:
 def places_of_items_are_one(rules: Rules, _config: Config) -> Rules:
     """A request with one item at two places releases it after the first place."""
 
+    def take_item(encoder: Encoder, request: Request, index: int) -> Encoder:
+        identifier, holder = request.items[index].identifier, get_first_holder(request, index)
+        if identifier in encoder.entries:
+            return items.hold_entry(encoder, identifier, holder)
+        after = rules[items.take_item](encoder, request, index)
+        if not encoder.is_shared:
+            return after
+        entry = items.Entry(after.entries[identifier].num_embeds, (holder,))
+        return replace(after, entries=after.entries.having(identifier, entry))
+
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
         if not encoder.is_shared:
             return rules[items.free_items](encoder, request, num_computed)
         for index, item in enumerate(request.items):
             if num_computed is None or item.offset + item.length <= num_computed:
-                holder = get_item_holder(request, index)
+                holder = get_first_holder(request, index)
                 encoder = let_go(encoder, item.identifier, holder)
         return encoder
 
-    return rules.replacing(items.get_item_holder, get_item_holder).replacing(
-        items.free_items, free_items
-    )
+    return rules.replacing(items.take_item, take_item).replacing(items.free_items, free_items)
 
 
 def asking_evicts_and_holds(rules: Rules, _config: Config) -> Rules:
     """Entries that a row would evict or share are evicted or held before the row is certain."""
 
-    def process_items_asked(
-        step: Step, request: RequestState, num_computed: int, num_new: int
-    ) -> Claim:
+    def limit_to_items(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
         before = ENCODER.of(step)
-        claim = rules[encoding.process_items_asked](step, request, num_computed, num_new)
+        num_tokens = rules[encoding.limit_to_items](step, request, num_computed, num_new)
+        claim = encoding.CLAIM.of(step)
         if claim.encoder is NO_ENCODER:
-            return claim
+            return num_tokens
         entries = claim.encoder.entries.to_dict()
         for item in claim.encoder.planned[len(before.planned) :]:
             entries.pop(item.identifier, None)
@@ -81,9 +88,11 @@ def asking_evicts_and_holds(rules: Rules, _config: Config) -> Rules:
             budget=before.budget,
         )
         ENCODER.set(step, encoder)
-        return claim
+        if claim.lacks_items:
+            step.state.rules[encoding.process_items_missing](step, request)
+        return num_tokens
 
-    return rules.replacing(encoding.process_items_asked, process_items_asked)
+    return rules.replacing(encoding.limit_to_items, limit_to_items)
 
 
 def items_held_without_a_row(rules: Rules, _config: Config) -> Rules:
@@ -92,7 +101,7 @@ def items_held_without_a_row(rules: Rules, _config: Config) -> Rules:
 
 
 def process_items_missing(step: Step, request: RequestState) -> None:
-    """Modified `encoding.process_items_missing`: it keeps them."""
+    """Modified `encoder.process_items_missing`: it keeps them."""
 
 
 def withdrawn_items_stay(rules: Rules, _config: Config) -> Rules:
@@ -102,7 +111,7 @@ def withdrawn_items_stay(rules: Rules, _config: Config) -> Rules:
 
 
 def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId]) -> Encoder:
-    """Modified `items.withdraw_items`: only the plan to encode them is withdrawn."""
+    """Modified `cache.withdraw_items`: only the plan to encode them is withdrawn."""
     del order
     made = [
         item
@@ -133,38 +142,17 @@ def room_is_asked_before_need(rules: Rules, _config: Config) -> Rules:
     """A chunk ends before an item that does not fit, even if it would read none of its
     embeddings."""
 
-    def get_claim_before_item(
-        config: Config,
-        within: Rules,
-        request: Request,
-        index: int,
-        num_computed: int,
-        claim: Claim,
-        before: Encoder,
-    ) -> Claim | None:
-        given = config, within, request, index, num_computed, claim, before
-        shorter = rules[encoding.get_claim_before_item](*given)
-        item = request.items[index]
-        if shorter is not None or item.identifier in claim.encoder.entries:
-            return shorter
-        if within[encoding.has_room](claim.encoder, item):
-            return None
-        return within[encoding.get_shorter_claim](*given)
-
-    def get_claim_with_item(
-        config: Config, within: Rules, request: Request, index: int, num_computed: int, claim: Claim
-    ) -> Claim:
-        item, num_ahead = request.items[index], config.num_encoder_lookahead_tokens
-        if within[items.is_item_needed](item, num_computed, claim.num_tokens, num_ahead):
-            given = config, within, request, index, num_computed, claim
-            return rules[encoding.get_claim_with_item](*given)
+    def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> tuple[Claim, bool]:
+        item = chunk.request.items[index]
+        if chunk.reads(item, claim.num_tokens):
+            return rules[encoding.get_claim_at_item](chunk, index, claim)
         if item.identifier in claim.encoder.entries:
-            return encoding.get_taking_claim(within, request, index, claim)
-        return claim._replace(encoder=evict_for(claim.encoder, item.num_embeds))
+            return encoding.get_taking_claim(chunk, index, claim), False
+        if chunk.rules[encoding.has_room](claim.encoder, item):
+            return claim._replace(encoder=evict_for(claim.encoder, item.num_embeds)), False
+        return chunk.rules[encoding.get_shorter_claim](chunk, index, claim), True
 
-    return rules.replacing(encoding.get_claim_before_item, get_claim_before_item).replacing(
-        encoding.get_claim_with_item, get_claim_with_item
-    )
+    return rules.replacing(encoding.get_claim_at_item, get_claim_at_item)
 
 
 def head_reads_ahead_of_the_encoder(rules: Rules, _config: Config) -> Rules:
@@ -176,7 +164,7 @@ def head_reads_ahead_of_the_encoder(rules: Rules, _config: Config) -> Rules:
 
 
 def is_item_needed(item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int) -> bool:
-    """Modified `items.is_item_needed`: the draft head reads nothing ahead."""
+    """Modified `cache.is_item_needed`: the draft head reads nothing ahead."""
     del num_ahead
     first = max(num_computed - item.offset, 0)
     end = min(num_computed + num_new - item.offset, item.length)
@@ -193,26 +181,16 @@ cache, computed tokens, tokens of the chunk)."""
 def _with_stops(rules: Rules, stops_before_item: StopsBefore) -> Rules:
     """Return the rules in which chunks end before some items, if they must not end inside one."""
 
-    def get_claim_before_item(
-        config: Config,
-        within: Rules,
-        request: Request,
-        index: int,
-        num_computed: int,
-        claim: Claim,
-        before: Encoder,
-    ) -> Claim | None:
-        item, num_ahead = request.items[index], config.num_encoder_lookahead_tokens
+    def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> tuple[Claim, bool]:
+        item, num_computed = chunk.request.items[index], chunk.num_computed
         is_there = item.identifier in claim.encoder.entries
-        if encoding.ends_between_items(config) and stops_before_item(
-            item, is_there, num_computed, claim.num_tokens
-        ):
+        if chunk.is_whole and stops_before_item(item, is_there, num_computed, claim.num_tokens):
+            num_ahead = chunk.config.num_encoder_lookahead_tokens
             num_new = compute_end_before(item.offset, num_computed, num_ahead)
-            return claim._replace(num_tokens=num_new)
-        given = config, within, request, index, num_computed, claim, before
-        return rules[encoding.get_claim_before_item](*given)
+            return claim._replace(num_tokens=num_new), True
+        return rules[encoding.get_claim_at_item](chunk, index, claim)
 
-    return rules.replacing(encoding.get_claim_before_item, get_claim_before_item)
+    return rules.replacing(encoding.get_claim_at_item, get_claim_at_item)
 
 
 def whole_items_are_split(rules: Rules, config: Config) -> Rules:
@@ -232,7 +210,7 @@ def whole_items_are_split(rules: Rules, config: Config) -> Rules:
 
 
 def compute_end_between_items(items: Sequence[MultiModalItem], num_computed: int, end: int) -> int:
-    """Modified `items.compute_end_between_items`: a chunk may end anywhere."""
+    """Modified `cache.compute_end_between_items`: a chunk may end anywhere."""
     del items, num_computed
     return end
 
@@ -286,7 +264,7 @@ def loaded_items_need_compute(rules: Rules, _config: Config) -> Rules:
 
 
 def has_room(encoder: Encoder, item: MultiModalItem) -> bool:
-    """Modified `encoding.has_room`: also a loaded item costs compute."""
+    """Modified `encoder.has_room`: also a loaded item costs compute."""
     return fits(item.num_embeds, item.num_embeds, count_freeable(encoder), encoder.budget)
 
 
@@ -296,7 +274,7 @@ def remade_items_are_dropped(rules: Rules, _config: Config) -> Rules:
 
 
 def list_freed(encoder: Encoder) -> tuple[str, ...]:
-    """Modified `items.list_freed`: also those that the step encodes again."""
+    """Modified `cache.list_freed`: also those that the step encodes again."""
     return tuple([name for name, _ in encoder.evicted]) if encoder.is_shared else encoder.freed
 
 
@@ -311,7 +289,7 @@ def room_beside_grows(rules: Rules, _config: Config) -> Rules:
     end."""
 
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
-        if encoder.is_shared or not encoder.size:
+        if encoder.is_shared:
             return rules[items.free_items](encoder, request, num_computed)
         if any(item.holder[0] == request.request_id for item in encoder.planned):
             return encoder
@@ -331,7 +309,7 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
             return encoder
         name, planned = request.request_id, encoder.planned
         num_taken = sum([item.num_embeds for item in planned if item.holder[0] == name])
-        return replace(encoder, num_in_flight=encoder.num_in_flight + num_taken)
+        return replace(encoder, size=encoder.size - num_taken)
 
     def free_read_items(
         encoder: Encoder, request: RequestState, num_rejected: int | None
@@ -351,7 +329,7 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
         after, outputs = rules[commit.get_rows_committed](state, frame, sampled)
         encoder = ENCODER.of(state)
         ended = {output.request_id for output in outputs if output.finish_reason is not None}
-        for row in frame.rows if encoder.size else ():
+        for row in frame.rows if state.config.encoder_cache_size else ():
             request, tokens = state.requests.get(row.request_id), sampled[row.request_id]
             if request is None or row.is_dropped:
                 continue
@@ -371,19 +349,10 @@ def head_reads_what_has_no_room(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(encoding.get_shorter_claim, get_shorter_claim)
 
 
-def get_shorter_claim(
-    config: Config,
-    rules: Rules,
-    request: Request,
-    index: int,
-    num_computed: int,
-    claim: Claim,
-    before: Encoder,
-) -> Claim:
-    """Modified `encoding.get_shorter_claim`: the chunk ends right before the item."""
-    del config, rules, before
-    num_new = compute_end_before(request.items[index].offset, num_computed, 0)
-    return claim._replace(num_tokens=num_new)
+def get_shorter_claim(chunk: Chunk, index: int, claim: Claim) -> Claim:
+    """Modified `encoder.get_shorter_claim`: the chunk ends right before the item."""
+    offset = chunk.request.items[index].offset
+    return claim._replace(num_tokens=compute_end_before(offset, chunk.num_computed, 0))
 
 
 def without_items_passed_over(rules: Rules, _config: Config) -> Rules:

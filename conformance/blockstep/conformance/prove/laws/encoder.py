@@ -164,7 +164,7 @@ def check_item_that_fits_is_made_within_budget_and_cache(
     entries = FrozenMap({"y": Entry(num_held, (("B", 0),)), "z": Entry(num_unheld)})
     before = Encoder(size, entries=entries, freeable=("z",), budget=budget)
     if fits(num_embeds, num_embeds, count_freeable(before), budget):
-        after = take_item(before, request_of("A", item(0, num_embeds)), 0, ("A", 0))
+        after = take_item(before, request_of("A", item(0, num_embeds)), 0)
         assert 0 <= count_free(after) <= count_freeable(after) <= size
         assert after.budget == budget - num_embeds >= 0
         assert "y" in after.entries
@@ -196,7 +196,7 @@ def check_step_that_takes_an_item_back_leaves_all_as_it_was(
     assert 1 <= num_unheld <= size and 1 <= num_embeds <= min(size, budget)
     before = cache(size, budget, z=num_unheld)
     request = request_of("A", item(0, num_embeds))
-    taken = take_item(before, request, 0, ("A", 0))
+    taken = take_item(before, request, 0)
     assert withdraw_items(taken, request, ()) == before
 
 
@@ -207,8 +207,8 @@ def check_who_shares_what_is_taken_back_has_it_made_at_the_same_cost(
     """The row of `A` is withdrawn, and the row of `B` stays."""
     assert 1 <= num_embeds <= min(size, budget)
     first, second = (request_of(name, item(0, num_embeds)) for name in "AB")
-    taken = take_item(cache(size, budget), first, 0, ("A", 0))
-    taken = take_item(taken, second, 0, ("B", 0))
+    taken = take_item(cache(size, budget), first, 0)
+    taken = take_item(taken, second, 0)
     after = withdraw_items(taken, first, ("B",))
     assert [it.holder for it in after.planned] == [("B", 0)]
     assert after.budget == budget - num_embeds
@@ -225,8 +225,8 @@ def check_item_is_held_while_a_token_of_any_place_is_not_computed(
     """The item is at two offsets, two tokens long, the first at the beginning."""
     assert 0 <= num_computed and 2 <= offset
     request = request_of("A", item(0, 2), item(offset, 2))
-    taken = take_item(cache(2, 2), request, 0, ("A", 0))
-    taken = take_item(taken, request, 1, ("A", 1))
+    taken = take_item(cache(2, 2), request, 0)
+    taken = take_item(taken, request, 1)
     after = free_items(taken, request, num_computed)
     assert bool(after.entries["x"].holders) == (num_computed < offset + 2)
 

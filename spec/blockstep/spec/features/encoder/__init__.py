@@ -1,36 +1,58 @@
-"""Encoder: a cache of encoded multimodal items, and the compute that fills it.
+"""Encoder: multimodal items, the compute that encodes them, and a cache of the results.
 
-`cache` is the state machine; `claims` holds items for the rows of a step.
+    | computed |  item  | text |  item: no room  |
+               |---- the chunk ----|                 it ends before what cannot be read
+
+`cache` is the state machine. Items are checked before a row has its blocks, and taken when it has
+them. In between, other requests may be preempted, which only frees more room: items that were
+available then still are, or can be encoded again.
+
+There is no deadlock (P10): a chunk ends before an item that does not fit, and between two chunks a
+request holds only the item that it is inside of. Only a draft head may need the next one, too; a
+request that then gets no row holds nothing.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.parts import Note
+from blockstep.spec.core.requests import FrameRow, RequestState
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
 from blockstep.spec.features.encoder.cache import (
     ENCODER,
-    count_free,
+    NO_ENCODER,
+    Encoder,
+    compute_end_before,
+    compute_end_between_items,
     count_freeable,
     create_encoder,
+    end_step,
+    fits,
     free_items,
+    is_item_needed,
+    list_freed,
+    take_item,
+    withdraw_items,
 )
-from blockstep.spec.features.encoder.claims import (
-    let_go_of_items,
-    limit_to_items,
-    process_encoder_beginning,
-    process_items_missing,
-    process_items_of_victim,
-    process_items_read,
-    process_items_refused,
-    process_items_taken,
-    tell_items,
-)
+from blockstep.spec.features.encoder.invariants import INVARIANTS
 from blockstep.spec.features.sessions import UPDATES
-from blockstep.spec.vocabulary import Ack, Config, Rejected, Request, refuse_other_size
+from blockstep.spec.vocabulary import (
+    Ack,
+    Config,
+    EncoderInputs,
+    MultiModalItem,
+    Plan,
+    Rejected,
+    Request,
+    refuse_other_size,
+)
 
 
 def has_encoder(config: Config) -> bool:
@@ -60,14 +82,13 @@ def process_encoder_reset(state: State) -> tuple[State, Ack]:
 def process_encoder_offer(state: State, identifiers: tuple[str, ...]) -> tuple[State, Ack]:
     """Set the encoded items that a connector has.
 
-    An encoder-decoder model loads none: a step encodes what it reads. Upstream loads them, and
-    takes no cross-attention blocks for them. Source: vLLM 0.19.1 `has_cache_item`; P8, P22.
+    An encoder-decoder model loads none: a step encodes what it reads. Source: vLLM 0.19.1
+    `has_cache_item`; P8, P22.
     """
-    encoder = ENCODER.of(state)
-    if not encoder.size or not encoder.is_shared:
+    if not has_encoder(state.config) or state.config.is_encoder_decoder:
         return state, Ack()
     offered = tuple(sorted({*identifiers}))
-    return ENCODER.put(state, replace(encoder, offered=offered)), Ack()
+    return ENCODER.put(state, replace(ENCODER.of(state), offered=offered)), Ack()
 
 
 def get_other_size_problem(state: State, request: Request) -> Rejected | None:
@@ -75,8 +96,7 @@ def get_other_size_problem(state: State, request: Request) -> Rejected | None:
 
     One identifier has one content. If it had two sizes, requests that share a cache entry would
     read another item's embeddings. Sizes are known from the cache, and from unfinished requests.
-    Upstream accepts the request, and fails later. Source: vLLM 0.33.0 `check_and_update_cache`; P6,
-    P22.
+    Source: vLLM 0.33.0 `check_and_update_cache`; P6, P22.
     """
     if not request.items:
         return None
@@ -92,41 +112,206 @@ def get_other_size_problem(state: State, request: Request) -> Rejected | None:
     return None
 
 
-# Every state.
+# The items of a row.
 
 
-def is_encoder_cache_exact(state: State) -> bool:
-    """The encoder cache is within its size, and exactly the entries without holders are freeable.
+class Claim(NamedTuple):
+    """The tokens that a row may have of those that it could have, and the items that these read."""
 
-    Between two steps nothing is planned. Source: vLLM 0.19.1 `EncoderCacheManager`; P9, P22.
+    num_tokens: int
+    items: tuple[int, ...] = ()
+    """Indices, ascending."""
+    encoder: Encoder = NO_ENCODER
+    """The encoder after the row, if it may read items."""
+    lacks_items: bool = False
+    """Whether the row gets no token because an item has no room."""
+
+
+CLAIM: Final = Note("encoder_claim", Claim(0))
+"""The claim of the row that is being planned."""
+
+
+class Chunk(NamedTuple):
+    """A row of a request with items, whose end is looked for."""
+
+    config: Config
+    rules: Rules
+    request: Request
+    num_computed: int
+    encoder: Encoder
+    """The encoder before the row."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it may not end inside an item."""
+        return self.config.disable_chunked_mm_input and not self.config.is_encoder_decoder
+
+    def get_end(self, end: int) -> int:
+        """Return where it ends if it could reach `end`."""
+        get_end = self.rules[compute_end_between_items]
+        return get_end(self.request.items, self.num_computed, end) if self.is_whole else end
+
+    def reads(self, item: MultiModalItem, num_new: int) -> bool:
+        """Whether an embedding of the item is read if it has `num_new` tokens."""
+        num_ahead = self.config.num_encoder_lookahead_tokens
+        return self.rules[is_item_needed](item, self.num_computed, num_new, num_ahead)
+
+
+def limit_to_items(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
+    """Return the tokens of a row before the first item without room; a request that gets none drops
+    its items. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P7, P15, P22.
     """
-    encoder = ENCODER.of(state)
-    unheld = [name for name in sorted(encoder.entries) if not encoder.entries[name].holders]
-    return (
-        0 <= count_free(encoder) <= count_freeable(encoder) <= encoder.size
-        and sorted(encoder.freeable) == unheld
-        and (encoder.budget, encoder.planned, encoder.evicted) == (0, (), ())
-        and not (encoder.entries if not encoder.is_shared else encoder.freed)
+    config, rules, encoder = step.state.config, step.state.rules, ENCODER.of(step)
+    items, claim = request.request.items, Claim(num_new)
+    if num_new > 0 and items:
+        end = items[-1].offset + items[-1].length if encoder.is_shared else 1
+        if num_computed < end:
+            chunk = Chunk(config, rules, request.request, num_computed, encoder)
+            claim = get_claim(chunk, num_new)
+            claim = claim._replace(lacks_items=claim.num_tokens == 0)
+    CLAIM.set(step, claim)
+    if claim.lacks_items:
+        rules[process_items_missing](step, request)
+    return claim.num_tokens
+
+
+def get_claim(chunk: Chunk, num_new: int) -> Claim:
+    """Return the items that a chunk of `num_new` tokens reads, and the tokens that it gets.
+
+    The chunk ends before the first item that does not fit. With `disable_chunked_mm_input` it never
+    ends inside an item. Encoder-decoder inputs are attended from position 0, so the first chunk is
+    scheduled with all of them or not at all. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`,
+    `EncoderDecoderCacheManager`; upstream #52306; P9, P15, P22.
+    """
+    num_computed = chunk.num_computed
+    num_new = chunk.get_end(num_computed + num_new) - num_computed
+    if num_new == 0:
+        return Claim(0)
+    claim, is_over = Claim(num_new, (), chunk.encoder), False
+    end = num_computed + num_new + chunk.config.num_encoder_lookahead_tokens
+    for index, item in enumerate(chunk.request.items):
+        if item.offset >= end or is_over:
+            break
+        if item.offset + item.length > num_computed:
+            claim, is_over = chunk.rules[get_claim_at_item](chunk, index, claim)
+    return claim
+
+
+def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> tuple[Claim, bool]:
+    """Return the claim with the next item, if the chunk reads it; and whether the chunk ends before
+    it, because it is neither in the cache nor has room.
+
+    Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P22.
+    """
+    encoder, rules, item = claim.encoder, chunk.rules, chunk.request.items[index]
+    if not chunk.reads(item, claim.num_tokens):
+        return claim, False
+    if item.identifier not in encoder.entries and not rules[has_room](encoder, item):
+        return rules[get_shorter_claim](chunk, index, claim), True
+    return get_taking_claim(chunk, index, claim), False
+
+
+def get_shorter_claim(chunk: Chunk, index: int, claim: Claim) -> Claim:
+    """Return the claim of a chunk that neither reads an item nor lets the draft head read it.
+
+    If it would end inside another item that must be whole, a shorter chunk is tried. Source: vLLM
+    0.19.1 `_try_schedule_encoder_inputs`; upstream #52306; P22.
+    """
+    num_computed, num_ahead = chunk.num_computed, chunk.config.num_encoder_lookahead_tokens
+    num_new = compute_end_before(chunk.request.items[index].offset, num_computed, num_ahead)
+    if chunk.get_end(num_computed + num_new) < num_computed + num_new:
+        return get_claim(chunk, num_new)
+    return claim._replace(num_tokens=num_new)
+
+
+def get_taking_claim(chunk: Chunk, index: int, claim: Claim) -> Claim:
+    """Return the claim with an item. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P22."""
+    encoder = chunk.rules[take_item](claim.encoder, chunk.request, index)
+    return Claim(claim.num_tokens, (*claim.items, index), encoder)
+
+
+def has_room(encoder: Encoder, item: MultiModalItem) -> bool:
+    """Whether an item can be encoded now, and kept. Source: vLLM 0.19.1 `can_allocate`; P9, P22."""
+    cost = 0 if item.identifier in encoder.offered else item.num_embeds
+    return fits(item.num_embeds, cost, count_freeable(encoder), encoder.budget)
+
+
+def process_items_taken(step: Step, request: RequestState) -> None:
+    """Hold the items that a row reads, now that it has blocks, and plan to encode missing ones.
+
+    Source: vLLM 0.19.1 `schedule` ("Allocate the encoder cache"); P9, P22.
+    """
+    for index in CLAIM.of(step).items:
+        take = step.state.rules[take_item]
+        ENCODER.set(step, take(ENCODER.of(step), request.request, index))
+    assert ENCODER.of(step).budget >= 0, "the compute is never overdrawn (P9)"
+
+
+def process_items_refused(step: Step, request: RequestState) -> None:
+    """Drop the items of a request without a row, so that two requests never wait for each other's.
+
+    Source: vLLM 0.19.1 `schedule` ("untouch the request"); upstream #31857; P7, P10, P22.
+    """
+    ENCODER.set(step, step.state.rules[free_items](ENCODER.of(step), request.request, None))
+
+
+def process_items_missing(step: Step, request: RequestState) -> None:
+    """Drop the items of a request that has no row because an item has no room. Source: upstream
+    #31857; P7, P10, P22."""
+    process_items_refused(step, request)
+
+
+def process_items_of_victim(step: Step, victim: RequestState, had_row: bool) -> None:
+    """Withdraw what a preempted request planned in this step, and drop its items.
+
+    Source: upstream #23347; P4, P9, P22.
+    """
+    rules = step.state.rules
+    if had_row:
+        order = [row.request_id for row in step.rows]
+        ENCODER.set(step, rules[withdraw_items](ENCODER.of(step), victim.request, order))
+    process_items_refused(step, victim)
+
+
+def process_items_read(step: Step, rows: Sequence[FrameRow]) -> None:
+    """Drop the items that the rows of a step have read. Source: vLLM 0.19.1 `_free_encoder_inputs`;
+    P22."""
+    free = step.state.rules[free_items]
+    for row in rows:
+        request = step.requests[row.request_id]
+        num_computed = request.num_computed_tokens
+        ENCODER.set(step, free(ENCODER.of(step), request.request, num_computed))
+    ENCODER.set(step, end_step(ENCODER.of(step), step.state.config.encoder_compute_budget))
+
+
+def tell_items(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+    """Return the plan with the items to encode, to load and to drop. Source: vLLM 0.19.1
+    `schedule`; P22."""
+    return replace(
+        plan,
+        scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
+        external_encoder_inputs=list_encoder_inputs(step, is_external=True),
+        free_encoder_mm_hashes=step.state.rules[list_freed](ENCODER.of(step)),
     )
 
 
-def is_every_held_item_needed(state: State) -> bool:
-    """An entry is held only by occurrences of its item that a running request has not read yet.
+def let_go_of_items(state: State, request: RequestState) -> State:
+    """Return the state after a finished request dropped its items. Source: vLLM 0.19.1
+    `_free_request`; P22."""
+    encoder = state.rules[free_items](ENCODER.of(state), request.request, None)
+    return ENCODER.put(state, encoder)
 
-    An item that `free_items` would release has been read. Source: P7, P22.
+
+def list_encoder_inputs(step: Step, is_external: bool) -> tuple[EncoderInputs, ...]:
+    """Return what a step encodes, or loads, in the order of the rows.
+
+    Source: vLLM 0.19.1 `schedule`.
     """
-    encoder = ENCODER.of(state)
-    for identifier, entry in sorted(encoder.entries.items()):
-        for name, index in entry.holders:
-            if name not in state.running:
-                return False
-            request = state.requests[name]
-            left = state.rules[free_items](encoder, request.request, request.num_computed_tokens)
-            if request.request.items[index].identifier != identifier:
-                return False
-            if (name, index) not in left.entries[identifier].holders:
-                return False
-    return True
+    found: dict[str, list[int]] = {}
+    for item in ENCODER.of(step).planned:
+        if item.is_external is is_external:
+            found.setdefault(item.holder[0], []).append(item.holder[1])
+    return tuple([EncoderInputs(name, tuple(sorted(indices))) for name, indices in found.items()])
 
 
 FEATURE: Final = Feature(
@@ -139,14 +324,10 @@ FEATURE: Final = Feature(
         shortages=(process_items_missing,),
         refusals=(process_items_refused,),
         grants=(process_items_taken,),
-        begins=(process_encoder_beginning,),
         victims=(process_items_of_victim,),
         fields=(tell_items,),
         sent=(process_items_read,),
         leaves=(let_go_of_items,),
     ),
-    invariants=(
-        is_encoder_cache_exact,
-        is_every_held_item_needed,
-    ),
+    invariants=INVARIANTS,
 )

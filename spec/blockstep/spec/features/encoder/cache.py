@@ -7,17 +7,9 @@
 An entry is for one item, and all requests with that item share it. Each occurrence of the item in a
 running request holds it, from the first chunk that reads it until a chunk ends after it. Then it is
 freeable: kept until the room is needed. What a step plans is available when it runs, and frames run
-in order, so a frame in flight has read an item before a later one drops it. A row that a step
-withdraws leaves no entry: if others share the item in this step, it is encoded for one of them, and
-items that were evicted for it return. So holders are occurrences, and every entry is computed (P22,
-P4).
-
-An encoder-decoder model shares nothing: the embeddings of an item are read by the step that
-computes them, and dropped with the next one.
-
-There is no deadlock (P10): a chunk ends before an item that does not fit, and between two chunks a
-request holds only the item that it is inside of. Only a draft head may need the next one, too; a
-request that then gets no row holds nothing.
+in order, so a frame in flight has read an item before a later one drops it. An encoder-decoder
+model shares nothing: the embeddings of an item are read by the step that computes them, and dropped
+with the next one.
 """
 
 from __future__ import annotations
@@ -66,8 +58,7 @@ class PlannedItem:
 
 @wide_dataclass(frozen=True, slots=True)
 class Encoder:
-    """An encoder and its cache; `budget`, `planned` and `evicted` are used while a step is
-    planned."""
+    """An encoder and its cache; `planned` and `evicted` are used while a step is planned."""
 
     size: int
     """Maximum of embeddings in the cache; 0: there is no encoder."""
@@ -79,12 +70,10 @@ class Encoder:
     """Entries without a holder, in the order of eviction."""
     offered: tuple[str, ...] = ()
     """Identifiers that a connector has, sorted."""
-    num_in_flight: int = 0
-    """Embeddings whose room returns only when a frame in flight is committed."""
     freed: tuple[str, ...] = ()
     """Identifiers that the worker drops with the next plan; only if nothing is shared."""
     budget: int = 0
-    """Embeddings that the step may still compute."""
+    """Embeddings that the step, or the next one, may still compute."""
     planned: tuple[PlannedItem, ...] = ()
     evicted: tuple[tuple[str, int], ...] = ()
     """Identifiers with embeddings, in the order of eviction."""
@@ -97,7 +86,8 @@ ENCODER: Final = Part("encoder", NO_ENCODER)
 
 def create_encoder(config: Config) -> Encoder:
     """Return an encoder with an empty cache. Source: vLLM 0.19.1 `EncoderCacheManager`; P22."""
-    return Encoder(config.encoder_cache_size, is_shared=not config.is_encoder_decoder)
+    size, budget = config.encoder_cache_size, config.encoder_compute_budget
+    return Encoder(size, is_shared=not config.is_encoder_decoder, budget=budget)
 
 
 # Room.
@@ -107,8 +97,7 @@ def count_free(encoder: Encoder) -> int:
     """Return the embeddings that nothing takes. Source: vLLM 0.19.1 `num_free_slots`; P22."""
     num_free = encoder.size - sum([entry.num_embeds for entry in encoder.entries.values()])
     if not encoder.is_shared:
-        num_planned = sum([planned.num_embeds for planned in encoder.planned])
-        num_free -= num_planned + encoder.num_in_flight
+        num_free -= sum([planned.num_embeds for planned in encoder.planned])
     return num_free
 
 
@@ -131,31 +120,16 @@ def evict_for(encoder: Encoder, num_embeds: int) -> Encoder:
 
     The caller has checked that it fits. Source: vLLM 0.19.1 `can_allocate`; P16, P22.
     """
-    entries, num_evicted = encoder.entries.to_dict(), 0
-    num_free = count_free(encoder)
-    evicted: list[tuple[str, int]] = []
-    while num_free < num_embeds:
-        identifier = encoder.freeable[num_evicted]
-        entry = entries.pop(identifier)
-        evicted.append((identifier, entry.num_embeds))
-        num_free += entry.num_embeds
-        num_evicted += 1
-    if not evicted:
+    if count_free(encoder) >= num_embeds:
         return encoder
-    return replace(
-        encoder,
-        entries=FrozenMap(entries),
-        freeable=encoder.freeable[num_evicted:],
-        evicted=(*encoder.evicted, *evicted),
-    )
+    first, *others = encoder.freeable
+    evicted = (*encoder.evicted, (first, encoder.entries[first].num_embeds))
+    entries = encoder.entries.without(first)
+    encoder = replace(encoder, entries=entries, freeable=tuple(others), evicted=evicted)
+    return evict_for(encoder, num_embeds)
 
 
 # Holding.
-
-
-def get_item_holder(request: Request, index: int) -> Holder:
-    """Return the holder of an item of a request: each occurrence counts. Source: P22."""
-    return request.request_id, index
 
 
 def hold_entry(encoder: Encoder, identifier: str, holder: Holder) -> Encoder:
@@ -191,7 +165,7 @@ def free_items(encoder: Encoder, request: Request, num_computed: int | None = No
     Known tokens only: no draft is part of an item, so a rejected one never rolls back into an item.
     Source: vLLM 0.19.1 `_free_encoder_inputs`, `EncoderCacheManager.free`; P22.
     """
-    if not encoder.size or not request.items or not encoder.is_shared:
+    if not request.items or not encoder.is_shared:
         return encoder
     for index, item in enumerate(request.items):
         if num_computed is None or item.offset + item.length <= num_computed:
@@ -206,7 +180,7 @@ def is_item_needed(item: MultiModalItem, num_computed: int, num_new: int, num_ah
     """Whether a chunk of `num_new` tokens reads an embedding of the item.
 
     A draft head reads the embedding of the token after each, so `num_ahead` more. Source: vLLM
-    0.19.1 `_try_schedule_encoder_inputs`, which forgets them here; P15, P22.
+    0.19.1 `_try_schedule_encoder_inputs`; P15, P22.
     """
     first = max(num_computed - item.offset, 0)
     end = min(num_computed + num_new + num_ahead - item.offset, item.length)
@@ -234,18 +208,15 @@ def compute_end_between_items(items: Sequence[MultiModalItem], num_computed: int
     return end
 
 
-def take_item(encoder: Encoder, request: Request, index: int, holder: Holder) -> Encoder:
-    """Hold an item of a request: its entry, or a new one planned with this step.
-
-    Source: vLLM 0.19.1 `check_and_update_cache`, `allocate`; P22.
+def take_item(encoder: Encoder, request: Request, index: int) -> Encoder:
+    """Hold an item of a request: its entry, or a new one planned with this step. Each occurrence of
+    the item counts. Source: vLLM 0.19.1 `check_and_update_cache`, `allocate`; P22.
     """
-    item = request.items[index]
+    item, holder = request.items[index], (request.request_id, index)
     identifier, num_embeds = item.identifier, item.num_embeds
     if identifier in encoder.entries:
         return hold_entry(encoder, identifier, holder)
-    planned = PlannedItem(
-        (request.request_id, index), identifier, num_embeds, identifier in encoder.offered
-    )
+    planned = PlannedItem(holder, identifier, num_embeds, identifier in encoder.offered)
     assert num_embeds <= count_freeable(encoder), "the caller has checked the room"
     encoder = evict_for(encoder, num_embeds)
     if encoder.is_shared:
@@ -259,19 +230,13 @@ def take_item(encoder: Encoder, request: Request, index: int, holder: Holder) ->
 # One step.
 
 
-def begin_step(encoder: Encoder, budget: int) -> Encoder:
-    """Return the encoder with the compute budget of one step. Source: vLLM 0.19.1 `schedule`;
-    P9."""
-    return replace(encoder, budget=budget) if encoder.size else encoder
-
-
 def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId]) -> Encoder:
     """Withdraw what a request had planned in this step.
 
     If others share the item in this step, it is encoded for the first of them in `order`, at the
     same cost. Otherwise there is no entry, its compute is available to others, and so is its room:
-    what was evicted last in this step returns to its place, as far as it fits. Upstream leaves an
-    entry that is never computed. Source: upstream #23347; P4, P9, P22.
+    what was evicted last in this step returns to its place, as far as it fits. Source: upstream
+    #23347; P4, P9, P22.
     """
     name, entries = request.request_id, encoder.entries.to_dict()
     planned: list[PlannedItem] = []
@@ -295,23 +260,16 @@ def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId
 def get_with_evicted(encoder: Encoder) -> Encoder:
     """Return the cache with what was evicted last in this step, as far as it fits. Source: P7,
     P22."""
-    num_free, entries = count_free(encoder), encoder.entries.to_dict()
-    evicted, freeable = [*encoder.evicted], [*encoder.freeable]
     for identifier, num_embeds in reversed(encoder.evicted):
         if identifier in encoder.entries:
             continue  # encoded again in this step
-        if num_embeds > num_free:
+        if num_embeds > count_free(encoder):
             break
-        num_free -= num_embeds
-        evicted.remove((identifier, num_embeds))
-        freeable.insert(0, identifier)
-        entries[identifier] = Entry(num_embeds)
-    return replace(
-        encoder,
-        entries=FrozenMap(entries),
-        freeable=tuple(freeable),
-        evicted=tuple(evicted),
-    )
+        evicted = [entry for entry in encoder.evicted if entry[0] != identifier]
+        entries = encoder.entries.having(identifier, Entry(num_embeds))
+        freeable = (identifier, *encoder.freeable)
+        encoder = replace(encoder, entries=entries, freeable=freeable, evicted=tuple(evicted))
+    return encoder
 
 
 def list_freed(encoder: Encoder) -> tuple[str, ...]:
@@ -325,7 +283,8 @@ def list_freed(encoder: Encoder) -> tuple[str, ...]:
     return tuple([name for name in dict.fromkeys(gone) if name not in there])
 
 
-def end_step(encoder: Encoder) -> Encoder:
-    """Return the encoder after planning. Source: vLLM 0.19.1 `get_freed_mm_hashes`; P22."""
+def end_step(encoder: Encoder, budget: int) -> Encoder:
+    """Return the encoder after planning, with the budget of the next step. Source: vLLM 0.19.1
+    `get_freed_mm_hashes`; P9, P22."""
     made = () if encoder.is_shared else tuple([item.identifier for item in encoder.planned])
-    return replace(encoder, freed=made, budget=0, planned=(), evicted=())
+    return replace(encoder, freed=made, budget=budget, planned=(), evicted=())
