@@ -26,6 +26,7 @@ from blockstep.spec import (
     Submit,
 )
 from blockstep.spec.core.state import State
+from blockstep.spec.features.structured_output import get_verifiable_drafts
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
     Stand,
@@ -34,7 +35,6 @@ from blockstep.spec.features.structured_output.grammar import (
     get_stand_behind,
     get_stands,
 )
-from blockstep.spec.features.structured_output.masks import get_verifiable_drafts
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.vocabulary import (
     Ack,

@@ -20,8 +20,11 @@ from blockstep.spec.features.kv_transfer import process_kv_offer, process_transf
 from blockstep.spec.features.pins import process_clock, process_estimate
 from blockstep.spec.features.resets import process_reset
 from blockstep.spec.features.sessions import process_streaming_update
-from blockstep.spec.features.structured_output import process_grammar_failed, process_grammar_ready
-from blockstep.spec.features.structured_output.masks import process_bitmask
+from blockstep.spec.features.structured_output import (
+    process_bitmask,
+    process_grammar_failed,
+    process_grammar_ready,
+)
 
 
 @dataclass(frozen=True, slots=True)

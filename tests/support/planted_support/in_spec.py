@@ -27,7 +27,7 @@ from blockstep.spec.features.kv_events import get_stored
 from blockstep.spec.features.kv_transfer.transfers import compute_num_external
 from blockstep.spec.features.mamba import is_zeroed
 from blockstep.spec.features.sessions import get_num_kept
-from blockstep.spec.features.structured_output.masks import list_masked
+from blockstep.spec.features.structured_output import list_masked
 from blockstep.spec.profiles import get_profile
 from planted_support import Planted, make_list
 

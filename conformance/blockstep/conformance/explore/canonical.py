@@ -26,13 +26,11 @@ from blockstep.spec.core.state import State
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, NO_ENCODER, Encoder
 from blockstep.spec.features.groups import IN_DOUBT
-from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
-from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
+from blockstep.spec.features.kv_transfer.transfers import FRAME_LOADS, TRANSFERS
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.features.sessions import UPDATES
-from blockstep.spec.features.structured_output import GRAMMAR_READY
+from blockstep.spec.features.structured_output import GRAMMAR_READY, HAS_MASK, IS_CUT
 from blockstep.spec.features.structured_output.grammar import STAND
-from blockstep.spec.features.structured_output.masks import HAS_MASK, IS_CUT
 from blockstep.spec.releases.failures import NUM_SCHEDULED
 from blockstep.spec.releases.flight import list_reset_victims
 from blockstep.spec.releases.grammars import IS_STRUCTURED

@@ -27,11 +27,9 @@ from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
-from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
-from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
+from blockstep.spec.features.kv_transfer.transfers import FRAME_LOADS, TRANSFERS
 from blockstep.spec.features.sessions import UPDATES
-from blockstep.spec.features.structured_output import GRAMMAR_READY
-from blockstep.spec.features.structured_output.masks import IS_CUT, get_verifiable_drafts
+from blockstep.spec.features.structured_output import GRAMMAR_READY, IS_CUT, get_verifiable_drafts
 from blockstep.spec.idle import has_work
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.snapshots import get_request_snapshot, get_request_snapshots, get_snapshot

@@ -16,10 +16,9 @@ from blockstep.conformance.protocol.features import FEATURES, HOSTILE
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.requests import Frame
 from blockstep.spec.core.state import State
-from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
-from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
+from blockstep.spec.features.kv_transfer.transfers import FRAME_LOADS, TRANSFERS
 from blockstep.spec.features.pins import PINS
-from blockstep.spec.features.structured_output.masks import HAS_MASK, get_verifiable_drafts
+from blockstep.spec.features.structured_output import HAS_MASK, get_verifiable_drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Prefix cache: which block contents are the same, and the most computed tokens that a waiting
 request can share.
 
-vLLM chains hashes; the specification chains the contents themselves, so that no two different
-contents ever share a key (P6). Hashes are an engine's optimisation.
+Keys chain the contents themselves, so that no two different contents ever share a key (P6). The
+hashes of an engine are an optimisation.
 
     |     published: shared      | one block more |        known        |
     |            hit             |    dropped     |      computed       |

@@ -94,7 +94,7 @@ class RequestState:
 
     @property
     def num_known_tokens(self) -> int:
-        """Number of prompt and verified output tokens (vLLM's `num_tokens`)."""
+        """Number of prompt and verified output tokens. Source: vLLM `num_tokens`."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     @property

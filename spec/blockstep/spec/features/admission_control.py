@@ -69,8 +69,8 @@ def has_limit(config: Config) -> bool:
 def get_watermark(step: Step) -> int:
     """Return the free blocks that an admission leaves to other running requests (watermark).
 
-    Upstream leaves none. With no running request there is no watermark, so no request waits without
-    need. Source: seed 002 "The Watermark", which applies to an empty engine, too; P8, P10.
+    With no running request there is no watermark, so no request waits without need. Source: seed
+    002 "The Watermark", which applies to an empty engine, too; P8, P10.
     """
     return step.state.config.watermark_blocks if step.running else 0
 

@@ -25,8 +25,7 @@ def tell_common_prefix(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
 def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     """Return, per group, the number of leading blocks that all running requests share.
 
-    Tables are compared; upstream counts holders, which need not run. Source: vLLM 0.19.1
-    `get_num_common_prefix_blocks`; P26.
+    Source: vLLM 0.19.1 `get_num_common_prefix_blocks`; P26.
     """
     config = step.state.config
     if not step.running or not config.enable_prefix_caching:

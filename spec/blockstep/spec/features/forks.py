@@ -32,9 +32,8 @@ from blockstep.spec.core.slots import publish_slots
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
-from blockstep.spec.features.structured_output import GRAMMAR_READY
+from blockstep.spec.features.structured_output import GRAMMAR_READY, get_advanced
 from blockstep.spec.features.structured_output.grammar import STAND, get_first_stand
-from blockstep.spec.features.structured_output.masks import get_advanced
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Ack,

@@ -74,8 +74,8 @@ def count_lacking(
     """Return the free blocks that a table of `num_blocks` lacks after its hit.
 
     What it lacks, and copies of shared blocks, but no more than it ever holds at once: the blocks
-    that the request has kept become free again, unless others hold them too. Upstream charges all
-    of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P10, P11.
+    that the request has kept become free again, unless others hold them too. Source: seed 001 "Full
+    ISL reservation"; upstream #39734; P8, P10, P11.
     """
     kept = holding.block_table
     num_new_blocks = max(num_blocks - len(kept) - len(hit), 0)

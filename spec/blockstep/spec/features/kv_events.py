@@ -26,8 +26,7 @@ def get_stored(
     """Return the events for blocks of one group that are published, from index `first` on.
 
     Each event has consecutive blocks, so that its parent and its tokens apply to all of them. Null
-    blocks are left out; upstream reports the tokens of such, and an event without blocks if all are
-    null. Source: vLLM 0.19.1 `cache_full_blocks`; P20.
+    blocks are left out. Source: vLLM 0.19.1 `cache_full_blocks`; P20.
     """
     size = config.block_sizes[group]
     num_links = size // config.block_size

@@ -64,9 +64,8 @@ def compute_num_new_states(
 
     With `align` a chunk writes one state, however long it is, and those after drafts, whose blocks
     are taken at the start; a state that a store loads (`is_loaded`) has a block of its own, unless
-    the chunk ends in that block. Upstream counts one block for two (#46892), and fails if
-    rejected drafts have left more than enough. Source: vLLM 0.19.1
-    `MambaManager.get_num_blocks_to_allocate`; P8.
+    the chunk ends in that block. Rejected drafts may have left more than enough. Source: vLLM
+    0.19.1 `MambaManager.get_num_blocks_to_allocate`; upstream #46892; P8.
     """
     num_missing = max(num_blocks - num_held - num_hit, 0)
     if group.mamba_cache_mode is not MambaCacheMode.ALIGN:
@@ -131,8 +130,7 @@ def compute_max_held_states(group: KVGroup, num_all: int, max_reach: int, max_do
     """Return the most blocks that a request holds of a recurrent group, if its tokens fill
     `num_all`.
 
-    Source: vLLM 0.19.1 `MambaSpec.max_memory_usage_bytes`, which forgets that a step with drafts
-    may touch one block more; P8, P11.
+    Source: vLLM 0.19.1 `MambaSpec.max_memory_usage_bytes`; P8, P11.
     """
     size, num_speculative = group.block_size, group.num_speculative_blocks
     num_behind = 1 + max(num_speculative, max_doubt)
@@ -182,8 +180,8 @@ def compute_aligned_end(
     `last` is the last boundary that a later request could hit; such boundaries are `unit` apart. Up
     to there a chunk is whole units. If less than one unit is possible, the chunk is as long as it
     can be, and the next chunks go up to the end of the block: none continues a block of
-    `block_sizes` past its end. Upstream rounds less than a unit to nothing, for ever if a step
-    allows no more (#40707). Source: vLLM 0.19.1 `_mamba_block_aligned_split`; P3, P10.
+    `block_sizes` past its end. Source: vLLM 0.19.1 `_mamba_block_aligned_split`; upstream #40707;
+    P3, P10.
     """
     block_ends = [-(-num_computed // size) * size for size in block_sizes if num_computed % size]
     if block_ends:
@@ -219,8 +217,8 @@ def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
     """Return blocks that the step newly takes for attention from a pool with recurrent groups.
 
     By group, in the order of the rows, without hit blocks and blocks of an asynchronous load: the
-    worker and the store are not ordered. Upstream zeroes only those under full attention.
-    Source: vLLM 0.19.1 `take_new_block_ids`; upstream #48481; P3, P17.
+    worker and the store are not ordered. Source: vLLM 0.19.1 `take_new_block_ids`; upstream #48481;
+    P3, P17.
     """
     groups, rules = step.state.config.groups, step.state.rules
     if not step.state.config.has_states:
@@ -265,9 +263,8 @@ def get_unwritten_states(step: Step) -> list[BlockId]:
     """Return the state blocks that this very step writes: they are excluded from prefix hits.
 
     KV of a layer is written before any row reads it, but states are read first. States of frames in
-    flight are there, because those frames run before. Upstream makes a request that would hit one
-    wait, and all requests behind it; here it takes a shorter hit. Source: vLLM 0.19.1
-    `cached_blocks_this_step`; upstream #56525; P4, P15.
+    flight are there, because those frames run before. A request that would hit one takes a shorter
+    hit. Source: vLLM 0.19.1 `cached_blocks_this_step`; upstream #56525; P4, P15.
     """
     unwritten: list[BlockId] = []
     for index, group in enumerate(step.state.config.groups):

@@ -34,8 +34,8 @@ from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.reclaim import without_blocks
+from blockstep.spec.features.structured_output import drop_row
 from blockstep.spec.features.structured_output.grammar import STAND, get_first_stand
-from blockstep.spec.features.structured_output.masks import drop_row
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     SESSION_FIELDS,
@@ -99,8 +99,8 @@ def get_update_problem(state: State, request: RequestState, update: Request) -> 
     """Return why an unfinished request cannot continue with this input, or None.
 
     The limits apply to the whole session: its known tokens, or those at its longest, and then all
-    further inputs, each at its longest, too. Upstream checks each input alone (#42489, #40072).
-    Source: vLLM 0.19.1 `add_request`; P11.
+    further inputs, each at its longest, too. Source: vLLM 0.19.1 `add_request`; upstream #42489,
+    #40072; P11.
     """
     name = update.request_id
     if not request.request.resumable:
@@ -125,7 +125,7 @@ def get_foreign_field(asked: Request, update: Request) -> str | None:
     """Return the first field of an input that belongs to the session, and is neither left out nor
     equal.
 
-    Upstream ignores it silently. Source: upstream #57685; P6, P23.
+    Source: upstream #57685; P6, P23.
     """
     for name in SESSION_FIELDS:
         if getattr(update, name) not in (getattr(_LEFT_OUT, name), getattr(asked, name)):

@@ -15,7 +15,7 @@ from blockstep.spec.core.slots import compute_num_blocks
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
 from blockstep.spec.features import kv_transfer
-from blockstep.spec.features.structured_output.masks import drop_row
+from blockstep.spec.features.structured_output import drop_row
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,

@@ -11,9 +11,9 @@ from blockstep.spec.core.requests import Frame, FrameRow, RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
+from blockstep.spec.features import structured_output as masks
 from blockstep.spec.features.sessions import UPDATES, get_num_kept
 from blockstep.spec.features.structured_output import grammar as automaton
-from blockstep.spec.features.structured_output import masks
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
     Follow,
@@ -63,7 +63,8 @@ def fill_structured(step: Step, frame: Frame) -> Frame:
 
 
 def list_masked(state: State, frame: Frame) -> list[FrameRow]:
-    """Modified `masks.list_masked`: the rows of requests with a grammar that decode by now."""
+    """Modified `structured_output.list_masked`: those of requests with a grammar that decode by
+    now."""
     rows = [row for row in frame.rows if row.request_id in state.requests]
     requests = [state.requests[row.request_id] for row in rows]
     return [

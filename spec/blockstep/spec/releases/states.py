@@ -12,8 +12,7 @@ from blockstep.spec.core.prefix_cache import get_prefix_hit, reads_prefix_cache
 from blockstep.spec.core.requests import Hit, RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.work import Scheduled, Step, Verdict
-from blockstep.spec.features import mamba
-from blockstep.spec.features.kv_transfer import loads
+from blockstep.spec.features import kv_transfer, mamba
 from blockstep.spec.releases.groups import get_search, hits_are_searched
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
@@ -162,7 +161,7 @@ def blocks_of_loads_are_zeroed(rules: Rules, _config: Config) -> Rules:
     """
 
     def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
-        verdict = rules[loads.process_parking](step, request, hit)
+        verdict = rules[kv_transfer.process_parking](step, request, hit)
         if verdict is Verdict.SUSPENDED:
             name = request.request_id
             tables = step.requests[name].block_tables
@@ -177,7 +176,7 @@ def blocks_of_loads_are_zeroed(rules: Rules, _config: Config) -> Rules:
     return (
         _noting(rules)
         .replacing(mamba.list_zeroed_rows, list_zeroed_rows)
-        .replacing(loads.process_parking, process_parking)
+        .replacing(kv_transfer.process_parking, process_parking)
     )
 
 

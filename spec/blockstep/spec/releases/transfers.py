@@ -17,7 +17,6 @@ from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features import kv_transfer, reclaim, resets
 from blockstep.spec.features.groups import count_in_doubt, skip_slots
 from blockstep.spec.features.groups.kinds import compute_num_skipped_tokens
-from blockstep.spec.features.kv_transfer import loads
 from blockstep.spec.features.kv_transfer import transfers as machine
 from blockstep.spec.features.kv_transfer.transfers import (
     NO_OFFERS,
@@ -45,11 +44,11 @@ from blockstep.spec.vocabulary import (
 
 def skipped_reading_still_loads(rules: Rules, _config: Config) -> Rules:
     """A request with skip_reading_prefix_cache loads KV from a store."""
-    return rules.replacing(loads.asks_store, asks_store)
+    return rules.replacing(kv_transfer.asks_store, asks_store)
 
 
 def asks_store(request: RequestState) -> bool:
-    """Modified `loads.asks_store`: also if it skips reading the cache."""
+    """Modified `kv_transfer.asks_store`: also if it skips reading the cache."""
     return request.num_computed_tokens == 0
 
 
@@ -58,9 +57,9 @@ def skipped_reading_counts_as_asked(rules: Rules, _config: Config) -> Rules:
 
     def process_admitted(step: Step, request: RequestState, after: RequestState, hit: Hit) -> None:
         asked = replace(request.request, skip_reading_prefix_cache=False)
-        rules[loads.process_admitted](step, replace(request, request=asked), after, hit)
+        rules[kv_transfer.process_admitted](step, replace(request, request=asked), after, hit)
 
-    return rules.replacing(loads.process_admitted, process_admitted)
+    return rules.replacing(kv_transfer.process_admitted, process_admitted)
 
 
 def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
@@ -77,13 +76,13 @@ def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
         return compute(offer, num_known + offer.is_async, num_local)
 
     def process_return(step: Step, request_id: RequestId) -> None:
-        rules[loads.process_return](step, request_id)
+        rules[kv_transfer.process_return](step, request_id)
         after = step.requests[request_id]
         num_computed = min(after.num_computed_tokens, after.num_known_tokens - 1)
         step.requests[request_id] = replace(after, num_computed_tokens=num_computed)
 
     return rules.replacing(machine.compute_num_external, compute_num_external).replacing(
-        loads.process_return, process_return
+        kv_transfer.process_return, process_return
     )
 
 
@@ -93,12 +92,12 @@ def loads_publish_at_once(rules: Rules, _config: Config) -> Rules:
     def look_in_store(
         step: Step, request: RequestState, hit: Hit
     ) -> tuple[RequestState, Hit] | Verdict:
-        found = rules[loads.look_in_store](step, request, hit)
+        found = rules[kv_transfer.look_in_store](step, request, hit)
         if isinstance(found, Verdict):
             return found
         return replace(found[0], is_unsettled=False), found[1]
 
-    return rules.replacing(loads.look_in_store, look_in_store)
+    return rules.replacing(kv_transfer.look_in_store, look_in_store)
 
 
 def returned_though_refused(rules: Rules, _config: Config) -> Rules:
@@ -109,7 +108,7 @@ def returned_though_refused(rules: Rules, _config: Config) -> Rules:
 
     def process_return(step: Step, request_id: RequestId) -> None:
         config, before = step.state.config, step.requests[request_id]
-        rules[loads.process_return](step, request_id)
+        rules[kv_transfer.process_return](step, request_id)
         num_loaded = compute_num_blocks(before.num_computed_tokens, config.block_sizes[0])
         num_loaded += config.kv_groups[0].num_speculative_blocks
         is_whole = num_loaded >= len(before.block_tables[0])
@@ -120,22 +119,22 @@ def returned_though_refused(rules: Rules, _config: Config) -> Rules:
 
     def process_trial(step: Step, request_id: RequestId) -> Verdict:
         if is_received(TRANSFERS.of(step), request_id):
-            step.state.rules[loads.process_return](step, request_id)
+            step.state.rules[kv_transfer.process_return](step, request_id)
         return rules[admission.process_gates](step, request_id)
 
     return rules.replacing(admission.process_gates, process_trial).replacing(
-        loads.process_return, process_return
+        kv_transfer.process_return, process_return
     )
 
 
 def loaded_wait_behind_the_head(rules: Rules, _config: Config) -> Rules:
     """A request whose load has finished waits behind a head that does not fit, holding its
     blocks."""
-    return rules.replacing(loads.process_received_behind, process_received_behind)
+    return rules.replacing(kv_transfer.process_received_behind, process_received_behind)
 
 
 def process_received_behind(step: Step, head_id: RequestId) -> None:
-    """Modified `loads.process_received_behind`: they wait."""
+    """Modified `kv_transfer.process_received_behind`: they wait."""
 
 
 def loaded_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
@@ -259,7 +258,7 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
     """
 
     def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
-        verdict = rules[loads.process_parking](step, request, hit)
+        verdict = rules[kv_transfer.process_parking](step, request, hit)
         is_first = not request.num_preemptions and not request.output_token_ids
         if verdict is Verdict.SUSPENDED and is_first:
             after = replace(step.requests[request.request_id], num_cached_tokens=hit.num_tokens)
@@ -272,7 +271,7 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
         is_first = not request.num_preemptions and not request.output_token_ids
         return num_start if looks_up and is_first else num_cached
 
-    return rules.replacing(loads.process_parking, process_parking).replacing(
+    return rules.replacing(kv_transfer.process_parking, process_parking).replacing(
         admission.get_num_cached_tokens, get_num_cached_tokens
     )
 

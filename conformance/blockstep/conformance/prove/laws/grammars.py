@@ -11,6 +11,7 @@ from __future__ import annotations
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec.core.requests import FrameRow
+from blockstep.spec.features.structured_output import IS_CUT, get_verifiable_drafts
 from blockstep.spec.features.structured_output.grammar import (
     Follow,
     Stand,
@@ -22,7 +23,6 @@ from blockstep.spec.features.structured_output.grammar import (
     get_stands,
     holds,
 )
-from blockstep.spec.features.structured_output.masks import IS_CUT, get_verifiable_drafts
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Config, Grammar, TokenIds
 
 ROOM = Room("grammars")

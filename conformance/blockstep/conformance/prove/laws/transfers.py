@@ -10,7 +10,7 @@ from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec.core.admission import process_waiting_phase
 from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.core.work import Step
-from blockstep.spec.features.kv_transfer.loads import settle_slots
+from blockstep.spec.features.kv_transfer import settle_slots
 from blockstep.spec.features.kv_transfer.transfers import (
     NO_STORE,
     TRANSFERS,

@@ -51,6 +51,7 @@ from blockstep.spec.vocabulary import (
     Plan,
     Rejected,
     Request,
+    RequestId,
     refuse_other_size,
 )
 
@@ -285,12 +286,21 @@ def process_items_read(step: Step, rows: Sequence[FrameRow]) -> None:
 
 
 def tell_items(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
-    """Return the plan with the items to encode, to load and to drop. Source: vLLM 0.19.1
-    `schedule`; P22."""
+    """Return the plan with the items to encode and to load, in the order of the rows, and those to
+    drop. Source: vLLM 0.19.1 `schedule`; P22."""
+    made: dict[RequestId, list[int]] = {}
+    loaded: dict[RequestId, list[int]] = {}
+    for item in ENCODER.of(step).planned:
+        name, index = item.holder
+        (loaded if item.is_external else made).setdefault(name, []).append(index)
+    inputs = [
+        tuple([EncoderInputs(name, tuple(sorted(indices))) for name, indices in found.items()])
+        for found in (made, loaded)
+    ]
     return replace(
         plan,
-        scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
-        external_encoder_inputs=list_encoder_inputs(step, is_external=True),
+        scheduled_encoder_inputs=inputs[0],
+        external_encoder_inputs=inputs[1],
         free_encoder_mm_hashes=step.state.rules[list_freed](ENCODER.of(step)),
     )
 
@@ -300,18 +310,6 @@ def let_go_of_items(state: State, request: RequestState) -> State:
     `_free_request`; P22."""
     encoder = state.rules[free_items](ENCODER.of(state), request.request, None)
     return ENCODER.put(state, encoder)
-
-
-def list_encoder_inputs(step: Step, is_external: bool) -> tuple[EncoderInputs, ...]:
-    """Return what a step encodes, or loads, in the order of the rows.
-
-    Source: vLLM 0.19.1 `schedule`.
-    """
-    found: dict[str, list[int]] = {}
-    for item in ENCODER.of(step).planned:
-        if item.is_external is is_external:
-            found.setdefault(item.holder[0], []).append(item.holder[1])
-    return tuple([EncoderInputs(name, tuple(sorted(indices))) for name, indices in found.items()])
 
 
 FEATURE: Final = Feature(

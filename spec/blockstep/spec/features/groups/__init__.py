@@ -83,7 +83,7 @@ def skip_slots(
     is queued first. `num_in_doubt` computed tokens are drafts in flight: if they are rejected, the
     request rolls back to the first of them, and reads the window before it. Frame `fence`, if
     given, still reads the blocks: they are free after its commit. Source: vLLM 0.19.1
-    `remove_skipped_blocks`, which forgets drafts in flight; P1, P8, P14.
+    `remove_skipped_blocks`; P1, P8, P14.
     """
     holdings = [*request.holdings]
     num_left = 0

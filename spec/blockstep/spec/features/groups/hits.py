@@ -23,8 +23,8 @@ def get_joint_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
 
     A length is whole blocks of every group, so that no shared block is written. The lengths that
     suit one group are not contiguous: a window may have kept later blocks, and lost earlier ones.
-    So all lengths are tried, while upstream reduces the length group by group, and may stop below
-    the greatest. Source: vLLM 0.19.1 `HybridKVCacheCoordinator`; P5.
+    So all lengths are tried: to reduce the length group by group may stop below the greatest.
+    Source: vLLM 0.19.1 `HybridKVCacheCoordinator`; P5.
     """
     num_known, num_behind = request.num_known_tokens, int(config.drops_last_hit_block)
     found = []

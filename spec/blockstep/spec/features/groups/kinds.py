@@ -178,9 +178,8 @@ def compute_max_held_blocks(
 ) -> int:
     """Return the most blocks of one group that a request of `num_slots` holds at once.
 
-    Whatever its chunks are. Upstream charges a window for the whole request, and so never admits
-    some requests (#39734). Source: vLLM 0.19.1 `max_memory_usage_bytes` of each kind, without what
-    cannot happen; P8, P11.
+    Whatever its chunks are. Source: vLLM 0.19.1 `max_memory_usage_bytes` of each kind, without what
+    cannot happen; upstream #39734; P8, P11.
     """
     num_all = compute_num_blocks(num_slots, group.block_size)
     return KINDS[group.kind].hold(group, num_all, max_reach, max_doubt)

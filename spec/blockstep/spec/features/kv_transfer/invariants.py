@@ -7,8 +7,7 @@ from typing import Final
 
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
-from blockstep.spec.features.kv_transfer.loads import FRAME_LOADS
-from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
+from blockstep.spec.features.kv_transfer.transfers import FRAME_LOADS, TRANSFERS
 from blockstep.spec.vocabulary import KVOffer, Status
 
 

@@ -24,6 +24,7 @@ from blockstep.spec.vocabulary import (
     BlockId,
     BlockTables,
     HeldBlocks,
+    KVLoad,
     KVOffer,
     RequestId,
     Status,
@@ -61,6 +62,8 @@ class Transfers:
 NO_STORE: Final = Transfers()
 TRANSFERS: Final = Part("kv_transfer", NO_STORE)
 """The transfers of a state, or of a step."""
+FRAME_LOADS: Final = Part[tuple[KVLoad, ...]]("loads", ())
+"""The loads of a frame that end before its rows read them, in the order of the plan."""
 
 
 # Offers.

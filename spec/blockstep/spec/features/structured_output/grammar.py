@@ -70,7 +70,7 @@ def get_next_stand(config: Config, grammar: Grammar, stand: Stand, token: TokenI
     """Return the grammar state after a token; None if the grammar does not accept it.
 
     The token that ends the reasoning is the last unconstrained one: the grammar applies after it,
-    also within one step, while upstream leaves the rest of that step unconstrained. Source: P23.
+    also within one step. Source: upstream #44006; P23.
     """
     if not holds(config, stand):
         return Stand(stand.state, token == config.reasoning_end_token_id)
@@ -127,8 +127,7 @@ def get_mask(
         allowed     may follow      .     a     b     b     b
 
     After a placeholder draft nothing is sampled, because it cannot be accepted. So that no position
-    is unmasked, the mask before it is repeated; upstream's mask there allows all tokens. Source:
-    vLLM 0.19.1 `grammar_bitmask`; P24.
+    is unmasked, the mask before it is repeated. Source: vLLM 0.19.1 `grammar_bitmask`; P24.
     """
     stands = get_stands(config, grammar, stand, drafts, follow)
     allowed = [get_allowed(config, grammar, found) for found in stands]
