@@ -147,7 +147,7 @@ def room_is_asked_before_need(rules: Rules, _config: Config) -> Rules:
         if chunk.reads(item, claim.num_tokens):
             return rules[encoding.get_claim_at_item](chunk, index, claim)
         if item.identifier in claim.encoder.entries:
-            return encoding.get_taking_claim(chunk, index, claim), False
+            return chunk.get_claim_with(index, claim), False
         if chunk.rules[encoding.has_room](claim.encoder, item):
             return claim._replace(encoder=evict_for(claim.encoder, item.num_embeds)), False
         return chunk.rules[encoding.get_shorter_claim](chunk, index, claim), True

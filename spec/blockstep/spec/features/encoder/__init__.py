@@ -157,22 +157,24 @@ class Chunk(NamedTuple):
         num_ahead = self.config.num_encoder_lookahead_tokens
         return self.rules[is_item_needed](item, self.num_computed, num_new, num_ahead)
 
+    def get_claim_with(self, index: int, claim: Claim) -> Claim:
+        """Return the claim with one more item."""
+        encoder = self.rules[take_item](claim.encoder, self.request, index)
+        return Claim(claim.num_tokens, (*claim.items, index), encoder)
+
 
 def limit_to_items(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
     """Return the tokens of a row before the first item without room; a request that gets none drops
     its items. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P7, P15, P22.
     """
-    config, rules, encoder = step.state.config, step.state.rules, ENCODER.of(step)
-    items, claim = request.request.items, Claim(num_new)
-    if num_new > 0 and items:
-        end = items[-1].offset + items[-1].length if encoder.is_shared else 1
-        if num_computed < end:
-            chunk = Chunk(config, rules, request.request, num_computed, encoder)
-            claim = get_claim(chunk, num_new)
-            claim = claim._replace(lacks_items=claim.num_tokens == 0)
+    asked, encoder, claim = request.request, ENCODER.of(step), Claim(num_new)
+    if num_new > 0 and asked.items and (encoder.is_shared or num_computed == 0):
+        chunk = Chunk(step.state.config, step.state.rules, asked, num_computed, encoder)
+        claim = get_claim(chunk, num_new)
+        claim = claim._replace(lacks_items=claim.num_tokens == 0)
     CLAIM.set(step, claim)
     if claim.lacks_items:
-        rules[process_items_missing](step, request)
+        step.state.rules[process_items_missing](step, request)
     return claim.num_tokens
 
 
@@ -209,7 +211,7 @@ def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> tuple[Claim, bo
         return claim, False
     if item.identifier not in encoder.entries and not rules[has_room](encoder, item):
         return rules[get_shorter_claim](chunk, index, claim), True
-    return get_taking_claim(chunk, index, claim), False
+    return chunk.get_claim_with(index, claim), False
 
 
 def get_shorter_claim(chunk: Chunk, index: int, claim: Claim) -> Claim:
@@ -223,12 +225,6 @@ def get_shorter_claim(chunk: Chunk, index: int, claim: Claim) -> Claim:
     if chunk.get_end(num_computed + num_new) < num_computed + num_new:
         return get_claim(chunk, num_new)
     return claim._replace(num_tokens=num_new)
-
-
-def get_taking_claim(chunk: Chunk, index: int, claim: Claim) -> Claim:
-    """Return the claim with an item. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P22."""
-    encoder = chunk.rules[take_item](claim.encoder, chunk.request, index)
-    return Claim(claim.num_tokens, (*claim.items, index), encoder)
 
 
 def has_room(encoder: Encoder, item: MultiModalItem) -> bool:
