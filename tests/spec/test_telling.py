@@ -9,7 +9,7 @@ import pytest
 
 from blockstep.spec.features.kv_events import get_stored
 from blockstep.spec.oracle import Oracle
-from blockstep.spec.profiles import Profile
+from blockstep.spec.profiles import Profile, get_profile
 from blockstep.spec.releases import Quirk
 from blockstep.spec.vocabulary import (
     AllBlocksCleared,
@@ -287,3 +287,25 @@ def test_blocks_of_a_confirmed_load_are_told_as_others_are(quirks: tuple[Quirk, 
     assert isinstance(told, BlockStored)
     assert told.keys == (SECOND,)
     assert (told.parent, told.token_ids) == ((None, (1, 2, 3, 4)) if quirks else (FIRST, (3, 4)))
+
+
+NARROW = KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2)
+
+
+@pytest.mark.parametrize("name", ["strict", "vllm-0.19.1", "vllm-0.27.0", "vllm-0.33.0"])
+def test_a_confirmed_load_tells_no_null_block(name: str) -> None:
+    """As releases do: of six loaded tokens the window has left four."""
+    config = replace(CONFIG, groups=(NARROW,), kv_connector=True)
+    profile = get_profile(name)
+    assert profile is not None
+    oracle = Oracle(config, profile)
+    oracle.submit(Request("A", (1, 2, 3, 4, 5, 6, 7, 8), max_tokens=2))
+    oracle.offer_kv("A", 6, is_async=True)
+    (load,) = oracle.schedule().kv_loads
+    assert load.block_ids == ((0, 0, 1),)
+    assert oracle.report(finished_recving=["A"]).kv_events == ()
+    loaded, computed = step(oracle, A=9)
+    assert isinstance(loaded, BlockStored)
+    assert isinstance(computed, BlockStored)
+    assert (loaded.token_ids, computed.token_ids) == ((5, 6), (7, 8))
+    assert loaded.parent == SECOND

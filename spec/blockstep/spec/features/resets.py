@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockstep.spec.copies import replace
-from blockstep.spec.core.block_pool import Changes, Pool, get_num_free_blocks, withdraw_all
+from blockstep.spec.core.block_pool import Pool, get_num_free_blocks, withdraw_all
 from blockstep.spec.core.endings import take_changes
 from blockstep.spec.core.preemption import process_preemption
 from blockstep.spec.core.schedule import create_step
@@ -35,7 +35,7 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     # pool
     pool = withdraw_all(state.pool)
     # observe
-    state, changes = state.rules[take_reset_changes](replace(state, pool=pool))
+    state, changes = take_changes(replace(state, pool=pool))
     return state, ResetDone(True, changes)
 
 
@@ -49,12 +49,6 @@ def get_reset_parts(state: State) -> State:
     for reset in state.rules.hooks.resets:
         state = state.rules[reset](state)
     return state
-
-
-def take_reset_changes(state: State) -> tuple[State, Changes]:
-    """Return the state, and the changes of a reset that its answer reports: all. Source: P20,
-    P25."""
-    return take_changes(state)
 
 
 def is_held_besides(pool: Pool) -> bool:
