@@ -251,7 +251,7 @@ def take_blocks(
     for group, holding, num_new in zip(config.kv_groups, request.holdings, nums_new, strict=True):
         for own in rules.hooks.owns:
             pool, holding = rules[own](pool, group, holding, num_computed)
-        pool, new_blocks = allocate_blocks(pool, num_new)
+        pool, new_blocks = allocate_blocks(pool, num_new) if num_new else (pool, ())
         owned.append(holding)
         taken.append(new_blocks)
     return pool, owned, taken
