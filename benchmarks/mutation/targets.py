@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.prove.changes import Change, find_changes, find_marks
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -91,7 +92,8 @@ TARGETS: Mapping[str, Target] = {
         "conformance/blockstep/conformance",
         (
             *("judge/properties/", "judge/answers.py", "judge/worker/", "judge/dataplane/"),
-            *("lockstep/", "search/check.py"),
+            *("judge/checks.py", "lockstep/", "search/check.py"),
+            *[f"features/{feature.name}/properties.py" for feature in FEATURES],
         ),
         tuple(
             f"tests/conformance/test_{name}.py"

@@ -10,8 +10,9 @@ from benchmarks.pairs.__main__ import REACHED, play
 from benchmarks.pairs.page import list_empty, list_wrong
 
 from blockstep.conformance.draw.actions import SeededDraw
-from blockstep.conformance.draw.presets import SMALL, draw_swarm
+from blockstep.conformance.draw.presets import SMALL
 from blockstep.conformance.draw.requests import draw_request
+from blockstep.conformance.draw.swarms import draw_swarm
 from blockstep.conformance.judge.legal import (
     EXAMPLES,
     UNDRAWN,

@@ -8,15 +8,11 @@ from itertools import product
 
 import pytest
 
-from blockstep.conformance.judge.properties import (
-    CHECKS_OF,
-    Asked,
-    Ledger,
-    Sentence,
-    Step,
-    find_absent,
-)
+from blockstep.conformance.judge.checks import CHECKS_OF, Asked, find_absent
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import Sentence
 from blockstep.conformance.judge.properties.sentence import judge as judge_all
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.findings import Finding
@@ -39,7 +35,7 @@ def test_who_is_not_asked_has_nothing_to_say(monkeypatch: pytest.MonkeyPatch) ->
                 spared[found.sentence] += 1
         return judge_all(asked, step, ledger)
 
-    monkeypatch.setattr("blockstep.conformance.judge.properties.judge", judge)
+    monkeypatch.setattr("blockstep.conformance.judge.checks.judge", judge)
     monkeypatch.setattr(LockStep, "_choose_asked", lambda *_: Asked.ALL)
     wrong = 0
     for name in sorted(EXHIBITS)[::12]:

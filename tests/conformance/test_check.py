@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from blockstep.conformance.command.main import app
 from blockstep.conformance.draw.actions import SeededDraw
-from blockstep.conformance.draw.presets import PRESETS, draw_config
+from blockstep.conformance.draw.presets import PRESETS
+from blockstep.conformance.draw.swarms import draw_config
 from blockstep.conformance.engine import ALL_CAPABILITIES, EngineTraits
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.museum import EXHIBITS, build

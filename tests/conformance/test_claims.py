@@ -28,9 +28,7 @@ from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.verdict import list_unasked, verdict_word
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.claims import (
-    CONFIGS,
     OWED_AT_SAFETY,
-    REQUESTS,
     STOPS,
     find_declined,
     find_unmet,
@@ -73,7 +71,6 @@ def owed(
 def test_whoever_can_do_all_owes_all() -> None:
     assert owed() == EVERYTHING
     assert OWED_AT_SAFETY <= ANSWERED <= WITNESSES.keys()
-    assert CONFIGS.keys() | REQUESTS.keys() <= BY_NAME.keys()
 
 
 TAKEN_ALONG = {
@@ -86,7 +83,7 @@ TAKEN_ALONG = {
 """Features that an engine does not have without another one."""
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS.keys() | REQUESTS.keys()))
+@pytest.mark.parametrize("name", sorted(it.name for it in FEATURES if it.examples))
 def test_what_an_adapter_takes_out_of_what_it_is_given_it_declines(name: str) -> None:
     feature = BY_NAME[name]
     scope = Safety(feature.take_from, lambda request, _config: feature.take_from(request))
@@ -96,9 +93,11 @@ def test_what_an_adapter_takes_out_of_what_it_is_given_it_declines(name: str) ->
     assert find_declined(Safety()) == frozenset()
 
 
-def test_every_feature_that_a_config_asks_for_is_asked_about() -> None:
-    asked = {feature.name for feature in FEATURES if feature.config}
-    assert asked <= CONFIGS.keys() | REQUESTS.keys()
+def test_every_feature_that_is_asked_for_has_an_example() -> None:
+    for feature in FEATURES:
+        asked = [it.config or it.request for it in feature.examples]
+        assert all(asked)
+        assert bool(asked) is bool(feature.config or feature.request), feature.name
 
 
 def _in_order(names: Collection[str]) -> str:

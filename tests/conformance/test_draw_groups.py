@@ -10,19 +10,13 @@ import pytest
 from blockstep.conformance.draw.actions import SeededDraw
 from blockstep.conformance.draw.groups import count_slots, draw_groups, list_boundaries
 from blockstep.conformance.draw.items import count_held_blocks
-from blockstep.conformance.draw.presets import PRESETS, Swarm, draw_swarm
+from blockstep.conformance.draw.presets import PRESETS, Swarm
 from blockstep.conformance.draw.requests import draw_request
-from blockstep.conformance.protocol.features import (
-    CACHING,
-    GROUPS,
-    LATE,
-    PARTS_OF_GROUPS,
-    STATES,
-    GroupsOfKind,
-    UsageError,
-    settle_states,
-    without_states,
-)
+from blockstep.conformance.draw.swarms import draw_swarm
+from blockstep.conformance.features.groups import FEATURE as GROUPS
+from blockstep.conformance.features.groups import PARTS, STATES, GroupsOfKind
+from blockstep.conformance.protocol.feature import settle_states, without_states
+from blockstep.conformance.protocol.features import CACHING, LATE, UsageError
 from blockstep.conformance.protocol.wishes import Wish, make_wish
 from blockstep.spec.core.slots import is_servable
 from blockstep.spec.features import get_config_rules
@@ -130,7 +124,7 @@ def test_mixes_of_three_kinds_with_a_head_are_no_rarity_where_groups_are_asked_f
 @pytest.mark.parametrize(
     "beside", [(), ("tiers",), ("masks",), ("pins",), ("forks",), ("encoder",)]
 )
-@pytest.mark.parametrize("part", PARTS_OF_GROUPS, ids=lambda part: part.name)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_groups_of_one_kind_can_be_asked_for(part: GroupsOfKind, beside: tuple[str, ...]) -> None:
     try:
         wish = make_wish((part.name, *beside), ())

@@ -39,7 +39,7 @@ from blockstep.conformance.engine import (
     Safety,
     SamePlans,
 )
-from blockstep.conformance.judge.properties import CHECKS_OF, RENAMED_CHECKS
+from blockstep.conformance.judge.checks import CHECKS_OF, RENAMED_CHECKS
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.museum import EXHIBITS, build

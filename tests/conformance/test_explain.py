@@ -14,7 +14,7 @@ import blockstep.conformance
 from blockstep.conformance.command.main import app
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.engine import EQUIVALENCES, Capability
-from blockstep.conformance.judge.properties import ASKED_OF_ANSWERS, PROPERTIES
+from blockstep.conformance.judge.checks import ASKED_OF_ANSWERS, PROPERTIES
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.lockstep.score import Aspect
 from blockstep.conformance.museum import EXHIBITS
@@ -35,6 +35,7 @@ HOUSE = Path(__file__).parents[2]
 WING = HOUSE / "conformance" / "blockstep" / "conformance"
 SPEAKERS = (
     *("judge", "lockstep", "protocol", "search", "recorded", "engines", "explore", "bench"),
+    "features",
 )
 """Rooms that find something."""
 ALIASES = {"BlockId", "FrameId", "RequestId", "TokenId"}

@@ -21,7 +21,8 @@ from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN, list_worlds,
 from blockstep.conformance.explore.walk import LostShardError, _Processes, walk
 from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.explore.worlds import SWAPPED, WORLDS
-from blockstep.conformance.judge.properties import Ledger, Step
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec import vocabulary as v

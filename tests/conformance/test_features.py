@@ -6,21 +6,22 @@ from typing import get_args
 
 import pytest
 
-from blockstep.conformance.draw.actions import SeededDraw, View, next_action
-from blockstep.conformance.draw.presets import SMALL, draw_config, draw_swarm
+from blockstep.conformance.draw.actions import SeededDraw, next_action
+from blockstep.conformance.draw.presets import SMALL
+from blockstep.conformance.draw.swarms import draw_config, draw_swarm
+from blockstep.conformance.draw.view import View
 from blockstep.conformance.engine import ALL_CAPABILITIES, Capability
-from blockstep.conformance.judge.properties import PROPERTIES
+from blockstep.conformance.features.groups import FEATURE as GROUPS
+from blockstep.conformance.judge.checks import PROPERTIES
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.lockstep.client import Client
+from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE, Feature
 from blockstep.conformance.protocol.features import (
     ASYNC,
     BY_NAME,
     FEATURES,
-    GROUPS,
     PIPELINE,
     PRIORITY,
-    SEVERAL_AT_ONCE,
-    Feature,
     UsageError,
     find_lacking,
     fit,

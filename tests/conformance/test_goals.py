@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from blockstep.conformance.draw.actions import SeededDraw
-from blockstep.conformance.draw.store import draw_report
 from blockstep.conformance.engine import EngineTraits
+from blockstep.conformance.features.transfers.draws import draw_report
 from blockstep.conformance.judge.legal import PLAIN_CONFIG
 from blockstep.conformance.lockstep.quirks import UNMET_WITH, name_spared
 from blockstep.conformance.lockstep.runs import run_program

@@ -26,7 +26,7 @@ from blockstep.conformance.engines.adapters.vllm_releases import (
     REFERENCE,
     get_installed_version,
 )
-from blockstep.conformance.judge.properties import PROPERTIES
+from blockstep.conformance.judge.checks import PROPERTIES
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.driver import put_causes_first, tell_divergence
 from blockstep.conformance.lockstep.exchange import fault_of

@@ -8,7 +8,8 @@ import pytest
 
 from blockstep.conformance.draw.actions import SeededDraw
 from blockstep.conformance.draw.mistakes import list_bad_events
-from blockstep.conformance.draw.presets import SMALL, draw_swarm
+from blockstep.conformance.draw.presets import SMALL
+from blockstep.conformance.draw.swarms import draw_swarm
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.program import (
     Action,

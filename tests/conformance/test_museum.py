@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from blockstep.conformance import museum
 from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import Capability, Safety, get_traits
-from blockstep.conformance.judge.properties import PROPERTIES
+from blockstep.conformance.judge.checks import PROPERTIES
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.worker import NextToken
 from blockstep.conformance.museum import EXHIBITS, Exhibit, build, listings, pins

@@ -9,8 +9,10 @@ from episodes_support import find_failing
 
 from blockstep.conformance.draw.actions import SeededDraw, next_action
 from blockstep.conformance.engine import EngineFactory, EngineTraits, Renamed
-from blockstep.conformance.judge import properties
-from blockstep.conformance.judge.properties import JUDGED, Sentence, sentence
+from blockstep.conformance.judge import checks
+from blockstep.conformance.judge.checks import JUDGED
+from blockstep.conformance.judge.properties import sentence
+from blockstep.conformance.judge.properties.sentence import Sentence
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program, start_program
 from blockstep.conformance.protocol.findings import Finding
@@ -59,7 +61,7 @@ def count_asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             asked[one.sentence] = asked.get(one.sentence, 0) + 1
         return judge(sentences, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(f"{properties.__name__}.judge", count)
+    monkeypatch.setattr(f"{checks.__name__}.judge", count)
     return asked
 
 

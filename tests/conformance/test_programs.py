@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.main import app
 from blockstep.conformance.draw.actions import SeededDraw
-from blockstep.conformance.draw.presets import PRESETS, draw_swarm
+from blockstep.conformance.draw.presets import PRESETS
+from blockstep.conformance.draw.swarms import draw_swarm
 from blockstep.conformance.engine import Capability, EngineTraits, Safety
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.lines import TraceError

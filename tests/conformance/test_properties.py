@@ -96,8 +96,9 @@ from play_support.scenes import (
     waiting_for_its_token,
 )
 
-from blockstep.conformance.judge.properties import CHECKS_OF, PROPERTIES, Step, check_step
+from blockstep.conformance.judge.checks import CHECKS_OF, PROPERTIES, check_step
 from blockstep.conformance.judge.properties.life import Life
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker.names import PrefixNames
 from blockstep.spec.vocabulary import (
     EVENT_TYPES,

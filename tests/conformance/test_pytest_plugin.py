@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.judge.properties import PROPERTIES
+from blockstep.conformance.judge.checks import PROPERTIES
 from blockstep.conformance.pytest_plugin.fixture import Bench
 from blockstep.conformance.report.subjects import ASPECTS, verdict_on
 from blockstep.conformance.search.isolation import RefusedError

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from blockstep.conformance.draw.actions import SeededDraw, View, abort, next_action
-from blockstep.conformance.draw.presets import SMALL, Swarm, draw_swarm
+from blockstep.conformance.draw.actions import SeededDraw, abort, next_action
+from blockstep.conformance.draw.presets import SMALL, Swarm
 from blockstep.conformance.draw.requests import change_items, draw_twin
+from blockstep.conformance.draw.swarms import draw_swarm
+from blockstep.conformance.draw.view import View
 from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.runs import run_program

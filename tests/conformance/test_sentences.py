@@ -71,15 +71,11 @@ from play_support.scenes import (
 from blockstep.conformance.engine import EngineFactory, EngineTraits, Safety
 from blockstep.conformance.judge import answers, told
 from blockstep.conformance.judge.answers import judge_answer
-from blockstep.conformance.judge.properties import (
-    ASKED_OF_ANSWERS,
-    JUDGED,
-    PROPERTIES,
-    Step,
-    check_step,
-)
+from blockstep.conformance.judge.checks import ASKED_OF_ANSWERS, JUDGED, PROPERTIES, check_step
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker.counting import CountingWorker
 from blockstep.conformance.lockstep.safety import SafetyRun
+from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import Difference, Finding
 from blockstep.conformance.report.sentences import SENTENCES as OUTSIDE
 from blockstep.impl.host.lineage import Lineage
@@ -802,6 +798,7 @@ def test_what_is_judged_at_safety_is_listed_by_name() -> None:
     assert [each.sentence for each in JUDGED] == [*ASKED_OF_STATES]
     source = Path(answers.__file__).read_text() + Path(told.__file__).read_text()
     said = set(re.findall(r'"([a-z]+(?:_[a-z]+){3,})"', source))
+    said |= {name for feature in FEATURES for name in feature.checks}
     assert said | ASKED_OF_ANSWERS | {"rejected_event_changes_nothing"} == {
         case[0] for case in OF_ANSWERS + OF_ANSWERS_ALONE
     }

@@ -22,7 +22,8 @@ from vllm_support.installed import (
 )
 
 from blockstep.conformance.draw.actions import SeededDraw
-from blockstep.conformance.draw.presets import SMALL, draw_swarm
+from blockstep.conformance.draw.presets import SMALL
+from blockstep.conformance.draw.swarms import draw_swarm
 from blockstep.conformance.engine import EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters import vllm_groups
 from blockstep.conformance.engines.adapters.vllm_groups import (

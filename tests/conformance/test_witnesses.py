@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from groups_support import chunks, full, recurrent, window
 
-from blockstep.conformance.judge.properties import Ledger, Step
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client

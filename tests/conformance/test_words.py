@@ -10,8 +10,7 @@ from episodes_support import play_episodes
 
 from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.judge.answers import judge_answer
-from blockstep.conformance.judge.properties import Step
-from blockstep.conformance.judge.properties.step import PlannedRow, RowKind
+from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.program import Answer, Drain, Program, describe_observation

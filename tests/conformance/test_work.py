@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.judge.properties import Ledger, Step
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.properties.work import (
     loop_goes_on_while_there_is_work,
     loop_sleeps_where_nothing_is_to_be_done,

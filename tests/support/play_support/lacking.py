@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blockstep.conformance.judge.properties import Step
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import (
     BlockKey,
     BlockStored,

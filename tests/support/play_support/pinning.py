@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from blockstep.conformance.judge.properties import Step
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Abort,

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from blockstep.conformance.engine import EngineFactory
-from blockstep.conformance.judge.properties import Ledger, Step, check_step
+from blockstep.conformance.judge.checks import check_step
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.tokens import token_function

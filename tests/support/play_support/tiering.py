@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.judge.properties import Step
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import Schedule, Submit
 from play_support.play import CONFIG, C, Case, Play, after, nothing, observed, request
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from blockstep.conformance.judge.properties import Step
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import (
     Abort,
     BlockKey,

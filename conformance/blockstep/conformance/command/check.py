@@ -11,7 +11,7 @@ from rich.console import Console
 
 from blockstep.conformance.command import console, options, programs, sections
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
-from blockstep.conformance.judge.properties import PROPERTIES
+from blockstep.conformance.judge.checks import PROPERTIES
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.recorded.episodes import write_episode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockstep.conformance.command import console, options, tables
-from blockstep.conformance.judge.properties import PROPERTIES
+from blockstep.conformance.judge.checks import PROPERTIES
 
 
 def properties_command(show_all: options.All = False, json_path: options.Json = None) -> None:

@@ -1,60 +1,46 @@
 """Actions: what a client may do next, and how the details of an action are drawn.
 
 One table serves the seeded generator and the Hypothesis machine; they differ only in the source of
-their decisions, a `Draw`. A drawing function sees a `View`: what any client could know.
+their decisions, a `Draw`. A drawing function sees a `View`: what any client could know. Late
+features bring actions of their own (`draw.feature`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from functools import cache
 from random import Random
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
-from blockstep.conformance.draw.branches import draw_fork, list_ready
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.draw.items import IDENTIFIERS
-from blockstep.conformance.draw.jobs import draw_clock, draw_estimate
-from blockstep.conformance.draw.memory import Memory, list_frames
-from blockstep.conformance.draw.mistakes import draw_bad_event, draw_foreign
-from blockstep.conformance.draw.presets import Habit, Swarm
+from blockstep.conformance.draw.endings import list_ending
+from blockstep.conformance.draw.feature import get_draws, list_draws
+from blockstep.conformance.draw.memory import list_frames
+from blockstep.conformance.draw.mistakes import draw_bad_event
+from blockstep.conformance.draw.presets import Habit
 from blockstep.conformance.draw.requests import (
     draw_request,
-    draw_turn,
     draw_twin,
-    draw_update,
     request_name,
     shuffled,
 )
-from blockstep.conformance.draw.store import (
-    draw_answered,
-    draw_offer,
-    draw_report,
-    list_ending,
-    weigh_reports,
-)
-from blockstep.conformance.draw.tiers import draw_kept
+from blockstep.conformance.draw.view import View, WeightedAction
+from blockstep.conformance.features.masks import FEATURE as MASKS
+from blockstep.conformance.features.sessions import FEATURE as SESSIONS
+from blockstep.conformance.features.transfers import FEATURE as TRANSFERS
 from blockstep.conformance.protocol.features import (
     ABORTS,
     DRAFTS,
-    ENCODER,
-    FORKS,
     GRAMMAR,
     HOSTILE,
-    MASKS,
     PAUSE,
-    PINS,
     RESET,
-    SESSIONS,
-    TRANSFERS,
-    Feature,
 )
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
     Hostile,
-    Mask,
     Misanswer,
     Mistake,
     Propose,
@@ -89,45 +75,6 @@ class SeededDraw:
         return tuple(int(self._random.random() * vocabulary_size) for _ in range(count))
 
 
-@dataclass(slots=True)
-class View:
-    """State of a run, as far as a client knows it."""
-
-    swarm: Swarm
-    client: Memory
-    num_submitted: int = 0
-    seeks_aborts: bool = False
-    """Whether to abort often, and preferably requests in flight. Set for runs without a comparison,
-    where wrong memory shows only after an abort."""
-
-    ready: set[v.RequestId] = field(default_factory=set)
-    """Requests whose grammars were reported as compiled."""
-    actions: Mapping[str, WeightedAction] = field(init=False, repr=False)
-    """Actions that the features of the swarm allow, by name."""
-
-    def __post_init__(self) -> None:
-        self.actions = {
-            name: action
-            for name, action in ACTIONS.items()
-            if action.feature is None or self.swarm.has(action.feature)
-        }
-
-    def note(self, action: Action) -> None:
-        """Note that an action was done."""
-        match action:
-            case v.Submit(request=request):
-                self.num_submitted += 1
-                self.ready.discard(request.request_id)
-            case v.Fork():
-                self.num_submitted += 1
-            case v.GrammarReady(request_id=name):
-                self.ready.add(name)
-
-
-Drawing: TypeAlias = Callable[[View, Draw], Action]
-"""Function that draws the details of one kind of action."""
-
-
 def submit(view: View, draw: Draw) -> Action:
     """Draw a new request, most often with a prompt that shares a prefix with others."""
     client, swarm, index = view.client, view.swarm, view.num_submitted
@@ -144,8 +91,10 @@ def submit(view: View, draw: Draw) -> Action:
         return v.Submit(draw_twin(swarm, draw, name, index, client.rejected_texts))
     if client.preempted_texts and draw.chance(80 if _has_preempted(view) else 25):
         return v.Submit(draw_twin(swarm, draw, name, index, client.preempted_texts))
-    if swarm.has(PINS) and client.turns and draw.chance(50):
-        return v.Submit(draw_turn(swarm, draw, name, index, client.turns))
+    for draws in list_draws(swarm.features):
+        request = None if draws.go_on is None else draws.go_on(view, draw, name)
+        if request is not None:
+            return v.Submit(request)
     if client.live and draw.chance(_chance_of_twins(view)):
         is_side_by_side = swarm.config.has_windows and _is_newest_unplanned(view)
         end = -1 if is_side_by_side and draw.chance(80) else None
@@ -172,57 +121,11 @@ def schedule(_view: View, _draw: Draw) -> Action:
 
 
 def answer(view: View, draw: Draw) -> Action:
-    """Return the model output of the oldest frame; with a store, a report of transfers may come
-    with it."""
-    now = view.client
-    if not view.swarm.has(TRANSFERS):
-        return Answer()
-    return Answer(draw_answered(now.plans[0], now.live, now.said, now.transfers, draw))
-
-
-def kv_offer(view: View, draw: Draw) -> Action:
-    """Draw the store's answer for a request, most often for one of the latest three."""
-    client = view.client
-    names = [*client.live][-3:] if draw.chance(70) else [*client.live]
-    if draw.chance(60):
-        names = [name for name in names if name not in client.transfers.offers] or names
-    if view.swarm.has(HOSTILE) and draw.chance(5):
-        names = [*client.ended[-1:] * 4, *client.ended[-2:], "nobody"]
-        return draw_offer(draw.choice(names), 1, view.swarm.token_seed // 7, draw)
-    if client.transfers.saved and draw.chance(60):
-        return draw_kept(client.transfers.saved, draw)
-    name = draw.choice(names or ["nobody"])
-    request = client.live.get(name, v.Request(name, (0,)))
-    seed, has_states = view.swarm.token_seed // 7, view.swarm.config.has_states
-    return draw_offer(name, len(request.prompt_token_ids), seed, draw, has_states)
-
-
-def report(view: View, draw: Draw) -> Action:
-    """Draw a report of transfers without model output."""
-    return draw_report(view.client.transfers, draw)
-
-
-def clock(view: View, draw: Draw) -> Action:
-    """Draw a clock event, at a later, equal or earlier time."""
-    return draw_clock(view.client.now, draw)
-
-
-def pin_estimate(view: View, draw: Draw) -> Action:
-    """Draw a pin estimate for a job, most often for one with a live or finished turn."""
-    client = view.client
-    jobs = [it.job_id for it in client.live.values() if it.job_id is not None]
-    jobs += [it.job_id for it, _ in client.turns if it.job_id is not None]
-    return draw_estimate(jobs, draw)
-
-
-def fork(view: View, draw: Draw) -> Action:
-    """Fork a running request; sometimes one that cannot be forked, or an unknown id."""
-    child_id, swarm = request_name(shuffled(view.num_submitted)), view.swarm
-    if swarm.has(HOSTILE) and draw.chance(4):
-        child_id = draw.choice([*view.client.live, *view.client.ended[-2:], child_id])
-        if view.client.ended and draw.chance(50):  # its parent is gone
-            return v.Fork(view.client.ended[-1], child_id)
-    return draw_fork(view.client, child_id, swarm.vocabulary_size, draw)
+    """Return the model output of the oldest frame, with what a feature's worker reports."""
+    for draws in list_draws(view.swarm.features):
+        if draws.answer is not None:
+            return Answer(draws.answer(view, draw))
+    return Answer()
 
 
 def misanswer(view: View, draw: Draw) -> Action:
@@ -279,56 +182,6 @@ def grammar_ready(view: View, draw: Draw) -> Action:
     return v.GrammarReady(draw.choice(waiting or [*live, "nobody"]))
 
 
-def grammar_failed(view: View, draw: Draw) -> Action:
-    """Report a grammar as failed, most often of a structured request; sometimes of any other id."""
-    live = view.client.live
-    structured = [name for name, request in live.items() if request.structured_output]
-    plans, said = view.client.plans, view.client.said
-    ending = [name for plan in plans for name in list_ending(plan, live, said)]
-    if ending and draw.chance(30):
-        return v.GrammarFailed(draw.choice(ending))
-    if structured and draw.chance(85):
-        return v.GrammarFailed(draw.choice(structured))
-    return v.GrammarFailed(draw.choice([*live, *view.client.ended[-2:], "nobody"]))
-
-
-def streaming_update(view: View, draw: Draw) -> Action:
-    """Continue a session, most often one without pending input; sometimes name a request that is
-    none."""
-    client, swarm, index = view.client, view.swarm, view.num_submitted
-    if swarm.has(HOSTILE) and draw.chance(8):
-        name = draw.choice([*client.live, *client.ended[-2:], "nobody"])
-        return v.StreamingUpdate(replace(v.Request(name, (0, 0)), resumable=draw.chance(50)))
-    open_ones = [name for name, one in client.sessions.items() if not one.is_closed]
-    waiting = [name for name in open_ones if not client.sessions[name].updates]
-    name = draw.choice((waiting if waiting and draw.chance(70) else open_ones) or ["nobody"])
-    update = draw_update(swarm, draw, client.live.get(name, v.Request(name, (0,))), index)
-    return v.StreamingUpdate(draw_foreign(update, draw) if swarm.has(HOSTILE) else update)
-
-
-def encoder_reset(_view: View, _draw: Draw) -> Action:
-    """Empty the encoder cache."""
-    return v.EncoderReset()
-
-
-def encoder_offer(view: View, draw: Draw) -> Action:
-    """Let a connector offer some items; sometimes with an unknown identifier."""
-    names = tuple(name for name in IDENTIFIERS if draw.chance(35))
-    strange = ("nobody", *names) if view.swarm.has(HOSTILE) and draw.chance(10) else ()
-    return v.EncoderOffer((*names, *strange))
-
-
-def mask(view: View, draw: Draw) -> Action:
-    """Ask for a bitmask, most often of the newest plan; sometimes with a malformed event."""
-    if view.swarm.has(HOSTILE) and draw.chance(25):
-        rows = tuple(
-            v.RowTokens(draw.choice([*view.client.live, "nobody"]), (0,) * draw.integer(0, 2))
-            for _ in range(draw.integer(0, 2))
-        )
-        return Hostile(v.GrammarBitmask(draw.choice(list_frames(view.client)), rows))
-    return Mask(draw.integer(0, max(len(view.client.plans) - 1, 0)))
-
-
 def pause(_view: View, draw: Draw) -> Action:
     """Pause or resume; resume more often, so that runs make progress."""
     states = tuple(v.PauseState)
@@ -356,17 +209,8 @@ def _may_submit(view: View) -> bool:
     return len(view.client.live) < most + room_for_twins
 
 
-def _may_fork(view: View) -> bool:
-    room = len(view.client.live) < view.swarm.preset.num_requests_max + 2
-    return bool(view.client.live) and room
-
-
 def _may_plan(view: View) -> bool:
     return not _is_pipeline_full(view) or view.swarm.has(HOSTILE)
-
-
-def _may_update(view: View) -> bool:
-    return bool(view.client.sessions) or view.swarm.has(HOSTILE)
 
 
 def _has_plans(view: View) -> bool:
@@ -479,34 +323,6 @@ def _weigh_grammars(weight: int, view: View) -> int:
     return weight * 3 if view.swarm.has(MASKS) else weight
 
 
-def _weigh_offers(weight: int, view: View) -> int:
-    # The store answers before a new request is admitted.
-    is_asked = next(reversed(view.client.live)) in view.client.transfers.offers
-    return weight // 4 if is_asked else weight * 2
-
-
-def _weigh_loads(weight: int, view: View) -> int:
-    return weigh_reports(weight, view.client.transfers, view.swarm.token_seed)
-
-
-def _weigh_forks(weight: int, view: View) -> int:
-    return weight * 3 if list_ready(view.client) else 2
-
-
-@dataclass(frozen=True, slots=True)
-class WeightedAction:
-    """Drawing function of an action, and how often it is drawn."""
-
-    draw: Drawing
-    weight: int
-    feature: Feature | None = None
-    """The feature that it needs."""
-    weigh: Callable[[int, View], int] | None = None
-    """Returns the weight now, given the usual one; None if it is always the usual one."""
-    has_point: Callable[[View], bool] | None = None
-    """Whether the action makes sense now; None if it always does."""
-
-
 ACTIONS: Mapping[str, WeightedAction] = {
     "submit": WeightedAction(submit, 22, None, _weigh_submissions, _may_submit),
     "schedule": WeightedAction(schedule, 36, None, _weigh_plans, _may_plan),
@@ -518,29 +334,40 @@ ACTIONS: Mapping[str, WeightedAction] = {
     "reset": WeightedAction(reset, 2, RESET, _weigh_resets),
     "hostile": WeightedAction(hostile, 4, HOSTILE),
     "misanswer": WeightedAction(misanswer, 5, HOSTILE),
-    "grammar_failed": WeightedAction(grammar_failed, 2, MASKS),
-    "mask": WeightedAction(mask, 8, MASKS, None, _has_plans),
-    "encoder_reset": WeightedAction(encoder_reset, 2, ENCODER),
-    "encoder_offer": WeightedAction(encoder_offer, 3, ENCODER),
-    "streaming_update": WeightedAction(streaming_update, 14, SESSIONS, None, _may_update),
-    "kv_offer": WeightedAction(kv_offer, 24, TRANSFERS, _weigh_offers, _has_requests),
-    "report": WeightedAction(report, 6, TRANSFERS, _weigh_loads),
-    "clock": WeightedAction(clock, 8, PINS),
-    "pin_estimate": WeightedAction(pin_estimate, 12, PINS),
-    "fork": WeightedAction(fork, 16, FORKS, _weigh_forks, _may_fork),
 }
+"""Actions that are no late feature's, by name."""
+
+
+@cache
+def list_actions() -> Mapping[str, WeightedAction]:
+    """Return all actions by name, those of late features last."""
+    return {
+        **ACTIONS,
+        **{k: it for draws in get_draws().values() for k, it in draws.actions.items()},
+    }
+
+
+def _find_actions(view: View) -> Mapping[str, WeightedAction]:
+    """Return the actions that the features of the swarm allow, by name."""
+    if not view.actions:
+        view.actions = {
+            name: action
+            for name, action in list_actions().items()
+            if action.feature is None or view.swarm.has(action.feature)
+        }
+    return view.actions
 
 
 def is_enabled(name: str, view: View) -> bool:
     """Return whether an action makes sense now. Pointless ones are left to `hostile`."""
-    action = view.actions.get(name)
+    action = _find_actions(view).get(name)
     return action is not None and (action.has_point is None or action.has_point(view))
 
 
 def next_action(view: View, draw: Draw) -> Action:
     """Draw an action by weight, and its details."""
     found, totals, total = [], [], 0
-    for action in view.actions.values():
+    for action in _find_actions(view).values():
         if action.has_point is None or action.has_point(view):
             weigh, weight = action.weigh, action.weight
             total += weight if weigh is None else weigh(weight, view)

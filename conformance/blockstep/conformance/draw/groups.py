@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.items import count_held_blocks
-from blockstep.conformance.protocol.features import without_states
+from blockstep.conformance.protocol.feature import without_states
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
 
 FULL, WINDOW, CHUNKS = GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL

@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.protocol.features import without_states
+from blockstep.conformance.protocol.feature import without_states
 from blockstep.spec.features.groups.kinds import compute_max_held_blocks, compute_max_reach
 from blockstep.spec.vocabulary import (
     Config,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from blockstep.conformance.draw.requests import Text
 from blockstep.conformance.protocol.sessions import Session
 from blockstep.conformance.protocol.transfers import Transfers
 from blockstep.spec import vocabulary as v
+
+Text: TypeAlias = tuple[v.Request, v.TokenIds]
+"""Request, and the tokens that were known or drafted for it."""
 
 
 class Memory(Protocol):

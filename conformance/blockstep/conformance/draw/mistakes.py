@@ -8,40 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.draw.forks import list_strange_forks
-from blockstep.conformance.draw.jobs import list_strange_pins
+from blockstep.conformance.draw.feature import Situation, list_draws
 from blockstep.conformance.draw.presets import Swarm
-from blockstep.conformance.draw.store import list_strange_reports
-from blockstep.conformance.protocol.features import (
-    ENCODER,
-    FORKS,
-    GRAMMAR,
-    MASKS,
-    PINS,
-    SESSIONS,
-    TRANSFERS,
-)
 from blockstep.conformance.protocol.program import Mistake
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Commit,
     Drafts,
-    EncoderOffer,
     Event,
     FrameId,
-    Grammar,
-    GrammarBitmask,
-    GrammarFailed,
     GrammarReady,
     MultiModalItem,
     Plan,
     Request,
     RequestId,
     RowTokens,
-    StreamingUpdate,
     Submit,
     TokenIds,
 )
@@ -142,82 +125,9 @@ def list_bad_events(
 ) -> list[Event]:
     """Return malformed or unacceptable events, of the features that a run has.
 
-    `live` are the unfinished requests, `names` their ids and some others. Malformed updates name
-    the first and the last of `names`.
+    `live` are the unfinished requests, `names` their ids and some others.
     """
-    events: list[Event] = []
-    length = swarm.config.max_model_len
-    for name in {names[0]: None, names[-1]: None} if swarm.has(SESSIONS) else ():
-        events += [
-            StreamingUpdate(Request(name, ())),
-            StreamingUpdate(Request(name, (0,) * length, resumable=True)),
-            StreamingUpdate(Request(name, (0, 0), prompt_embeds=(1, 1), resumable=True)),
-        ]
-    if swarm.has(SESSIONS):
-        events.append(StreamingUpdate(Request("nobody", (0,))))
-    if swarm.has(MASKS) and swarm.has(GRAMMAR):
-        nowhere = Grammar((((0, 7),),))
-        twice = (RowTokens(names[0], (0,)),) * 2
-        events += [
-            Submit(Request("bad", (0,), grammar=nowhere)),
-            Submit(Request("bad", (0,), structured_output=True, grammar=nowhere)),
-            Submit(Request("bad", (0,), structured_output=True, grammar=Grammar(()))),
-            GrammarFailed("nobody"),
-            GrammarBitmask(-1),
-            *[GrammarBitmask(frame) for frame in frames[-3:]],
-            GrammarBitmask(frames[0], twice),
-        ]
-    if swarm.has(TRANSFERS):
-        events += list_strange_reports(swarm.config.num_blocks, names)
-    if swarm.has(PINS):
-        events += list_strange_pins(names)
-    if swarm.has(FORKS):
-        events += list_strange_forks(names)
-    if swarm.has(ENCODER):
-        events += [
-            EncoderOffer(("",)),
-            *[
-                Submit(Request("bad", (0,) * (length - 1), items=items))
-                for items in _list_bad_items(swarm, live)
-            ],
-        ]
-    return events
-
-
-def _list_bad_items(
-    swarm: Swarm, live: Mapping[RequestId, Request]
-) -> list[tuple[MultiModalItem, ...]]:
-    """Return items that no encoder accepts: too large, overlapping, without embeddings, or with
-    another size than the same identifier has elsewhere."""
-    config = swarm.config
-    large = max(config.encoder_compute_budget, config.encoder_cache_size) + 1
+    situation = Situation(swarm, live, names, frames)
     return [
-        (MultiModalItem("elk", 0, large),),
-        (MultiModalItem("elk", 0, 1), MultiModalItem("elk", 1, 2)),
-        (MultiModalItem("elk", 0, 2), MultiModalItem("fox", 1, 1)),
-        (MultiModalItem("elk", 0, 2, (False, False)),),
-        (MultiModalItem("elk", 0, 1, (True, True)),),
-        *[
-            (MultiModalItem(item.identifier, 0, item.num_embeds + 1),)
-            for request in live.values()
-            for item in request.items[:1]
-        ],
+        event for draws in list_draws(swarm.features) for event in draws.list_mistakes(situation)
     ]
-
-
-OF_A_SESSION: tuple[dict[str, Any], ...] = (
-    {"priority": 9},
-    {"adapter": "other"},
-    {"cache_salt": "other"},
-    {"skip_reading_prefix_cache": True},
-    {"structured_output": True},
-    {"structured_output": True, "grammar": Grammar(((),))},
-    {"job_id": "other"},
-    {"is_last_step": True},
-)
-"""Fields that a streaming update may not have, unless its session has them."""
-
-
-def draw_foreign(update: Request, draw: Draw) -> Request:
-    """Return the update, sometimes with a field that only its session may set, and so rejected."""
-    return replace(update, **draw.choice(OF_A_SESSION)) if draw.chance(8) else update

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.draw.grammars import draw_grammar
+from blockstep.conformance.draw.feature import list_draws
 from blockstep.conformance.draw.groups import count_slots, list_boundaries
-from blockstep.conformance.draw.items import draw_encoded, keep_items
-from blockstep.conformance.draw.jobs import draw_job
+from blockstep.conformance.draw.items import keep_items
+from blockstep.conformance.draw.memory import Text
 from blockstep.conformance.draw.presets import Swarm
+from blockstep.conformance.features.encoder import FEATURE as ENCODER
 from blockstep.conformance.protocol.features import (
-    ADAPTERS,
     EMBEDS,
-    ENCODER,
     GRAMMAR,
     KEYS,
-    MASKS,
     MULTIMODAL,
-    PINS,
     PRIORITY,
-    SESSIONS,
     STOPS,
 )
 from blockstep.spec import vocabulary as v
-
-Text: TypeAlias = tuple[v.Request, v.TokenIds]
-"""Request, and the tokens that were known or drafted for it."""
 
 
 def request_name(index: int) -> v.RequestId:
@@ -73,21 +66,6 @@ def draw_twin(
     if len(keys["prompt_embeds"]) < length:
         keys["prompt_embeds"] = ()
     return replace(twin, **keys)
-
-
-def draw_turn(
-    swarm: Swarm, draw: Draw, name: v.RequestId, index: int, turns: Sequence[Text]
-) -> v.Request:
-    """Draw the next turn of a job: the tokens of one of its turns, most often the last, and a new
-    token."""
-    turn = draw_twin(swarm, draw, name, index, turns)
-    before = next((it for it, text in reversed(turns) if _goes_on(turn, text)), turns[-1][0])
-    return draw_job(turn, draw, before.job_id)
-
-
-def _goes_on(turn: v.Request, text: v.TokenIds) -> bool:
-    """Return whether the prompt, without its last token, is a prefix of `text`."""
-    return turn.prompt_token_ids[:-1] == text[: len(turn.prompt_token_ids) - 1]
 
 
 def draw_request(
@@ -146,80 +124,10 @@ def draw_request(
         skip_reading_prefix_cache=draw.chance(5),
         structured_output=swarm.has(GRAMMAR) and draw.chance(40),
     )
-    return draw_late(swarm, draw, request, goes_on=bool(going_on_from))
-
-
-def draw_late(swarm: Swarm, draw: Draw, request: v.Request, goes_on: bool = False) -> v.Request:
-    """Return the request with what the swarm's features of `LATE` add to it.
-
-    `goes_on`: its prompt continues the tokens of another request.
-    """
-    if swarm.has(ADAPTERS):
-        adapter = draw.choice((None, "x", "y", "z", *"xyz"[: swarm.config.max_loras + 1]))
-        request = replace(request, adapter=adapter)
-    if swarm.has(MASKS) and swarm.has(GRAMMAR) and draw.chance(60):
-        grammar = draw_grammar(draw, swarm.vocabulary_size)
-        request = replace(request, structured_output=True, grammar=grammar)
-        end = swarm.config.reasoning_end_token_id
-        if end is not None and not goes_on and draw.chance(70):  # or most prompts would contain it
-            other = (end + 1) % swarm.vocabulary_size
-            without = (other if token == end else token for token in request.prompt_token_ids)
-            request = replace(request, prompt_token_ids=tuple(without))
-    if swarm.has(ENCODER):
-        length = len(request.prompt_token_ids)
-        drawn = draw.chance(70) and not request.prompt_embeds
-        seed, is_storm = swarm.token_seed, swarm.is_storm
-        items = draw_encoded(draw, length, swarm.config, seed, is_storm) if drawn else ()
-        request = replace(request, items=items)
-    if swarm.has(PINS):
-        request = draw_job(request, draw)
-    if swarm.has(SESSIONS) and draw.chance(60):
-        # Leave room for later inputs.
-        prompt = request.prompt_token_ids[: max(len(request.prompt_token_ids) // 2, 1)]
-        request = replace(
-            request,
-            resumable=True,
-            prompt_embeds=(),
-            prompt_token_ids=prompt,
-            items=keep_items(swarm.config, request.items, len(prompt)),
-            max_tokens=min(request.max_tokens, 4),
-            min_tokens=min(request.min_tokens, 4),
-        )
+    for draws in list_draws(swarm.features):
+        if draws.add_to_request is not None:
+            request = draws.add_to_request(swarm, draw, request, bool(going_on_from))
     return request
-
-
-def draw_update(swarm: Swarm, draw: Draw, session: v.Request, index: int) -> v.Request:
-    """Draw the next input of a session, or the end of its input."""
-    if draw.chance(25):
-        return v.Request(session.request_id, (0,))
-    room = get_room(swarm, draw) - len(session.prompt_token_ids)
-    most = min(2 * swarm.config.block_size, max(room // 2, 1))
-    chunk = draw_request(swarm, draw, session.request_id, index)
-    prompt = draw.tokens(draw.integer(1, most), swarm.vocabulary_size)
-    count = min(chunk.max_tokens, draw.integer(1, 3))
-    repeats = draw.chance(30)
-    unsaid = session if repeats else v.Request("", ())
-    return replace(
-        chunk,
-        **{name: getattr(unsaid, name) for name in v.SESSION_FIELDS},
-        resumable=True,
-        prompt_embeds=(),
-        prompt_token_ids=prompt,
-        items=draw_items_of_chunk(swarm, draw, chunk, len(prompt)),
-        max_tokens=count,
-        min_tokens=min(chunk.min_tokens, count),
-    )
-
-
-def draw_items_of_chunk(
-    swarm: Swarm, draw: Draw, chunk: v.Request, num_prompt: int
-) -> tuple[v.MultiModalItem, ...]:
-    """Draw items within an input's own prompt; none for an encoder-decoder model."""
-    if not swarm.has(ENCODER):
-        return draw_items(draw, num_prompt) if chunk.items else ()
-    if swarm.config.is_encoder_decoder or not draw.chance(60):
-        return ()
-    return draw_encoded(draw, num_prompt, swarm.config, swarm.token_seed, swarm.is_storm)
 
 
 def among_others(stop: int, swarm: Swarm, index: int) -> v.TokenIds:

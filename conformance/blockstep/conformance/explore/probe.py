@@ -13,10 +13,11 @@ from typing import TypeAlias
 
 from blockstep.conformance.engine import Capability, Engine, Equivalence, Renamed, SamePlans
 from blockstep.conformance.judge.automaton import Automaton
+from blockstep.conformance.judge.checks import check_step
 from blockstep.conformance.judge.follower import Follower
-from blockstep.conformance.judge.properties import Ledger, Step, check_step
-from blockstep.conformance.judge.properties.ledger import FlightRow
+from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
 from blockstep.conformance.judge.properties.life import Life
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.properties.store_ledger import StoreLedger
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.lockstep.plans import only_plan

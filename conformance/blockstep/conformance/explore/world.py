@@ -56,9 +56,8 @@ class World:
     kv_offers: tuple[v.KVOffer, ...] = ()
     """Offers that a store may make. If there are any, loads complete, fail or stay in flight, and
     resets are also tried with the store's reset."""
-    estimates: tuple[v.PinEstimate, ...] = ()
-    """Estimates that may be given for a job. If there are any, time advances tick by tick while
-    there are pins, and also goes backwards."""
+    also: tuple[v.Event, ...] = ()
+    """Further events that do not depend on the state."""
     updates: tuple[v.Request, ...] = ()
     """Inputs with which sessions may continue or end."""
     forks: bool = False
@@ -120,7 +119,7 @@ class World:
             *((v.EncoderReset(),) if self.encoder_resets else ()),
             *map(v.EncoderOffer, self.offers),
             *self.kv_offers,
-            *self.estimates,
+            *self.also,
         )
 
     @cached_property
@@ -188,7 +187,7 @@ def get_events(world: World, state: State) -> Iterator[v.Event]:
             yield from get_masks(world, frame)
     if world.config.kv_connector:
         yield from get_reports(state)
-    if world.estimates:
+    if world.config.has_pins:
         yield v.Clock(0)
         if any(pin.end > PINS.of(state).now for pin in PINS.of(state).pins):
             yield v.Clock(PINS.of(state).now + 1)

@@ -7,17 +7,28 @@ own answers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import is_across
-from blockstep.conformance.judge.properties import Ledger, Step, find_absent, list_sentences
+from blockstep.conformance.judge.checks import find_absent, list_sentences
+from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.properties.sentence import judge
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.protocol.features import load_parts
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
 from blockstep.spec import vocabulary as v
 
 Expected = tuple[v.TokenIds, tuple[v.FinishReason, v.TokenId | None] | None]
 """Tokens to deliver, and the reason and stop token with which they end a request, if they do."""
+
+
+JudgePlan: TypeAlias = Callable[
+    [v.Config, Mapping[v.RequestId, v.Request], v.Plan], Iterable[Finding]
+]
+"""Check of a plan for unfinished requests: `judge_plan` in the module `properties` of a feature."""
 
 
 def judge_answer(
@@ -94,10 +105,8 @@ def _judge_plan(
         what = f"{len(rows)} rows planned, {config.max_num_seqs} allowed"
         yield violated("P9", "plan_stays_within_max_num_seqs", what)
     names = [row.request_id for row in rows]
-    adapters = {live[name].adapter for name in names if name in live} - {None}
-    if config.max_loras and len(adapters) > config.max_loras:
-        what = f"adapters {sorted(map(str, adapters))} in one plan, {config.max_loras} allowed"
-        yield violated("P9", "plan_stays_within_max_loras", what)
+    for judge_plan in _list_judges_of_plans():
+        yield from judge_plan(config, live, plan)
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield violated(
             "P26", "request_has_one_row", f"{name!r} has {names.count(name)} rows", subjects=name
@@ -113,6 +122,13 @@ def _judge_plan(
         if end > config.max_model_len:
             what = f"{name!r} runs {end} tokens, the model takes {config.max_model_len}"
             yield violated("P9", "row_stays_within_max_model_len", what, subjects=name)
+
+
+@cache
+def _list_judges_of_plans() -> tuple[JudgePlan, ...]:
+    """Return the checks of features that need a plan and the unfinished requests."""
+    modules = load_parts("properties").values()
+    return tuple([it.judge_plan for it in modules if hasattr(it, "judge_plan")])
 
 
 def _judge_new_row(

@@ -8,103 +8,42 @@ of signals and moments are written here.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
 
+from blockstep.conformance.features import encoder, tiers
 from blockstep.conformance.judge.pairs import SIGNALS, list_cells
-from blockstep.conformance.protocol.features import BY_NAME, FEATURES, HOSTILE
+from blockstep.conformance.protocol.feature import Example
+from blockstep.conformance.protocol.features import (
+    BY_NAME,
+    EXAMPLES_OF_DRAFTS,
+    FEATURES,
+    HOSTILE,
+)
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
 
 PLAIN_CONFIG = v.Config(
     num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64
 )
-PLAIN_REQUEST = v.Request("A", (1, 2, 3, 4), max_tokens=4)
+PLAIN_REQUEST = v.Request("A", (1, 2, 3, 4, 5, 6), max_tokens=4)
 
 
-@dataclass(frozen=True)
-class Example:
-    """Fields of a config and of a request that ask for a feature or a setting."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-    request: Mapping[str, Any] = field(default_factory=dict)
-
-
-FULL, LARGER = (v.KVGroup(v.GroupKind.FULL, size) for size in (4, 8))
-
-
-def _states(mode: v.MambaCacheMode, block_size: int, caching: bool) -> Example:
-    group = v.KVGroup(
-        v.GroupKind.RECURRENT, block_size, mamba_cache_mode=mode, num_speculative_blocks=2
-    )
-    return Example({"groups": (FULL, group), "enable_prefix_caching": caching})
-
-
-ENCODER = {"encoder_compute_budget": 8, "encoder_cache_size": 8}
-GRAMMAR = v.Grammar((((7, 0),),))
-METHODS = {
-    "ngram": v.SpecMethod.NGRAM,
-    "draft_model": v.SpecMethod.DRAFT_MODEL,
-    "draft_head": v.SpecMethod.EAGLE,
-}
-DRAFTS = {
-    name: Example({"spec_method": method, "num_speculative_tokens": 2})
-    for name, method in METHODS.items()
-}
-WINDOW = Example({"groups": (v.KVGroup(v.GroupKind.SLIDING_WINDOW, 4, sliding_window=6),)})
-CHUNKS = Example({"groups": (v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 4, attention_chunk_size=8),)})
-STATES = (
-    _states(v.MambaCacheMode.ALIGN, 4, caching=True),
-    _states(v.MambaCacheMode.ALL, 4, caching=True),
-    _states(v.MambaCacheMode.NONE, 64, caching=False),
-)
-LOADS = {"kv_connector": True}
-SWAP = Example({**LOADS, "swap_min_tokens": 1})
-THRESHOLDS = Example({"admission_high_blocks": 2, "admission_low_blocks": 1})
 EXAMPLES: Mapping[str, tuple[Example, ...]] = {
-    "priority": (Example({"policy": v.Policy.PRIORITY}),),
-    "drafts": tuple(DRAFTS.values()),
-    "async": (Example({"max_frames_in_flight": 2, "async_scheduling": True}),),
-    "pipeline": (Example({"max_frames_in_flight": 2, "async_scheduling": False}),),
-    "pause": (Example(),),
-    "reset": (Example(),),
-    "grammar": (Example(request={"structured_output": True}),),
-    "multimodal": tuple(
-        Example(request={"items": (v.MultiModalItem("cat", offset, 2),)}) for offset in (1, 0)
-    ),
-    "embeds": (Example(request={"prompt_embeds": (0, 0, 1, 0)}),),
-    "keys": (Example(request={"adapter": "x", "cache_salt": "y"}),),
-    "stops": (Example(request={"eos_token_id": 7, "stop_token_ids": (8,)}),),
-    "aborts": (Example(),),
-    "hostile": (Example(),),
-    "groups": (Example({"groups": (FULL,)}),),
-    "kinds": (Example({"groups": (FULL, LARGER)}), CHUNKS, *STATES),
-    "window": (WINDOW,),
-    "chunks": (CHUNKS,),
-    "states": STATES,
-    "adapters": (Example({"max_loras": 1}),),
-    "sessions": (Example(request={"resumable": True}),),
-    "masks": (Example(request={"structured_output": True, "grammar": GRAMMAR}),),
-    "encoder": (Example(ENCODER),),
-    "events": (Example({"enable_kv_cache_events": True}),),
-    "transfers": (Example(LOADS),),
-    "pins": (Example({"policy": v.Policy.CONTINUUM}),),
-    "forks": (Example({"enable_forks": True}),),
-    "tiers": (THRESHOLDS, SWAP),
-    "caching": (Example({"enable_prefix_caching": True}),),
+    **{feature.name: feature.examples or (Example(),) for feature in FEATURES},
     "whole_prompts": (Example({"enable_chunked_prefill": False}),),
     "long_prefill_cap": (Example({"long_prefill_token_threshold": 8}),),
     "no_reserve": (Example({"scheduler_reserve_full_isl": False}),),
-    **{name: (example,) for name, example in DRAFTS.items()},
+    **{name: (example,) for name, example in EXAMPLES_OF_DRAFTS.items()},
     "whole_items": (
-        Example({**ENCODER, "disable_chunked_mm_input": True, "is_encoder_decoder": False}),
+        Example({**encoder.ASKED, "disable_chunked_mm_input": True, "is_encoder_decoder": False}),
     ),
     "items_beside": (
         Example(
             {
-                **ENCODER,
+                **encoder.ASKED,
                 "is_encoder_decoder": True,
                 "disable_chunked_mm_input": True,
                 "enable_chunked_prefill": False,
@@ -113,35 +52,38 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
         ),
     ),
     "loads_computed_again": (
-        Example({**LOADS, "kv_load_failure_policy": v.KVLoadFailurePolicy.RECOMPUTE}),
+        Example({"kv_connector": True, "kv_load_failure_policy": v.KVLoadFailurePolicy.RECOMPUTE}),
     ),
     "reasoning": (Example({"reasoning_end_token_id": 1}),),
     "watermark": (Example({"watermark_blocks": 1}),),
     "stack": (Example({"pool_order": v.PoolOrder.LIFO}),),
-    "swap": (SWAP,),
-    "thresholds": (THRESHOLDS,),
+    "swap": tiers.FEATURE.examples[1:],
+    "thresholds": tiers.FEATURE.examples[:1],
 }
 """Examples of each feature and setting, one for each way that may go with others."""
 VALUES: Mapping[str, Any] = {
+    **{
+        name: value
+        for it in FEATURES
+        for fields in it.goal_fields.values()
+        for name, value in fields.items()
+    },
+    **{
+        name: value for it in FEATURES for one in it.examples for name, value in one.request.items()
+    },
     "max_tokens": 3,
     "min_tokens": 1,
-    "eos_token_id": 7,
-    "stop_token_ids": (8,),
     "repetition_detection": v.RepetitionDetection(2),
     "arrival_time": 1,
     "items": (v.MultiModalItem("cat", 0, 1),),
-    "prompt_embeds": (0, 0, 1, 0),
     "priority": 1,
-    "adapter": "x",
-    "cache_salt": "y",
     "skip_reading_prefix_cache": True,
-    "structured_output": True,
-    "grammar": GRAMMAR,
-    "job_id": "j",
-    "is_last_step": True,
 }
 """A value of each field that a session or its chunk may set."""
-TO_ALL = ("reset", "forced_reset", "pause", "encoder_reset", "encoder_offer", "clock", "estimate")
+TO_ALL = (
+    *("reset", "forced_reset", "pause", "encoder_reset", "encoder_offer"),
+    *[signal for feature in FEATURES for signal in feature.signals],
+)
 """Signals that name no request."""
 OWN_EVENT = "it is an event of its own, and no part of an answer"
 NO_REQUEST = "it names no request"
@@ -235,7 +177,7 @@ def find_reason_of_signal(signal: str, moment: str) -> str:
 
 
 OF_SETTINGS: Mapping[str, str] = {
-    **dict.fromkeys(DRAFTS, "drafts"),
+    **dict.fromkeys(EXAMPLES_OF_DRAFTS, "drafts"),
     **dict.fromkeys(("whole_items", "items_beside"), "encoder"),
     **dict.fromkeys(("watermark", "stack"), "forks"),
     **dict.fromkeys(("swap", "thresholds"), "tiers"),
@@ -254,7 +196,7 @@ OF_SIGNALS: Mapping[str, str] = {
     **dict.fromkeys(("reset", "forced_reset"), "reset"),
     "pause": "pause",
     **dict.fromkeys(("encoder_reset", "encoder_offer"), "encoder"),
-    **dict.fromkeys(("clock", "estimate"), "pins"),
+    **{signal: feature.name for feature in FEATURES for signal in feature.signals},
 }
 """The feature of each signal."""
 OF_FIELDS = {name: feature.name for feature in FEATURES for name in feature.request}

@@ -19,15 +19,9 @@ from itertools import combinations, compress
 from operator import attrgetter, ne
 from typing import Protocol
 
-from blockstep.conformance.protocol.features import (
-    ABORTS,
-    FEATURES,
-    FORKS,
-    HOSTILE,
-    PAUSE,
-    RESET,
-    Feature,
-)
+from blockstep.conformance.features import forks
+from blockstep.conformance.protocol.feature import Feature
+from blockstep.conformance.protocol.features import ABORTS, FEATURES, HOSTILE, PAUSE, RESET
 from blockstep.conformance.protocol.transfers import Transfers, list_failed
 from blockstep.spec import vocabulary as v
 
@@ -49,9 +43,12 @@ SIGNALS: Mapping[str, str] = {
     "pause": "scheduling is paused or resumed",
     "encoder_reset": "all that was encoded is forgotten",
     "encoder_offer": "a connector says which items it has",
-    "clock": "a clock gives the time",
-    "estimate": "an estimator says how long the blocks of a job stay",
+    **{signal: text for feature in FEATURES for signal, text in feature.signals.items()},
 }
+SIGNAL_OF: Mapping[type, str] = {
+    kind: signal for feature in FEATURES for kind, signal in feature.signal_of.items()
+}
+"""Signals that name no request, by the type of their event."""
 MOMENTS: Mapping[str, str] = {
     "never_submitted": "no request of this name was ever submitted",
     "before_its_plan": "it waits, and was in no plan",
@@ -162,7 +159,7 @@ def _list_acts(kind: type) -> tuple[Feature, ...]:
 def list_of_config(config: v.Config) -> frozenset[str]:
     """Names of the features and settings that a config asks for."""
     asked = [one for one in FEATURES if not is_of_request(one) and one.is_asked_by(config)]
-    names = [one.name for one in asked if one is not FORKS or config.enable_forks]
+    names = [one.name for one in asked if one is not forks.FEATURE or config.enable_forks]
     return frozenset((*names, *[name for name, is_set in SETTINGS.items() if is_set(config)]))
 
 
@@ -350,10 +347,8 @@ def list_signals(
             yield "encoder_reset", everybody
         case v.EncoderOffer():
             yield "encoder_offer", everybody
-        case v.Clock():
-            yield "clock", everybody
-        case v.PinEstimate():
-            yield "estimate", everybody
+        case _ if type(event) in SIGNAL_OF:
+            yield SIGNAL_OF[type(event)], everybody
 
 
 def _list_reported(

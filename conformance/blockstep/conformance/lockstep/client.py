@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from blockstep.conformance.draw.requests import Text
+from blockstep.conformance.draw.memory import Text
 from blockstep.conformance.protocol.sessions import Session
 from blockstep.conformance.protocol.transfers import Transfers
 from blockstep.spec import vocabulary as v

@@ -36,13 +36,10 @@ from blockstep.conformance.engine import (
     get_judged,
     get_traits,
 )
+from blockstep.conformance.judge.checks import Asked, check_step
 from blockstep.conformance.judge.pairs import PairCounter
-from blockstep.conformance.judge.properties import (
-    Asked,
-    Ledger,
-    Step,
-    check_step,
-)
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses import situations
 from blockstep.conformance.judge.worker import make_worker
 from blockstep.conformance.lockstep.exchange import (
@@ -61,7 +58,8 @@ from blockstep.conformance.protocol.compare import (
     observation_differences,
     snapshot_differences,
 )
-from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
+from blockstep.conformance.protocol.feature import Feature
+from blockstep.conformance.protocol.features import find_lacking, fit, get_missing
 from blockstep.conformance.protocol.findings import (
     MUST_WAIT,
     Difference,

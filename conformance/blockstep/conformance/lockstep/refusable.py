@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from blockstep.conformance.judge.properties.forks import may_not_say
+from blockstep.conformance.features.forks.properties import may_not_say
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.findings import Finding, violated

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from blockstep.conformance.judge.properties import Asked, Step, check_step
+from blockstep.conformance.judge.checks import Asked, check_step
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding

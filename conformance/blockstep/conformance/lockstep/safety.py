@@ -28,9 +28,10 @@ from typing import Any, Self
 
 from blockstep.conformance.engine import Capability, EngineFactory, PartOfState, Safety
 from blockstep.conformance.judge.answers import judge_answer, judge_state
-from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
+from blockstep.conformance.judge.checks import ANSWER_TYPES
 from blockstep.conformance.judge.properties.ledger import SLOTS, STATISTICS, WHOLE
 from blockstep.conformance.judge.properties.refusals import rejected_event_changes_nothing
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.told import Told
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
 from blockstep.conformance.lockstep.driver import NOT_SHOWN, LockStep

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 from blockstep.conformance.engine import EngineFactory, Equivalence, Safety, get_traits
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.protocol.features import Feature, fit
+from blockstep.conformance.protocol.feature import Feature
+from blockstep.conformance.protocol.features import fit
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action
 from blockstep.conformance.protocol.renaming import LoadPairs

@@ -16,6 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from blockstep.conformance.engine import NO_TRAITS, EngineTraits
+from blockstep.conformance.features.groups import FEATURE as GROUPS
+from blockstep.conformance.features.tiers import FEATURE as TIERS
+from blockstep.conformance.features.transfers import FEATURE as TRANSFERS
 from blockstep.conformance.museum import (
     across,
     admission,
@@ -38,14 +41,8 @@ from blockstep.conformance.museum import (
     transfers,
 )
 from blockstep.conformance.museum.exhibit import Engine, Exhibit, collect
-from blockstep.conformance.protocol.features import (
-    BY_NAME,
-    GROUPS,
-    LATE,
-    TIERS,
-    TRANSFERS,
-    without_states,
-)
+from blockstep.conformance.protocol.feature import without_states
+from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config
 

@@ -1,29 +1,35 @@
-"""Table of the features that an engine may have or lack.
+"""Table of the features that an engine may have or lack: one line each in `FEATURES`.
 
-A row says which capability an engine needs for a feature, what uses it in a config, in a request or
-by an action, and which coverage goals and properties are about it. The rows decide what is drawn,
-what an engine is not given, what a run must reach, and what `--with` and `--without` accept.
+Features with a folder in `conformance.features` are imported from there; the rows of the others are
+here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TypeVar
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.program import (
-    Action,
-    Hostile,
-    Mask,
-    Misanswer,
-    Propose,
-    Report,
+from blockstep.conformance.features import (
+    adapters,
+    encoder,
+    events,
+    forks,
+    groups,
+    masks,
+    pins,
+    sessions,
+    tiers,
+    transfers,
 )
+from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE, Example, Feature
+from blockstep.conformance.protocol.program import Action, Hostile, Misanswer, Propose
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T", v.Config, v.Request)
-PLAIN_REQUEST = v.Request("", ())
 
 
 class UsageError(ValueError):
@@ -32,148 +38,16 @@ class UsageError(ValueError):
     """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Feature:
-    """A row of the table."""
-
-    name: str
-    """The name in `--with` and `--without`."""
-    summary: str
-    capability: Capability | None = None
-    """The capability that an engine needs for it; None if every engine has the feature."""
-    config: Mapping[str, object] = field(default_factory=dict)
-    """Fields of a config that use it, with the values that do not."""
-    values: Mapping[str, object] = field(default_factory=dict)
-    """The value that uses this feature, for fields that several features share."""
-    request: tuple[str, ...] = ()
-    """Fields of a request that use it if they differ from their defaults."""
-    actions: tuple[type, ...] = ()
-    """Actions and events that need it."""
-    situations: tuple[str, ...] = ()
-    """Coverage goals that need it, by prefixes of their names."""
-    hides: tuple[str, ...] = ()
-    """Coverage goals, by prefixes, that cannot be reached if every run has the feature."""
-    properties: tuple[str, ...] = ()
-    """The properties that are mainly about it."""
-    part_of: str = ""
-    """The feature of which this one is a part: every run with this one has that one, too."""
-
-    def is_asked_by(self, thing: v.Config | v.Request) -> bool:
-        """Whether a config or a request uses it."""
-        if isinstance(thing, v.Request):
-            plain = PLAIN_REQUEST
-            return any(getattr(thing, name) != getattr(plain, name) for name in self.request)
-        if self is PIPELINE and thing.async_scheduling:
-            return False  # several frames for another reason
-        if any(getattr(thing, name) != value for name, value in self.values.items()):
-            return False
-        return any(getattr(thing, name) != value for name, value in self.config.items())
-
-    def take_from(self, thing: T) -> T:
-        """Return the config or request without it."""
-        if not self.is_asked_by(thing):
-            return thing
-        if isinstance(thing, v.Request):
-            return replace(thing, **{name: getattr(PLAIN_REQUEST, name) for name in self.request})
-        return settle_states(replace(thing, **self.config))  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KindsOfGroups(Feature):
-    """The row of KV groups other than full attention and sliding window, and of larger blocks."""
-
-    def is_asked_by(self, thing: v.Config | v.Request) -> bool:
-        """Whether a config has such groups; see `Feature`."""
-        return isinstance(thing, v.Config) and any(
-            group.kind not in (v.GroupKind.FULL, v.GroupKind.SLIDING_WINDOW)
-            or group.block_size != thing.block_size
-            for group in thing.groups
-        )
-
-    def take_from(self, thing: T) -> T:
-        """Return the config without them: chunked groups become windows, recurrent and cross ones
-        go.
-        """
-        if isinstance(thing, v.Request) or not self.is_asked_by(thing):
-            return thing
-        config = without_kind(without_states(thing), v.GroupKind.CROSS_ATTENTION)
-        groups = [
-            replace(
-                group,
-                kind=v.GroupKind.SLIDING_WINDOW,
-                sliding_window=group.attention_chunk_size,
-                attention_chunk_size=0,
-            )
-            if group.kind is v.GroupKind.CHUNKED_LOCAL
-            else group
-            for group in config.groups
-        ]
-        return resize_blocks(replace(config, groups=tuple(groups)), config.block_size)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupsOfKind(Feature):
-    """The row of KV groups of one kind, which can be selected by name."""
-
-    kind: v.GroupKind = v.GroupKind.FULL
-
-    def is_asked_by(self, thing: v.Config | v.Request) -> bool:
-        """Whether a config has groups of the kind; see `Feature`."""
-        return isinstance(thing, v.Config) and self.kind in [it.kind for it in thing.groups]
-
-    def take_from(self, thing: T) -> T:
-        """Return the config without the kind: recurrent groups go, others become full attention."""
-        if isinstance(thing, v.Request) or not self.is_asked_by(thing):
-            return thing
-        if self.kind is v.GroupKind.RECURRENT:
-            return without_states(thing)
-        full = [v.KVGroup(v.GroupKind.FULL, group.block_size) for group in thing.groups]
-        pairs = zip(thing.groups, full, strict=True)
-        return replace(
-            thing, groups=tuple([new if it.kind is self.kind else it for it, new in pairs])
-        )
-
-
-def without_states(config: v.Config) -> v.Config:
-    """Return the config without its recurrent KV groups."""
-    return without_kind(config, v.GroupKind.RECURRENT)
-
-
-def without_kind(config: v.Config, kind: v.GroupKind) -> v.Config:
-    """Return the config without its KV groups of one kind.
-
-    The smallest remaining block size becomes the config's. Blocks of a size that is not a multiple
-    get that size, too.
-    """
-    groups = [group for group in config.groups if group.kind is not kind]
-    if len(groups) == len(config.groups):
-        return config
-    size = min([group.block_size for group in groups], default=config.block_size)
-    fitting = [it if it.block_size % size == 0 else replace(it, block_size=size) for it in groups]
-    return replace(config, groups=tuple(fitting), block_size=size)
-
-
-def resize_blocks(config: v.Config, size: int) -> v.Config:
-    """Return the config with this block size, in token slots, for all KV groups."""
-    groups = tuple([replace(group, block_size=size) for group in config.groups])
-    return replace(config, block_size=size, groups=groups)
-
-
-def settle_states(config: v.Config) -> v.Config:
-    """Return the config without settings that contradict others.
-
-    Examples are recurrent groups whose mode contradicts prefix caching or that have too few blocks
-    for drafts, cross attention without an encoder-decoder model, swap-out without a store, and pins
-    without prefix caching.
-    """
-    if config.swap_min_tokens and (not config.kv_connector or config.has_states):
-        config = replace(config, swap_min_tokens=0)
-    if not config.enable_prefix_caching and config.policy is v.Policy.CONTINUUM:
-        config = replace(config, policy=v.Policy.FCFS)
-    if not config.is_encoder_decoder:
-        config = without_kind(config, v.GroupKind.CROSS_ATTENTION)
-    return without_states(config) if v.config_problems(config) else config
-
+METHODS = {
+    "ngram": v.SpecMethod.NGRAM,
+    "draft_model": v.SpecMethod.DRAFT_MODEL,
+    "draft_head": v.SpecMethod.EAGLE,
+}
+EXAMPLES_OF_DRAFTS = {
+    name: Example({"spec_method": method, "num_speculative_tokens": 2})
+    for name, method in METHODS.items()
+}
+"""Examples of drafts, by the name of the method."""
 
 PRIORITY = Feature(
     "priority",
@@ -183,8 +57,8 @@ PRIORITY = Feature(
     values={"policy": v.Policy.PRIORITY},
     request=("priority",),
     situations=("admission_overtakes", "priority_"),
-    hides=("pins_",),  # there is one policy
     properties=("P16",),
+    examples=(Example({"policy": v.Policy.PRIORITY}),),
 )
 DRAFTS = Feature(
     "drafts",
@@ -199,6 +73,7 @@ DRAFTS = Feature(
         "forks_named_what_is_full",
     ),
     properties=("P14", "P24"),
+    examples=tuple(EXAMPLES_OF_DRAFTS.values()),
 )
 ASYNC = Feature(
     "async",
@@ -215,14 +90,30 @@ ASYNC = Feature(
     ),
     hides=("drafts_taken", "drafts_dropped", "drafts_replaced"),  # they stay with the worker
     properties=("P13", "P24"),
+    examples=(Example({"max_frames_in_flight": 2, "async_scheduling": True}),),
 )
-PIPELINE = Feature(
+
+
+class FramesInFlight(Feature):
+    """The row of several frames in flight without asynchronous scheduling."""
+
+    __slots__ = ()
+
+    def is_asked_by(self, thing: v.Config | v.Request) -> bool:
+        """Whether a config has several frames in flight, for no other reason; see `Feature`."""
+        if isinstance(thing, v.Config) and thing.async_scheduling:
+            return False
+        return Feature.is_asked_by(self, thing)
+
+
+PIPELINE = FramesInFlight(
     "pipeline",
     "several frames in flight, and each request waits for its own token",
     Capability.PIPELINE,
     config={"max_frames_in_flight": 1},
     situations=("pipeline_",),
     properties=("P13", "P15"),
+    examples=(Example({"max_frames_in_flight": 2, "async_scheduling": False}),),
 )
 PAUSE = Feature(
     "pause",
@@ -248,16 +139,7 @@ GRAMMAR = Feature(
     actions=(v.GrammarReady,),
     situations=("grammar_", "admission_after_skip", "rejected_not_structured"),
     properties=("P15", "P16"),
-)
-MASKS = Feature(
-    "masks",
-    "grammars: bitmasks by row and draft position, and drafts cut to what a grammar accepts",
-    Capability.MASKS,
-    config={"reasoning_end_token_id": None, "enable_in_reasoning": False},
-    request=("grammar",),
-    actions=(Mask, v.GrammarFailed, v.GrammarBitmask),
-    situations=("masks_", "rejected_grammar_behind"),
-    properties=("P24",),
+    examples=(Example(request={"structured_output": True}),),
 )
 MULTIMODAL = Feature(
     "multimodal",
@@ -266,6 +148,9 @@ MULTIMODAL = Feature(
     request=("items",),
     situations=("same_tokens_other_items",),
     properties=("P6",),
+    examples=tuple(
+        [Example(request={"items": (v.MultiModalItem("cat", offset, 2),)}) for offset in (1, 0)]
+    ),
 )
 EMBEDS = Feature(
     "embeds",
@@ -274,6 +159,7 @@ EMBEDS = Feature(
     request=("prompt_embeds",),
     situations=("same_tokens_other_embeds",),
     properties=("P6",),
+    examples=(Example(request={"prompt_embeds": (0, 0, 1, 0, 0, 0)}),),
 )
 KEYS = Feature(
     "keys",
@@ -281,6 +167,11 @@ KEYS = Feature(
     request=("adapter", "cache_salt"),
     situations=("same_tokens_other_adapter", "same_tokens_other_salt"),
     properties=("P6",),
+    examples=(Example(request={"adapter": "x", "cache_salt": "y"}),),
+    goal_fields={
+        "same_tokens_other_adapter": {"adapter": "x"},
+        "same_tokens_other_salt": {"cache_salt": "y"},
+    },
 )
 STOPS = Feature(
     "stops",
@@ -291,6 +182,7 @@ STOPS = Feature(
         "min_tokens_held_back_a_stop",
     ),
     properties=("P13",),
+    examples=(Example(request={"eos_token_id": 7, "stop_token_ids": (8,)}),),
 )
 ABORTS = Feature(
     "aborts",
@@ -308,157 +200,6 @@ HOSTILE = Feature(
     situations=("rejected_", "drafts_dropped"),
     properties=("P7", "P18"),
 )
-GROUPS = Feature(
-    "groups",
-    "several KV groups, each with a block table, of full attention or a sliding window",
-    Capability.GROUPS,
-    config={"groups": ()},
-    situations=("groups_",),
-    properties=("P5", "P8"),
-)
-KINDS = KindsOfGroups(
-    "kinds",
-    "KV groups of every kind (chunked local, recurrent, cross attention), and of several "
-    "block sizes",
-    Capability.KINDS,
-    config={"groups": ()},
-    situations=(
-        *("groups_of_three_kinds", "groups_larger_block_filled", "groups_chunk_left"),
-        *("groups_state_left", "groups_hit_of_a_state", "encoder_across_"),
-    ),
-    properties=("P5", "P8"),
-    part_of="groups",
-)
-WINDOW = GroupsOfKind(
-    "window",
-    "KV groups of sliding-window attention",
-    config={"groups": ()},
-    situations=("groups_window_slid",),
-    properties=("P5", "P8"),
-    part_of="groups",
-    kind=v.GroupKind.SLIDING_WINDOW,
-)
-CHUNKS = GroupsOfKind(
-    "chunks",
-    "KV groups of chunked local attention",
-    config={"groups": ()},
-    situations=("groups_chunk_left",),
-    properties=("P5", "P8"),
-    part_of="kinds",
-    kind=v.GroupKind.CHUNKED_LOCAL,
-)
-OF_SAVES = (*("tiers_victim_", "tiers_several_saved", "tiers_too_little_to_save", "tiers_saved_"),)
-"""Prefixes of the coverage goals of swapped-out victims."""
-STATES = GroupsOfKind(
-    "states",
-    "KV groups of recurrent layers, which keep states instead of tokens",
-    config={"groups": ()},
-    situations=("groups_state_left", "groups_hit_of_a_state"),
-    hides=OF_SAVES,  # no victim with states is saved
-    properties=("P5", "P8"),
-    part_of="kinds",
-    kind=v.GroupKind.RECURRENT,
-)
-OF_FORKS = ("forks_", "rejected_bad_fork", "rejected_fork_in_flight")
-"""Prefixes of the coverage goals of forks."""
-OF_STALE = (
-    *("preempted_in_flight", "all_preempted_in_flight", "stale_tokens_delivered"),
-    *("ended_while_stale", "resumed_after_stale_tokens"),
-    *("pipeline_preempted_in_flight", "pipeline_token_after_preemption"),
-)
-"""Coverage goals of requests preempted with a token in flight."""
-ENCODER = Feature(
-    "encoder",
-    "items are encoded, within a budget per step, into a cache of limited size",
-    Capability.ENCODER,
-    config={
-        "encoder_compute_budget": 0,
-        "encoder_cache_size": 0,
-        "disable_chunked_mm_input": False,
-        "is_encoder_decoder": False,
-    },
-    actions=(v.EncoderReset, v.EncoderOffer),
-    situations=("encoder_",),
-    properties=("P9", "P22"),
-)
-ADAPTERS = Feature(
-    "adapters",
-    "a limit on the different LoRA adapters among running requests; others are skipped",
-    Capability.ADAPTERS,
-    config={"max_loras": 0},
-    situations=("adapters_",),
-    properties=("P9", "P15"),
-)
-SESSIONS = Feature(
-    "sessions",
-    "a session gets further input: it is idle between two inputs, and keeps its blocks",
-    Capability.SESSIONS,
-    request=("resumable",),
-    actions=(v.StreamingUpdate,),
-    situations=("sessions_", "rejected_not_resumable"),
-    properties=("P3", "P10", "P13"),
-)
-TRANSFERS = Feature(
-    "transfers",
-    "KV is loaded from a store, at once or later, and blocks outlive requests that it reads",
-    Capability.TRANSFERS,
-    config={
-        "kv_connector": False,
-        "kv_load_failure_policy": v.KVLoadFailurePolicy.FAIL,
-    },
-    actions=(v.KVOffer, v.TransfersReported, Report),
-    situations=("transfers_", *OF_SAVES),
-    hides=(  # a store has no encoder-decoder model, no branches
-        *("encoder_beside_", "encoder_across_", *OF_FORKS),
-        *OF_STALE,  # beside it nobody is preempted whose blocks a frame in flight names
-    ),
-    properties=("P17", "P18", "P19"),
-)
-EVENTS = Feature(
-    "events",
-    "a log of KV events: which blocks become cached, and which are evicted",
-    Capability.EVENTS,
-    config={"enable_kv_cache_events": False},
-    situations=("events_",),
-    properties=("P20",),
-)
-PINS = Feature(
-    "pins",
-    "pins: blocks are kept between two turns of an agent job, for a time that an estimator gives",
-    Capability.PINS,
-    config={"policy": v.Policy.FCFS},
-    values={"policy": v.Policy.CONTINUUM},
-    request=("job_id", "is_last_step"),
-    actions=(v.Clock, v.PinEstimate),
-    situations=("pins_",),
-    hides=(  # there is one policy, and no branch
-        *("admission_overtakes", "priority_", *OF_FORKS),
-    ),
-    properties=("P10", "P17"),
-)
-FORKS = Feature(
-    "forks",
-    "a request is forked into several, which share blocks and copy those that they write to",
-    Capability.FORKS,
-    config={"enable_forks": False, "watermark_blocks": 0, "pool_order": v.PoolOrder.LRU},
-    actions=(v.Fork,),
-    situations=OF_FORKS,
-    hides=(  # there is no store, no encoder-decoder model, no pin and no state
-        *("transfers_", "encoder_beside_", "encoder_across_", "pins_"),
-        *("groups_of_three_kinds", "groups_state_left"),
-        *OF_SAVES,
-    ),
-    properties=("P2", "P8"),
-)
-TIERS = Feature(
-    "tiers",
-    "victims are swapped out to a store, and admission closes between two thresholds of "
-    "free blocks",
-    Capability.TIERS,
-    config={"swap_min_tokens": 0, "admission_low_blocks": 0, "admission_high_blocks": 0},
-    situations=("tiers_",),
-    properties=("P10", "P15"),
-)
 CACHING = Feature(
     "caching",
     "prefix caching: blocks are hit by their content",
@@ -470,51 +211,78 @@ CACHING = Feature(
     ),
     hides=("encoder_beside_", "encoder_across_"),  # an encoder-decoder model has no prefix caching
     properties=("P3", "P4", "P5", "P6"),
+    examples=(Example({"enable_prefix_caching": True}),),
 )
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, KINDS, WINDOW, CHUNKS, STATES, ADAPTERS, SESSIONS, MASKS, ENCODER),
-    *(EVENTS, TRANSFERS, PINS, FORKS, TIERS),
+    *(ABORTS, HOSTILE),
+    groups.FEATURE,
+    *(groups.KINDS, groups.WINDOW, groups.CHUNKS, groups.STATES),
+    adapters.FEATURE,
+    masks.FEATURE,
+    sessions.FEATURE,
+    encoder.FEATURE,
+    events.FEATURE,
+    transfers.FEATURE,
+    pins.FEATURE,
+    forks.FEATURE,
+    tiers.FEATURE,
     CACHING,
 )
 """The table. For an engine that lacks several features they are removed in this order: without
-`async`, several frames in flight are a `pipeline`."""
+`async`, several frames in flight are a `pipeline`. New features are appended before the last row,
+so that the features of older seeds stay the same."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
-PARTS_OF_GROUPS = (WINDOW, CHUNKS, STATES)
-"""Features that are KV groups of one kind each."""
-LATE = (
-    *("groups", "adapters", "masks", "sessions", "encoder", "events", "transfers", "pins"),
-    *("forks", "tiers"),
-)
-"""Names of features that are drawn after everything else, and only for engines that have them, so
-that an engine without them gets the episodes that it would get if they did not exist. New names are
-appended; the order never changes."""
-SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
-"""Both features have several frames in flight; no run has both."""
+LATE = tuple([feature.name for feature in FEATURES if feature.is_late])
+"""Names of features that are drawn after everything else (`Feature.is_late`)."""
 SEVERAL_FRAMES = (
     *("several_frames_in_flight", "four_frames_in_flight", "abort_with_two_frames_in_flight"),
     *("reset_forced_with_two_frames_in_flight", "rejected_frame_out_of_order"),
     "dropped_token_runs_again",
-    *("transfers_deferred_", "transfers_waits_for_an_answer", "tiers_saved_beside_frames"),
 )
-"""Prefixes of the coverage goals that need one of these two features."""
-_ACROSS = ("read", "waits", "preempted", "made_again", "freed")
-NEEDS_ANY: Mapping[str, frozenset[str]] = {
-    "empty_plan_with_work": SEVERAL_AT_ONCE | {PAUSE.name, GRAMMAR.name},
-    "running_left_out_by_budget": SEVERAL_AT_ONCE | {DRAFTS.name},
-    "tiers_saved_behind_a_window": frozenset({GROUPS.name}),
-    "transfers_deferred_by_a_window": frozenset({GROUPS.name}),
-    "transfers_deferred_by_a_reset": frozenset({RESET.name}),
-    "transfers_state_loaded": frozenset({STATES.name}),
-    "transfers_state_out_of_reach": frozenset({STATES.name}),
-    "transfers_preempted_unsettled": frozenset({RESET.name}),
-    "sessions_back_under_a_grammar": frozenset({MASKS.name}),
-    **{f"encoder_across_{what}": frozenset({GROUPS.name}) for what in _ACROSS},
-}
-"""Coverage goals that need one of several features besides their own. Without all of them a running
-request can always continue with the tokens of its admission; cross-attention blocks and blocks that
-leave a window exist only with several KV groups."""
+"""Goals of several frames in flight."""
+GOALS_NEED: tuple[tuple[str, frozenset[str]], ...] = (
+    *[(name, SEVERAL_AT_ONCE) for name in SEVERAL_FRAMES],
+    ("empty_plan_with_work", SEVERAL_AT_ONCE | {PAUSE.name, GRAMMAR.name}),
+    ("running_left_out_by_budget", SEVERAL_AT_ONCE | {DRAFTS.name}),
+    *[need for feature in FEATURES for need in feature.goals_need.items()],
+)
+"""Beginnings of coverage goals that need one of several features besides their own. Without all of
+them a running request can always continue with the tokens of its admission."""
+APART: tuple[tuple[Feature, Feature, str], ...] = tuple(
+    [
+        (feature, BY_NAME[other], reason)
+        for feature in FEATURES
+        for other, reason in feature.apart.items()
+    ]
+)
+"""Pairs of features that no run has both of, with the reason."""
+
+
+def load_parts(name: str) -> Mapping[str, ModuleType]:
+    """Return the modules `features/NAME/<name>.py`, by the feature, in the order of the table."""
+    folder = "blockstep.conformance.features"
+    names = [feature.name for feature in FEATURES if find_spec(f"{folder}.{feature.name}")]
+    paths = {feature: f"{folder}.{feature}.{name}" for feature in names}
+    return {feature: import_module(path) for feature, path in paths.items() if find_spec(path)}
+
+
+def list_apart(name: str) -> list[Feature]:
+    """Return the features that no run has together with this one."""
+    pairs = [(one, other) for one, other, _ in APART]
+    pairs += [(other, one) for one, other in pairs]
+    return [other for one, other in pairs if one.name == name]
+
+
+def list_policies() -> list[Feature]:
+    """Return the late features that are policies."""
+    return [feature for feature in FEATURES if feature.is_late and "policy" in feature.values]
+
+
+def find_policy(policy: v.Policy | None) -> Feature | None:
+    """Return the late feature that is this policy, if any."""
+    return next((it for it in list_policies() if it.values["policy"] is policy), None)
 
 
 def list_wholes(name: str) -> tuple[str, ...]:
@@ -527,13 +295,12 @@ def is_reachable(situation: str, absent: Collection[str], always: Collection[str
     """Whether a coverage goal is reachable without `absent` features and with `always` in every
     run.
     """
-    if SEVERAL_AT_ONCE.issubset(absent) and situation.startswith(SEVERAL_FRAMES):
-        return False
-    if situation in NEEDS_ANY and NEEDS_ANY[situation].issubset(absent):
+    if any(situation.startswith(start) and needs <= {*absent} for start, needs in GOALS_NEED):
         return False
     if any(situation.startswith(BY_NAME[name].hides) for name in always):
         return False
-    return not any(situation.startswith(BY_NAME[name].situations) for name in absent)
+    without = {*absent, *[other.name for name in always for other in list_apart(name)]}
+    return not any(situation.startswith(BY_NAME[name].situations) for name in without)
 
 
 def find_lacking(capabilities: frozenset[str]) -> tuple[Feature, ...]:

@@ -5,29 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE, Feature
 from blockstep.conformance.protocol.features import (
+    APART,
     ASYNC,
     BY_NAME,
-    CACHING,
-    FORKS,
-    PINS,
+    FEATURES,
     PIPELINE,
-    PRIORITY,
-    SEVERAL_AT_ONCE,
-    STATES,
-    TRANSFERS,
-    Feature,
     UsageError,
     list_wholes,
 )
-
-APART = (
-    (PINS, PRIORITY, "a run has one policy"),
-    (FORKS, PINS, "a branch is no turn of a job"),
-    (FORKS, TRANSFERS, "a load may get a block that is still copied from"),
-    (FORKS, STATES, "a state is written in place at each step, so branches cannot share it"),
-)
-"""Pairs of features that no run has both of, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +73,8 @@ def make_wish(with_features: Iterable[str], without_features: Iterable[str]) -> 
             raise UsageError(
                 f"features {one.name!r} and {other.name!r}: no run has both, for {reason}; {known}"
             )
-    if PINS.name in wish.always and CACHING.name in wish.never:
-        raise UsageError(f"feature {PINS.name!r}: cannot be without {CACHING.name!r}; {known}")
+    for feature in FEATURES:
+        for name in feature.needs if feature.name in wish.always else ():
+            if name in wish.never:
+                raise UsageError(f"feature {feature.name!r}: cannot be without {name!r}; {known}")
     return wish

@@ -393,7 +393,7 @@ class PresetNode(pytest.Collector):
 
     def collect(self) -> Iterator[SubjectItem]:
         """Yield the tests, in the order of the properties."""
-        from blockstep.conformance.judge.properties import PROPERTIES  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.judge.checks import PROPERTIES  # noqa: PLC0415 - only if wanted
         from blockstep.conformance.report.subjects import ASPECTS  # noqa: PLC0415
 
         for entry in PROPERTIES:

@@ -15,10 +15,12 @@ from typing import NamedTuple
 import blockstep.spec
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.engine import EQUIVALENCES, Capability
-from blockstep.conformance.judge.properties import ASKED_OF_ANSWERS, PROPERTIES, Sentence
+from blockstep.conformance.judge.checks import ASKED_OF_ANSWERS, PROPERTIES
+from blockstep.conformance.judge.properties.sentence import Sentence
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.museum import EXHIBITS, Exhibit
-from blockstep.conformance.protocol.features import FEATURES, Feature
+from blockstep.conformance.protocol.feature import Feature
+from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import WIDTH
 from blockstep.conformance.protocol.registry import MUSEUM

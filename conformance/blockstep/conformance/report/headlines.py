@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from blockstep.conformance.protocol.compare import ABSENT
+from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import (
     CACHED_TOO_EARLY,
     EVICTED_TOO_EARLY,
@@ -153,7 +154,6 @@ CHECK_HEADLINES: Mapping[str, str] = {
     # P9 budgets
     "plan_stays_within_token_budget": "LIMIT: the plan exceeds max_num_batched_tokens",
     "running_stays_within_max_num_seqs": "LIMIT: more requests run than max_num_seqs",
-    "running_stays_within_max_loras": "LIMIT: more adapters run than max_loras",
     "row_stays_within_its_caps": (
         "LIMIT: {request} runs no token, or more than long_prefill_token_threshold"
     ),
@@ -169,7 +169,6 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "worker_keeps_at_most_max_num_seqs_requests": (
         "LIMIT: the worker has to keep more requests than max_num_seqs"
     ),
-    "plan_stays_within_max_loras": "LIMIT: the plan has more adapters than max_loras",
     "plan_stays_within_encoder_compute_budget": "LIMIT: the plan exceeds encoder_compute_budget",
     "items_stay_within_encoder_cache_size": (
         "LIMIT: the worker has to keep more embeddings than encoder_cache_size"
@@ -179,10 +178,6 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "nobody_is_preempted_again_without_progress": (
         "LIVENESS: {request} is preempted again and again without progress"
     ),
-    "pins_give_way_only_where_nobody_else_runs": (
-        "LIVENESS: a pin was reclaimed while other requests run"
-    ),
-    "nobody_waits_for_a_pin": "LIVENESS: {request} waits for blocks that only pins hold",
     "admission_leaves_the_watermark": (
         "LIVENESS: an admission left fewer free blocks than the watermark"
     ),
@@ -315,9 +310,6 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "preempted_request_has_no_row_in_flight": (
         "ORDER: {request} was preempted while a frame in flight uses its blocks"
     ),
-    "preempted_of_a_job_with_a_pin_are_the_last": (
-        "ORDER: a request of a pinned job was preempted before others"
-    ),
     "branch_goes_to_the_front_of_the_queue": "ORDER: a branch is queued at a wrong place",
     "running_follows_from_decisions": (
         "ORDER: requests run that the step before neither kept nor admitted"
@@ -335,9 +327,6 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "block_of_a_frame_in_flight_is_free_behind_its_answer": (
         "TRANSFER: blocks of a frame in flight are freed at the wrong time"
     ),
-    "pins_are_of_turns_that_ended": "TRANSFER: the pins are not those of the turns that ended",
-    "pins_end_in_time": "TRANSFER: a pin outlives its end, or a plan changed one",
-    "pins_hold_what_can_be_found": "TRANSFER: a pin holds {block}, which is not cached",
     "loaded_block_is_of_no_plan_in_flight": (
         "TRANSFER: the store loads into {block}, which a frame in flight still uses"
     ),
@@ -363,7 +352,6 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "report_changes_only_what_it_is_about": (
         "PROTOCOL: a report of transfers changed another request: {request}"
     ),
-    "time_and_estimates_are_as_told": "PROTOCOL: time or estimates are not the last ones told",
     "nothing_is_known_of_what_the_config_lacks": (
         "PROTOCOL: the state shows a feature that the config does not have"
     ),
@@ -559,6 +547,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
     ),
     "a_schedule_gives_a_plan": "PROTOCOL: a Schedule was not answered with a Plan",
     "a_plan_names_unfinished_requests": "WORKER: the plan names requests that have finished",
+    **{name: text for feature in FEATURES for name, text in feature.headlines.items()},
 }
 """The headline of a finding, by the name of its check."""
 

@@ -1,8 +1,8 @@
 """Checks without a function of their own, with their explanations.
 
 A check of `judge.properties` is a function whose docstring explains it. The worker, the client and
-the driver report others where they find them. Each of those needs an entry here
-(`tests/conformance/test_explain.py`).
+the driver report others where they find them. Each of those needs an entry here, or in the row of a
+feature (`tests/conformance/test_explain.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from blockstep.conformance.lockstep.score import Aspect
+from blockstep.conformance.protocol.features import FEATURES
 
 _KV = {
     "holds_the_right_prefix": ("P3", "holds the KV of the token sequence for which it is read"),
@@ -61,8 +62,6 @@ worker_keeps_at_most_max_num_seqs_requests P9
     At most `max_num_seqs` requests are known to the worker and neither finished nor preempted
     according to its plans: it has a slot for each. Idle sessions do not count, nor requests that
     a reset or a failed load preempts, since no plan names them.
-plan_stays_within_max_loras P9
-    The rows of a plan have at most `max_loras` different adapters together.
 row_stays_within_max_model_len P9
     No row runs a position beyond `max_model_len`.
 hit_is_taken_only_where_one_may_be P5
@@ -298,6 +297,7 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         for end, (number, right) in _KV.items()
     },
     **_read(_AFTER_SLOTS),
+    **{name: check for feature in FEATURES for name, check in feature.checks.items()},
     # `blockstep score`
     **{
         f"{aspect}_agree": ("", f"The port and the specification have the same {aspect}.")

@@ -29,21 +29,20 @@ from blockstep.conformance.engine import (
     get_capabilities,
     get_traits,
 )
-from blockstep.conformance.judge.properties import ANSWER_TYPES
+from blockstep.conformance.features.masks import FEATURE as MASKS
+from blockstep.conformance.judge.checks import ANSWER_TYPES
 from blockstep.conformance.judge.worker import Worker, make_worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.plans import fit_worker
 from blockstep.conformance.lockstep.runner import ask_mask
+from blockstep.conformance.protocol.feature import Feature, settle_states
 from blockstep.conformance.protocol.features import (
     ASYNC,
     DRAFTS,
     GRAMMAR,
-    MASKS,
     PIPELINE,
-    Feature,
     find_lacking,
     fit,
-    settle_states,
 )
 from blockstep.conformance.protocol.findings import list_frames, say, tell_error
 from blockstep.conformance.protocol.program import describe_event

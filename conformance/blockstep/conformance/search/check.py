@@ -20,12 +20,8 @@ from blockstep.conformance.engine import (
     get_traits,
 )
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.features import (
-    BY_NAME,
-    SEVERAL_AT_ONCE,
-    find_lacking,
-    get_missing,
-)
+from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE
+from blockstep.conformance.protocol.features import BY_NAME, find_lacking, get_missing
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search.episodes import (

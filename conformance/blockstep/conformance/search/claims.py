@@ -13,64 +13,20 @@ from typing import Any
 from blockstep.conformance.engine import Equivalence, Safety
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.core import PREEMPTION
-from blockstep.conformance.protocol.features import FEATURES, PIPELINE, Feature
+from blockstep.conformance.protocol.feature import Feature
+from blockstep.conformance.protocol.features import FEATURES, PIPELINE
 from blockstep.spec import vocabulary as v
 
 PLAIN_CONFIG = v.Config(
     num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64
 )
 PLAIN_REQUEST = v.Request("A", (1, 2, 3, 4, 5, 6), max_tokens=8)
-CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "priority": {"policy": v.Policy.PRIORITY},
-    "drafts": {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 2},
-    "async": {"max_frames_in_flight": 2, "async_scheduling": True},
-    "pipeline": {"max_frames_in_flight": 2},
-    "groups": {"groups": (v.KVGroup(v.GroupKind.FULL, 4),)},
-    "adapters": {"max_loras": 1},
-    "encoder": {"encoder_compute_budget": 4, "encoder_cache_size": 4},
-    "caching": {"enable_prefix_caching": True},
-    "kinds": {"groups": (v.KVGroup(v.GroupKind.FULL, 4), v.KVGroup(v.GroupKind.FULL, 8))},
-    "window": {
-        "groups": (
-            v.KVGroup(v.GroupKind.FULL, 4),
-            v.KVGroup(v.GroupKind.SLIDING_WINDOW, 4, sliding_window=4),
-        )
-    },
-    "chunks": {
-        "groups": (
-            v.KVGroup(v.GroupKind.FULL, 4),
-            v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 4, attention_chunk_size=4),
-        )
-    },
-    "states": {
-        "groups": (v.KVGroup(v.GroupKind.FULL, 4), v.KVGroup(v.GroupKind.RECURRENT, 4)),
-        "enable_prefix_caching": False,
-    },
-    "events": {"enable_kv_cache_events": True},
-    "transfers": {"kv_connector": True},
-    "pins": {"policy": v.Policy.CONTINUUM},
-    "forks": {"enable_forks": True},
-    "tiers": {"admission_low_blocks": 1, "admission_high_blocks": 2},
-}
-"""Config fields that ask for a feature."""
 ASKED_UNDER: tuple[Mapping[str, Any], ...] = (
     {},
-    CONFIGS["encoder"],
-    CONFIGS["adapters"],
-    CONFIGS["pins"],
+    *[it.examples[0].config for it in FEATURES if it.goal_fields and it.examples[0].config],
 )
 """Changes of `PLAIN_CONFIG` under which `fit_request` is tried: it may remove a field only if the
 config has no use for it."""
-REQUESTS: Mapping[str, Mapping[str, Any]] = {
-    "grammar": {"structured_output": True},
-    "masks": {"structured_output": True, "grammar": v.Grammar((((7, 0),),))},
-    "sessions": {"resumable": True},
-    "multimodal": {"items": (v.MultiModalItem("cat", 1, 2),)},
-    "embeds": {"prompt_embeds": (0,) * 6},
-    "keys": {"adapter": "x", "cache_salt": "y"},
-    "stops": {"eos_token_id": 7, "stop_token_ids": (8,)},
-}
-"""Request fields that ask for a feature, for features that no config asks for."""
 STOPS: Mapping[str, Mapping[str, Any]] = {
     "stop_eos": {"eos_token_id": 7},
     "stop_token": {"stop_token_ids": (8,)},
@@ -80,13 +36,8 @@ STOPS: Mapping[str, Mapping[str, Any]] = {
 NEED_A_FIELD: Mapping[str, Mapping[str, Any]] = {
     **STOPS,
     "min_tokens_held_back_a_stop": {"min_tokens": 2},
-    "same_tokens_other_adapter": {"adapter": "x"},
-    "adapters_": {"adapter": "x"},
-    "same_tokens_other_salt": {"cache_salt": "y"},
-    "encoder_": {"items": (v.MultiModalItem("cat", 1, 2),)},
     "reading_skipped": {"skip_reading_prefix_cache": True},
-    "pins_": {"job_id": "j"},
-    "pins_last_step": {"job_id": "j", "is_last_step": True},
+    **{name: fields for it in FEATURES for name, fields in it.goal_fields.items()},
 }
 """The same and others, by the beginnings of their names."""
 AFTER_PREEMPTION = frozenset((*PREEMPTION, "abort_preempted"))
@@ -130,15 +81,16 @@ def find_unmet(scope: Equivalence, out_of_reach: frozenset[str]) -> frozenset[st
 
 
 def _is_declined(feature: Feature, scope: Equivalence) -> bool:
-    if feature.name in CONFIGS:
-        asking = replace(PLAIN_CONFIG, **CONFIGS[feature.name])
+    if not feature.examples:
+        return False
+    example = feature.examples[0]
+    if example.config:
+        asking = replace(PLAIN_CONFIG, **example.config)
         fitting = scope.fit_config(asking)
         if feature is PIPELINE:
             return fitting.max_frames_in_flight == 1
         return feature.is_asked_by(asking) and not feature.is_asked_by(fitting)
-    if feature.name not in REQUESTS:
-        return False
-    fields = REQUESTS[feature.name]
+    fields = example.request
     return not _is_kept(fields, scope, fields.keys() & {*feature.request})
 
 

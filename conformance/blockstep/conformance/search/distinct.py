@@ -35,6 +35,7 @@ from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program, start_program
 from blockstep.conformance.protocol.compare import ABSENT
+from blockstep.conformance.protocol.feature import Feature
 from blockstep.conformance.protocol.features import (
     ASYNC,
     CACHING,
@@ -43,7 +44,6 @@ from blockstep.conformance.protocol.features import (
     GRAMMAR,
     PIPELINE,
     RESET,
-    Feature,
 )
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import (

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
-from blockstep.conformance.draw.actions import SeededDraw, View, next_action
+from blockstep.conformance.draw.actions import SeededDraw, next_action
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.draw.presets import PRESETS, Swarm, draw_swarm
+from blockstep.conformance.draw.presets import PRESETS, Swarm
+from blockstep.conformance.draw.swarms import draw_swarm
+from blockstep.conformance.draw.view import View
 from blockstep.conformance.engine import (
     Capability,
     EngineFactory,

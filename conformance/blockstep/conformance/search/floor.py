@@ -20,10 +20,10 @@ from blockstep.conformance.engine import (
     get_capabilities,
     get_traits,
 )
+from blockstep.conformance.features.groups import FEATURE as GROUPS
 from blockstep.conformance.judge.legal import list_legal
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.core import PREEMPTION
-from blockstep.conformance.judge.witnesses.tiers import TIERS
 from blockstep.conformance.lockstep.quirks import (
     UNMET,
     UNMET_WITH,
@@ -32,16 +32,17 @@ from blockstep.conformance.lockstep.quirks import (
     list_goals,
 )
 from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE
 from blockstep.conformance.protocol.features import (
     BY_NAME,
-    GROUPS,
+    FEATURES,
     LATE,
-    PINS,
     PRIORITY,
-    SEVERAL_AT_ONCE,
     UsageError,
     find_lacking,
+    find_policy,
     is_reachable,
+    list_policies,
     list_wholes,
 )
 from blockstep.conformance.protocol.program import Program
@@ -181,39 +182,6 @@ RARE_AT_TINY = {
     *("forks_named_what_is_full", "tiers_several_saved"),
 }
 """Rare if requests have two or three tokens: a few times in 60,000 events."""
-RARE_UNLESS_WANTED = {
-    *("adapters_base_model_goes_past", "adapters_shared_seat_goes_past", "adapters_seat_taken"),
-    *("masks_of_drafts", "masks_draft_cut", "masks_behind_a_cut_draft", "masks_of_the_preempted"),
-    *("masks_in_reasoning", "masks_draft_cut_when_proposed", "masks_resumed_amid_its_grammar"),
-    *("masks_reasoning_ended", "masks_failed_while_it_runs", "masks_failed_in_flight"),
-    *("rejected_grammar_behind", "sessions_rest_while_others_wait", "sessions_end_at_rest"),
-    *("encoder_item_twice_in_one", "encoder_item_dropped_and_made", "encoder_reset_in_use"),
-    *("encoder_row_waits_for_an_item", "encoder_preempted_holding_an_item"),
-    *("encoder_chunk_stops_before_an_item", "encoder_item_of_two", "encoder_item_loaded"),
-    *("encoder_beside_made_for_two", "encoder_beside_waits", "encoder_across_waits"),
-    *("encoder_across_preempted", "encoder_across_made_again", "encoder_across_freed"),
-    "encoder_across_read",
-    *("sessions_update_of_the_preempted", "sessions_several_chunks_ahead"),
-    *("groups_block_in_doubt", "groups_hit_cut_by_a_window", "groups_admitted_past_its_room"),
-    *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
-    *("groups_resumed_behind_nulls", "groups_hit_of_a_state", "groups_state_left"),
-    *("pins_last_step", "pins_of_whom_gave_up", "pins_preempted_beside", "pins_warm_goes_ahead"),
-    *("pins_victim_stands_ahead", "pins_victim_of_a_job", "pins_preempted_stays_ahead"),
-    *("pins_reset", "pins_reset_forced", "pins_reset_refused", "pins_hit"),
-    *("transfers_parked_behind_a_hit", "transfers_returned_behind_a_head"),
-    *("transfers_asked_anew", "transfers_preempted_unsettled", "transfers_held_twice"),
-    *("transfers_deferred_by_a_reset", "transfers_deferred_by_a_window"),
-    *("transfers_state_loaded", "transfers_state_out_of_reach"),
-    "transfers_waits_for_an_answer",
-    *("transfers_failed_at_a_later_block", "transfers_read_by_its_end"),
-    "sessions_back_under_a_grammar",
-    *("forks_copied_by_a_branch", "forks_several_copies", "forks_copied_with_drafts"),
-    *("forks_gave_way", "forks_branch_preempted", "forks_preempted_beside_sharers"),
-    *("forks_three_holders", "forks_named_what_is_full", "forks_cut_short"),
-    "forks_before_an_output",
-    *TIERS,
-}
-"""Required only if every run has the feature that they need; otherwise one run in four has it."""
 RARE_WHERE_WANTED = {
     TINY.name: {"head_drop", "groups_hit_of_a_state"},
     REAL.name: {"head_drop", "groups_hit_of_a_state"},
@@ -229,8 +197,8 @@ def list_absent(options: CheckOptions, lacking: tuple[str, ...]) -> set[str]:
     absent = {*lacking, *wish.never} & BY_NAME.keys()
     if options.policy is Policy.FCFS:
         absent.add(PRIORITY.name)
-    if options.policy not in (None, Policy.CONTINUUM):
-        absent.add(PINS.name)
+    if options.policy is not None:
+        absent |= {it.name for it in list_policies() if it is not find_policy(options.policy)}
     if options.max_depth == 1:
         absent |= SEVERAL_AT_ONCE
     elif SEVERAL_AT_ONCE & wish.always:
@@ -253,11 +221,13 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
     if GROUPS.name in wish.always:
         left_out |= RARE_WHERE_WANTED.get(options.preset, set())
     wanted = tuple(text for name in wish.always & {*LATE} for text in BY_NAME[name].situations)
-    left_out |= {name for name in RARE_UNLESS_WANTED if not name.startswith(wanted)}
+    rare_unless_wanted = tuple([name for feature in FEATURES for name in feature.rare])
     return tuple(
         name
         for name in WITNESSES
-        if name not in left_out and is_reachable(name, absent, wish.always)
+        if name not in left_out
+        and (name.startswith(wanted) or not name.startswith(rare_unless_wanted))
+        and is_reachable(name, absent, wish.always)
     )
 
 

@@ -12,8 +12,9 @@ from typing import TypeVar
 from hypothesis import note, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from blockstep.conformance.draw.actions import ACTIONS, SeededDraw, View, is_enabled
+from blockstep.conformance.draw.actions import SeededDraw, is_enabled, list_actions
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.view import View
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.findings import Finding
@@ -79,7 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.run is not None
         assert self.view is not None
         draw: Draw = HypothesisDraw(data)
-        self.perform(self.run.fit(ACTIONS[name].draw(self.view, draw)))
+        self.perform(self.run.fit(list_actions()[name].draw(self.view, draw)))
 
     def perform(self, action: Action) -> None:
         """Do one action on both sides. Raises AssertionError with what is wrong."""
@@ -134,7 +135,7 @@ def machine(
         search_first(path)
     make_engine = load_engine(engine) if isinstance(engine, str) else engine
     members: dict[str, object] = {
-        **{name: _make_rule(name) for name in ACTIONS},
+        **{name: _make_rule(name) for name in list_actions()},
         "make_engine": staticmethod(make_engine),
         "options": CheckOptions(preset=preset, policy=policy),
     }

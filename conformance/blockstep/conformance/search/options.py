@@ -8,11 +8,12 @@ from enum import IntEnum
 
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE
 from blockstep.conformance.protocol.features import (
-    PINS,
     PRIORITY,
-    SEVERAL_AT_ONCE,
     UsageError,
+    find_policy,
+    list_policies,
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import EQUIVALENCE_NAMES, load_engine
@@ -89,15 +90,17 @@ def get_wish(options: CheckOptions) -> Wish:
     Raises:
         UsageError: a name is in no row of the table, or the options contradict each other.
     """
-    pins = (PINS.name,) if options.policy is Policy.CONTINUUM else ()
-    wish = make_wish((*options.with_features, *pins), options.without_features)
+    policy = find_policy(options.policy)
+    asked = () if policy is None else (policy.name,)
+    wish = make_wish((*options.with_features, *asked), options.without_features)
     if options.max_depth == 1:
         for name in sorted(wish.always & SEVERAL_AT_ONCE):
             raise UsageError(f"feature {name!r}: needs 2 plans in flight or more, not depth 1")
     if options.policy is Policy.FCFS and PRIORITY.name in wish.always:
         raise UsageError(f"feature {PRIORITY.name!r}: cannot be with policy {options.policy}")
-    if options.policy not in (None, Policy.CONTINUUM) and PINS.name in wish.always:
-        raise UsageError(f"feature {PINS.name!r}: cannot be with policy {options.policy}")
+    for other in list_policies() if options.policy is not None else ():
+        if other is not policy and other.name in wish.always:
+            raise UsageError(f"feature {other.name!r}: cannot be with policy {options.policy}")
     if options.policy is Policy.PRIORITY and PRIORITY.name in wish.never:
         raise UsageError(f"without {PRIORITY.name!r}: the policy cannot be {options.policy}")
     return wish

@@ -14,7 +14,8 @@ from functools import partial
 from importlib import metadata
 from typing import NamedTuple, TypeAlias
 
-from blockstep.conformance.draw.actions import SeededDraw, View, next_action
+from blockstep.conformance.draw.actions import SeededDraw, next_action
+from blockstep.conformance.draw.view import View
 from blockstep.conformance.engine import EngineFactory, get_traits
 from blockstep.conformance.lockstep.score import Aspect, ScoreRun, score_program
 from blockstep.conformance.protocol.features import HOSTILE, find_lacking

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import chain
 
-from blockstep.conformance.protocol.features import FEATURES, settle_states
+from blockstep.conformance.protocol.feature import settle_states
+from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.program import (
     NO_REPORT,
     Action,
@@ -141,6 +143,7 @@ def simpler_configs(config: v.Config) -> Iterator[v.Config]:
             yield feature.take_from(config)
     yield from simpler_groups(config)
     yield from _simpler_encoders(config)
+    yield from _smaller_limits(config)
     if config.enable_in_reasoning:
         yield replace(config, enable_in_reasoning=False)
     for name, value in plain.items():
@@ -159,13 +162,16 @@ def simpler_configs(config: v.Config) -> Iterator[v.Config]:
 
 
 def _simpler_encoders(config: v.Config) -> Iterator[v.Config]:
-    """Yield the config without encoder-decoder inputs, with items that may be cut, or with less
-    room."""
+    """Yield the config without encoder-decoder inputs, or with items that may be cut."""
     if config.is_encoder_decoder:
         yield settle_states(replace(config, is_encoder_decoder=False))
     if config.disable_chunked_mm_input:
         yield replace(config, disable_chunked_mm_input=False)
-    for name in ("encoder_compute_budget", "encoder_cache_size", "max_loras"):
+
+
+def _smaller_limits(config: v.Config) -> Iterator[v.Config]:
+    """Yield the config with a smaller limit of a feature."""
+    for name in chain.from_iterable(feature.limits for feature in FEATURES):
         number = getattr(config, name)
         for smaller in sorted({1, number // 2, number - 1}):
             if 0 < smaller < number:

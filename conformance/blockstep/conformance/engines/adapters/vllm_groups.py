@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.engines.adapters.vllm_releases import Release
-from blockstep.conformance.protocol.features import resize_blocks, without_states
+from blockstep.conformance.protocol.feature import resize_blocks, without_states
 from blockstep.spec.vocabulary import (
     Config,
     ConfigError,

@@ -18,7 +18,7 @@ from blockstep.conformance.engine import Engine, EngineTraits
 from blockstep.conformance.judge.dataplane.faults import FAULTS
 from blockstep.conformance.judge.dataplane.worker import DataPlaneWorker, Kernels
 from blockstep.conformance.judge.worker import NextToken
-from blockstep.conformance.protocol.features import resize_blocks, without_kind, without_states
+from blockstep.conformance.protocol.feature import resize_blocks, without_kind, without_states
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config, GroupKind
 

@@ -43,19 +43,6 @@ def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> Complaints
     return [Complaint(f"{running} requests run, {limit} may")] if running > limit else ()
 
 
-@sentence(
-    "P9", v.Schedule, of="changes", fixes="when adapters of requests without a row are exchanged"
-)
-def running_stays_within_max_loras(step: Step, ledger: Ledger) -> Complaints:
-    """Running requests, with a row or without, use at most `max_loras` different adapters."""
-    limit = step.config.max_loras
-    if not limit:
-        return ()
-    lives = [ledger.lives[name] for name in step.after.running if name in ledger.lives]
-    used = sorted({life.request.adapter for life in lives if life.request.adapter is not None})
-    return [Complaint(f"adapters {used} are in use, {limit} may be")] if len(used) > limit else ()
-
-
 @sentence("P9", v.Schedule, of="rows", fixes="how the tokens of a step are shared out")
 def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
     """A row runs at least one token, and at most the long-prefill threshold."""

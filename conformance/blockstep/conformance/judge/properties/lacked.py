@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from blockstep.conformance.features.events.properties import told_by
 from blockstep.conformance.judge.properties.ledger import WHOLE, Ledger
 from blockstep.conformance.judge.properties.sentence import Complaints, differing, sentence
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.judge.properties.telling import told_by
 from blockstep.spec import vocabulary as v
 
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import NamedTuple
 
+from blockstep.conformance.features.pins.properties import NO_PINS, end_turn, follow_pins
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.life import order_of
-from blockstep.conformance.judge.properties.pins import NO_PINS, end_turn, follow_pins
 from blockstep.conformance.judge.properties.queue_replay import (
     Freed,
     Holders,
+    begin_admission,
     begin_plan,
     find_waiting,
-    get_seats,
     hides_a_rollback,
     in_policy_order,
     in_waiting_order,
@@ -81,26 +81,27 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Complai
 def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     """The admitted requests are the first in policy order that could be admitted; none is left out.
 
-    Skipped are requests that wait for a grammar, for tokens in flight, for a load, or for a LoRA
-    slot. A request with a finished load need not wait for one before it that does not fit.
+    Skipped are requests that wait for a grammar, for tokens in flight, for a load, or at a
+    gate of a feature. A request with a finished load need not wait for one before it that does not
+    fit.
     """
     if not step.admitted_rows or (step.config.kv_connector and step.giving):
         return ()  # the store may make a reclaimed request wait
     admitted = [row.request_id for row in step.admitted_rows]
     ready: list[v.RequestId] = []
-    seats, is_stopped = get_seats(step, ledger), False
+    gates, is_stopped = begin_admission(step, ledger), False
     parked = {row.request_id for row in step.parked} if step.plan.kv_loads else ()
     for name in in_policy_order(ledger, step.before):
         if len(ready) == len(admitted) or name in parked:
             continue
         old = step.old[name]
-        if must_wait(ledger, seats, old) or (is_stopped and not is_parked(old)):
+        if must_wait(ledger, gates, old) or (is_stopped and not is_parked(old)):
             continue
         if name not in admitted and step.config.kv_connector:
             is_stopped = True
             continue
         ready.append(name)
-        seats.take(name)
+        gates.take(name)
     for name in admitted:
         if name not in ready and is_passed_over(ledger, step.old[name]):
             order = difference("order of admission", ready, admitted)

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import blocks_of_drafts, count_unattended
+from blockstep.conformance.judge.gates import get_gates
 from blockstep.conformance.judge.properties.amounts import (
     blocks_behind,
     running_slots,
@@ -136,44 +137,40 @@ def _waits_for_the_store(ledger: Ledger, request: v.RequestSnapshot) -> bool:
     return ledger.store.transfers.get_offer(name).num_tokens is None
 
 
-class Seats:
-    """The LoRA slots that requests occupy: at most `max_loras` different adapters."""
+class Gates:
+    """The gates of features that a waiting request must pass, besides outside events."""
 
     def __init__(self, ledger: Ledger, names: Iterable[v.RequestId]) -> None:
-        self._lives = ledger.lives
-        self._most = ledger.config.max_loras
-        self._taken: set[str | None] = set()
-        for name in names if self._most else ():
+        """`names`: requests that have passed, since they run."""
+        found = [gate for gate in get_gates() if gate.is_on(ledger.config)]
+        self._gates = [gate(ledger) for gate in found]
+        for name in names if found else ():
             self.take(name)
 
-    def has_one_for(self, name: v.RequestId) -> bool:
-        """Whether a request has no adapter, one that has a slot, or a slot is left."""
-        if not self._most:
-            return True
-        adapter = self._lives[name].request.adapter
-        return adapter is None or adapter in self._taken or len(self._taken) < self._most
+    def has_room_for(self, name: v.RequestId) -> bool:
+        """Whether a request may pass all gates."""
+        return all(gate.has_room_for(name) for gate in self._gates)
 
     def take(self, name: v.RequestId) -> None:
-        """Give a request's adapter a slot."""
-        adapter = self._lives[name].request.adapter if self._most else None
-        if adapter is not None:
-            self._taken.add(adapter)
+        """Note that a request has passed."""
+        for gate in self._gates:
+            gate.take(name)
 
 
-def must_wait(ledger: Ledger, seats: Seats, request: v.RequestSnapshot) -> bool:
-    """Whether a waiting request is skipped, for an outside event or a LoRA slot."""
-    return is_passed_over(ledger, request) or not seats.has_one_for(request.request_id)
+def must_wait(ledger: Ledger, gates: Gates, request: v.RequestSnapshot) -> bool:
+    """Whether a waiting request is skipped, for an outside event or at a gate."""
+    return is_passed_over(ledger, request) or not gates.has_room_for(request.request_id)
 
 
 def may_pass_over(config: v.Config) -> bool:
     """Whether a request in the waiting queue may be skipped."""
-    return config.max_frames_in_flight > 1 or config.max_loras > 0 or config.kv_connector
+    is_gated = any(gate.is_on(config) for gate in get_gates())
+    return config.max_frames_in_flight > 1 or is_gated or config.kv_connector
 
 
-def get_seats(step: Step, ledger: Ledger) -> Seats:
-    """The LoRA slots when a plan begins to admit."""
-    running = step.before.running if ledger.config.max_loras else ()
-    return Seats(ledger, [name for name in running if name not in step.preempted])
+def begin_admission(step: Step, ledger: Ledger) -> Gates:
+    """The gates when a plan begins to admit."""
+    return Gates(ledger, [name for name in step.before.running if name not in step.preempted])
 
 
 @once_a_step
@@ -231,7 +228,7 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
     places = config.max_num_seqs - len(before.running)
     admitted = {row.request_id: row.num_scheduled for row in step.admitted_rows}
-    met, seats = [], get_seats(step, ledger)
+    met, gates = [], begin_admission(step, ledger)
     parked = {row.request_id for row in step.parked} if step.plan.kv_loads else ()
     giving = step.giving if config.kv_connector else ()
     for name in in_policy_order(ledger, before):
@@ -240,10 +237,10 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
         if name in admitted:
             left -= admitted[name]
             places -= 1
-            seats.take(name)
+            gates.take(name)
         elif name in parked or must_wait(
             # A reclaimed request asks the store again.
-            *(ledger, seats, step.new[name] if name in giving else step.old[name])
+            *(ledger, gates, step.new[name] if name in giving else step.old[name])
         ):
             met.append(name)
         else:
@@ -254,9 +251,9 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
 @once_a_step
 def next_in_line(step: Step, ledger: Ledger) -> v.RequestId | None:
     """The request that would be admitted next: the first in policy order that is not skipped."""
-    seats = Seats(ledger, step.after.running)
+    gates = Gates(ledger, step.after.running)
     for name in in_policy_order(ledger, step.after, is_behind_a_plan=True):
-        if not must_wait(ledger, seats, step.new[name]):
+        if not must_wait(ledger, gates, step.new[name]):
             return name
     return None
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 
+from blockstep.conformance.features.forks.properties import problem_of_fork
 from blockstep.conformance.judge.properties.amounts import least_need, most_need
-from blockstep.conformance.judge.properties.forks import problem_of_fork
 from blockstep.conformance.judge.properties.ledger import WHOLE, FlightRow, Ledger
 from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.sentence import (

@@ -8,43 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.judge.witnesses import (
-    adapters,
-    core,
-    encoder,
-    forks,
-    groups,
-    masks,
-    pins,
-    sessions,
-    telling,
-    tiers,
-    transfers,
-)
+from blockstep.conformance.judge.witnesses import core
+from blockstep.conformance.protocol.features import load_parts
 from blockstep.spec import vocabulary as v
 
 REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
-WITNESSES: Mapping[str, str] = (
-    core.ADMISSION
-    | core.PLANS
-    | core.PREEMPTION
-    | core.COMMITS
-    | core.SIGNALS
-    | core.FRAMES
-    | groups.GROUPED
-    | adapters.ADAPTERS
-    | masks.MASKS
-    | sessions.SESSIONS
-    | encoder.ENCODER
-    | telling.TELLING
-    | transfers.TRANSFERS
-    | pins.PINS
-    | forks.FORKS
-    | tiers.TIERS
-    | REFUSALS
-)
+OF_FEATURES: tuple[Goals, ...] = tuple([module.GOALS for module in load_parts("goals").values()])
+WITNESSES: Mapping[str, str] = {
+    **(core.ADMISSION | core.PLANS | core.PREEMPTION | core.COMMITS | core.SIGNALS | core.FRAMES),
+    **{name: text for goals in OF_FEATURES for name, text in goals.texts.items()},
+    **REFUSALS,
+}
 """All goals by name, with what they mean."""
 
 
@@ -62,25 +39,11 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
         yield from _of_schedule(step, ledger)
     elif isinstance(observation, v.Outputs) and isinstance(event, v.Commit):
         yield from core.of_commit(step, ledger, observation.rows)
-        if config.groups:
-            yield from groups.of_ends(step)
-            yield from encoder.of_ends_across(step)
-        if ledger.has_grammars:
-            yield from masks.of_masked_commit(step)
-        if ledger.has_sessions:
-            yield from sessions.of_stops(step, ledger)
-        if config.enable_kv_cache_events:
-            yield from telling.of_telling(step, ledger)
     else:
         yield from _of_signal(step, ledger)
-    if config.kv_connector:
-        yield from transfers.of_store(step, ledger)
-    if config.has_pins:
-        yield from pins.of_pins(step, ledger)
-    if config.enable_forks:
-        yield from forks.of_forks(step, ledger)
-    if config.swap_min_tokens or config.admission_high_blocks:
-        yield from tiers.of_tiers(step, ledger)
+    for goals in OF_FEATURES:
+        if goals.is_on(config, ledger):
+            yield from goals.find(step, ledger)
 
 
 def _of_schedule(step: Step, ledger: Ledger) -> Iterator[str]:
@@ -95,16 +58,6 @@ def _of_schedule(step: Step, ledger: Ledger) -> Iterator[str]:
         yield from core.of_preemption(step, ledger)
     if config.max_frames_in_flight > 1:
         yield from core.of_frames(step, ledger)
-    if config.groups:
-        yield from groups.of_groups(step, ledger)
-    if config.max_loras:
-        yield from adapters.of_adapters(step, ledger)
-    if config.encoder_cache_size:
-        yield from encoder.of_items(step, ledger)
-    if ledger.has_grammars:
-        yield from masks.of_masked_plan(step)
-    if ledger.has_sessions:
-        yield from sessions.of_returns(step, ledger)
 
 
 def _of_signal(step: Step, ledger: Ledger) -> Iterator[str]:
@@ -112,24 +65,12 @@ def _of_signal(step: Step, ledger: Ledger) -> Iterator[str]:
         case v.Submit(request=request), _:
             if request.request_id in ledger.ended:
                 yield "id_used_again"
-        case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
+        case v.Drafts(), v.DraftsTaken():
             yield from core.of_drafts(step, ledger)
-            if ledger.has_grammars:
-                yield from masks.of_proposals(ledger, drafts, taken)
         case v.GrammarReady(request_id=request_id), _:
             if ledger.lives[request_id].grammar_ready:
                 yield "grammar_ready_twice"
-        case v.GrammarBitmask(), v.GrammarOutput(rows=rows):
-            yield from masks.of_mask(step, ledger, rows)
-        case v.GrammarFailed(), _:
-            yield from masks.of_failure(step, ledger)
-        case v.EncoderReset(), _:
-            yield from encoder.of_encoder_reset(step)
-        case v.StreamingUpdate(request=request), _:
-            yield from sessions.of_update(step, ledger, request)
         case v.Abort(), v.Aborted():
             yield from core.of_abort(step, ledger)
         case v.Reset(), v.ResetDone(success=success):
             yield from core.of_reset(step, ledger, success)
-            if step.config.enable_kv_cache_events:
-                yield from telling.of_telling(step, ledger)

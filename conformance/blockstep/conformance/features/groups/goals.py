@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import lcm
 
 from blockstep.conformance.judge.attended import count_across, count_unattended, slots_of
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.amounts import blocks_for
 from blockstep.conformance.judge.properties.hits import longest_hit, may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -17,7 +18,7 @@ from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Ste
 from blockstep.conformance.judge.worker.names import Name
 from blockstep.spec import vocabulary as v
 
-GROUPED = {
+TEXTS = {
     "groups_of_three_kinds": "a plan had a row, with groups of three kinds or more",
     "groups_larger_block_filled": "a block of more tokens than the smallest was published",
     "groups_window_slid": "a sliding window moved, and a block was skipped",
@@ -180,3 +181,14 @@ def _of_cuts(step: Step, ledger: Ledger, life: Life, num_hit: int) -> Iterator[s
 def _alone(config: v.Config, index: int) -> v.Config:
     """The config with one of its groups."""
     return replace(config, groups=config.groups[index : index + 1])
+
+
+def find(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of a step."""
+    if isinstance(step.observation, v.Plan):
+        yield from of_groups(step, ledger)
+    elif isinstance(step.event, v.Commit) and isinstance(step.observation, v.Outputs):
+        yield from of_ends(step)
+
+
+GOALS = Goals(TEXTS, lambda config, _ledger: bool(config.groups), find)

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import PauseState, Request, Status
+from blockstep.spec.vocabulary import (
+    Aborted,
+    Ack,
+    Commit,
+    Outputs,
+    PauseState,
+    Plan,
+    Request,
+    Schedule,
+    Status,
+    StreamingUpdate,
+)
 
 RESTING = Status.WAITING_FOR_STREAMING_REQ
-SESSIONS = {
+TEXTS = {
     "sessions_chunk_at_rest": "an idle session got its next input",
     "sessions_end_at_rest": "an idle session got the end of its input, and ended",
     "sessions_chunk_ahead": "a session got an input before its stop",
@@ -70,3 +82,17 @@ def of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
     resting = [one for one in step.after.requests if one.status is RESTING]
     if any(any(one.block_tables) for one in resting) and step.after.waiting:
         yield "sessions_rest_while_others_wait"
+
+
+def find(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of a step."""
+    match step.event, step.observation:
+        case Schedule(), Plan():
+            yield from of_returns(step, ledger)
+        case Commit(), Outputs():
+            yield from of_stops(step, ledger)
+        case StreamingUpdate(request=request), Ack() | Aborted():
+            yield from of_update(step, ledger, request)
+
+
+GOALS = Goals(TEXTS, lambda _config, ledger: ledger.has_sessions, find)

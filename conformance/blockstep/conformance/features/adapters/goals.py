@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
-    get_seats,
+    begin_admission,
     in_policy_order,
     is_passed_over,
     passed_over,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import Status
+from blockstep.spec import vocabulary as v
 
-ADAPTERS = {
+TEXTS = {
     "adapters_all_in_use": "running requests used max_loras adapters",
     "adapters_passed_over": "a request was skipped because its adapter had no LoRA slot",
     "adapters_base_model_goes_past": (
@@ -37,16 +38,16 @@ def of_adapters(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "adapters_all_in_use"
         if used - {lives[name].request.adapter for name in rows}:
             yield "adapters_idle_seat_kept"
-    seats, skipped = get_seats(step, ledger), set(step.before.skipped_waiting)
+    gates, skipped = begin_admission(step, ledger), set(step.before.skipped_waiting)
     met, is_past = set(passed_over(step, ledger)), False
     admitted = {row.request_id for row in step.admitted_rows}
     for name in in_policy_order(ledger, step.before):
         if name in admitted:
-            was_left = name in skipped and step.old[name].status is Status.WAITING
+            was_left = name in skipped and step.old[name].status is v.Status.WAITING
             yield from _of_admission(lives[name].request.adapter, is_past, was_left)
-            seats.take(name)
+            gates.take(name)
         elif name in met and not (
-            is_passed_over(ledger, step.old[name]) or seats.has_one_for(name)
+            is_passed_over(ledger, step.old[name]) or gates.has_room_for(name)
         ):
             is_past = True
             yield "adapters_passed_over"
@@ -59,3 +60,12 @@ def _of_admission(adapter: str | None, is_past: bool, was_skipped: bool) -> Iter
         yield (
             "adapters_base_model_goes_past" if adapter is None else "adapters_shared_seat_goes_past"
         )
+
+
+def find(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of a step."""
+    if isinstance(step.observation, v.Plan):
+        yield from of_adapters(step, ledger)
+
+
+GOALS = Goals(TEXTS, lambda config, _ledger: config.max_loras > 0, find)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec import vocabulary as v
 
-MASKS = {
+TEXTS = {
     "masks_made": "the bitmask of a frame had a row",
     "masks_of_drafts": "a row of a bitmask had a position for a draft",
     "masks_draft_cut": "a bitmask left out a draft that only the worker knew",
@@ -88,3 +89,21 @@ def of_failure(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "masks_failed_while_it_runs"
     if ledger.in_flight(name):
         yield "masks_failed_in_flight"
+
+
+def find(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of a step."""
+    match step.event, step.observation:
+        case v.Schedule(), v.Plan() if ledger.has_grammars:
+            yield from of_masked_plan(step)
+        case v.Commit(), v.Outputs() if ledger.has_grammars:
+            yield from of_masked_commit(step)
+        case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken) if ledger.has_grammars:
+            yield from of_proposals(ledger, drafts, taken)
+        case v.GrammarBitmask(), v.GrammarOutput(rows=rows):
+            yield from of_mask(step, ledger, rows)
+        case v.GrammarFailed(), v.Outputs():
+            yield from of_failure(step, ledger)
+
+
+GOALS = Goals(TEXTS, lambda _config, _ledger: True, find)

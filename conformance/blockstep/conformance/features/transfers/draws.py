@@ -10,11 +10,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.endings import list_ending
+from blockstep.conformance.draw.feature import Draws, Late, Situation
 from blockstep.conformance.draw.groups import make_full
-from blockstep.conformance.protocol.features import settle_states
-from blockstep.conformance.protocol.program import NO_REPORT, Report
+from blockstep.conformance.draw.view import View, WeightedAction
+from blockstep.conformance.features.groups import KINDS
+from blockstep.conformance.features.groups.draws import list_kinds
+from blockstep.conformance.features.transfers import FEATURE
+from blockstep.conformance.protocol.feature import settle_states
+from blockstep.conformance.protocol.features import HOSTILE
+from blockstep.conformance.protocol.program import NO_REPORT, Action, Report
 from blockstep.conformance.protocol.transfers import Transfers
 from blockstep.spec import vocabulary as v
+
+
+def add_to_config(late: Late) -> None:
+    """Add a KV store."""
+    add_store(late)
+
+
+def add_store(late: Late) -> None:
+    """Add a KV store; the groups keep the kinds that were wished for."""
+    late.config = draw_store(late.config, late.draw, bool(list_kinds(late.wish.always)))
+
+
+def goes_with(late: Late) -> bool:
+    """Return whether no kinds of groups were wished for: a store leaves some out."""
+    return KINDS.name not in late.wish.always
 
 
 def draw_store(config: v.Config, draw: Draw, keeps_kinds: bool = False) -> v.Config:
@@ -31,6 +53,34 @@ def draw_store(config: v.Config, draw: Draw, keeps_kinds: bool = False) -> v.Con
     if len(config.groups) > 1 and draw.chance(60):
         policy = v.KVLoadFailurePolicy.RECOMPUTE  # no other one shows how much of a load is left
     return replace(config, kv_connector=True, kv_load_failure_policy=policy)
+
+
+def kv_offer(view: View, draw: Draw) -> Action:
+    """Draw the store's answer for a request, most often for one of the latest three."""
+    client = view.client
+    names = [*client.live][-3:] if draw.chance(70) else [*client.live]
+    if draw.chance(60):
+        names = [name for name in names if name not in client.transfers.offers] or names
+    if view.swarm.has(HOSTILE) and draw.chance(5):
+        names = [*client.ended[-1:] * 4, *client.ended[-2:], "nobody"]
+        return draw_offer(draw.choice(names), 1, view.swarm.token_seed // 7, draw)
+    if client.transfers.saved and draw.chance(60):
+        return draw_kept(client.transfers.saved, draw)
+    name = draw.choice(names or ["nobody"])
+    request = client.live.get(name, v.Request(name, (0,)))
+    seed, has_states = view.swarm.token_seed // 7, view.swarm.config.has_states
+    return draw_offer(name, len(request.prompt_token_ids), seed, draw, has_states)
+
+
+def report(view: View, draw: Draw) -> Action:
+    """Draw a report of transfers without model output."""
+    return draw_report(view.client.transfers, draw)
+
+
+def draw_answer(view: View, draw: Draw) -> Report:
+    """Draw the report of transfers that comes with the model output of the oldest frame."""
+    now = view.client
+    return draw_answered(now.plans[0], now.live, now.said, now.transfers, draw)
 
 
 def draw_offer(
@@ -51,6 +101,15 @@ def draw_offer(
     return v.KVOffer(name, num_tokens, is_async=is_async, delays_free=draw.chance(35))
 
 
+def draw_kept(saved: Mapping[v.RequestId, int], draw: Draw) -> v.KVOffer:
+    """Draw an offer for a swapped-out request: most often all saved tokens; or half, none, not
+    known yet."""
+    name = draw.choice([*saved])
+    num_saved = saved[name]
+    num_tokens = draw.choice((num_saved, num_saved, num_saved, num_saved // 2, 0, None))
+    return v.KVOffer(name, num_tokens, is_async=draw.chance(50), delays_free=draw.chance(20))
+
+
 def draw_report(transfers: Transfers, draw: Draw) -> Report:
     """Draw a report that completes some transfers; sometimes it repeats one or names an unknown
     request."""
@@ -64,16 +123,6 @@ def draw_report(transfers: Transfers, draw: Draw) -> Report:
     loads = [load for load in transfers.loading.values() if _fails(load, draw)]
     loads += [load for load in transfers.received.values() if draw.chance(5)]
     return Report(tuple(recving), tuple(sending), _draw_invalid(loads, draw))
-
-
-def list_ending(
-    plan: v.Plan,
-    live: Mapping[v.RequestId, v.Request],
-    said: Mapping[v.RequestId, v.TokenIds],
-) -> list[v.RequestId]:
-    """Return the requests of a plan in flight that finish with their next token."""
-    names = [row.request_id for row in plan.rows if row.request_id in live]
-    return [name for name in names if len(said.get(name, ())) + 1 >= live[name].max_tokens]
 
 
 def list_read_at_end(
@@ -108,6 +157,16 @@ def draw_answered(
     return replace(report, invalid=(*report.invalid, *_draw_invalid(failed, draw)))
 
 
+def _weigh_offers(weight: int, view: View) -> int:
+    # The store answers before a new request is admitted.
+    is_asked = next(reversed(view.client.live)) in view.client.transfers.offers
+    return weight // 4 if is_asked else weight * 2
+
+
+def _weigh_loads(weight: int, view: View) -> int:
+    return weigh_reports(weight, view.client.transfers, view.swarm.token_seed)
+
+
 def weigh_reports(weight: int, transfers: Transfers, seed: int) -> int:
     """Return the weight of reports: one store in seven reports nothing before the drain."""
     if seed % 7 == 0:
@@ -130,8 +189,9 @@ def _draw_invalid(loads: Sequence[v.KVLoad], draw: Draw) -> tuple[tuple[v.Reques
     )
 
 
-def list_strange_reports(num_blocks: int, names: Sequence[v.RequestId]) -> list[v.Event]:
+def list_mistakes(situation: Situation) -> list[v.Event]:
     """Return malformed reports, and reports that name blocks of no load or beyond the pool."""
+    names, num_blocks = situation.names, situation.swarm.config.num_blocks
     return [
         v.KVOffer(""),
         v.KVOffer(names[0], -1),
@@ -142,3 +202,20 @@ def list_strange_reports(num_blocks: int, names: Sequence[v.RequestId]) -> list[
         v.TransfersReported(v.KVTransfers((names[-1],), (names[-1],))),
         v.TransfersReported(v.KVTransfers((names[0],), (names[0],))),
     ]
+
+
+def _has_requests(view: View) -> bool:
+    return bool(view.client.live)
+
+
+DRAWS = Draws(
+    add_to_config=add_to_config,
+    goes_with=goes_with,
+    waits=True,
+    answer=draw_answer,
+    actions={
+        "kv_offer": WeightedAction(kv_offer, 24, FEATURE, _weigh_offers, _has_requests),
+        "report": WeightedAction(report, 6, FEATURE, _weigh_loads),
+    },
+    list_mistakes=list_mistakes,
+)

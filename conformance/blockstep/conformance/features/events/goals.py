@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from blockstep.conformance.features.events.properties import told_by
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.judge.properties.telling import told_by
-from blockstep.spec.vocabulary import AllBlocksCleared, BlockRemoved, BlockStored, Commit
+from blockstep.spec.vocabulary import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Commit,
+    Outputs,
+    Reset,
+    ResetDone,
+)
 
-TELLING = {
+TEXTS = {
     "events_stored": "blocks of a request were logged as stored",
     "events_stored_together": "one event listed several stored blocks",
     "events_stored_behind_others": "stored blocks were logged with a parent",
@@ -59,3 +68,13 @@ def _is_ahead(step: Step, ledger: Ledger) -> bool:
         for table, size in zip(step.new[name].block_tables, step.block_sizes, strict=True)
         for block in table[written.get(name, 0) // size :]
     )
+
+
+def find(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of a step."""
+    match step.event, step.observation:
+        case (Commit(), Outputs()) | (Reset(), ResetDone()):
+            yield from of_telling(step, ledger)
+
+
+GOALS = Goals(TEXTS, lambda config, _ledger: config.enable_kv_cache_events, find)

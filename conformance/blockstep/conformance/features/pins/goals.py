@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
-PINS = {
+TEXTS = {
     "pins_set": "a turn ended, and its cached blocks were pinned",
     "pins_replaced": "a turn ended, and its pin replaced that of an earlier turn",
     "pins_last_step": "the last turn of a job ended, and so did the job's pin",
@@ -132,3 +133,6 @@ def _of_ends(
             yield "pins_replaced" if job_id in had else "pins_set"
             if any(ledger.lives[other].request.job_id == job_id for other in step.new):
                 yield "pins_beside_another_turn"
+
+
+GOALS = Goals(TEXTS, lambda config, _ledger: config.has_pins, of_pins)

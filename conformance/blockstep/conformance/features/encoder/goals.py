@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.attended import count_across, is_across
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.admission import may_have_its_items
 from blockstep.conformance.judge.properties.amounts import blocks_across, blocks_behind
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import admits_nobody, next_in_line
 from blockstep.conformance.judge.properties.step import RowKind, Step
-from blockstep.spec.vocabulary import Config, EncoderSnapshot, PauseState, RequestSnapshot
+from blockstep.spec.vocabulary import (
+    Ack,
+    Commit,
+    Config,
+    EncoderReset,
+    EncoderSnapshot,
+    Outputs,
+    PauseState,
+    Plan,
+    RequestSnapshot,
+    Schedule,
+)
 
-ENCODER = {
+TEXTS = {
     "encoder_item_made": "an item was encoded",
     "encoder_item_loaded": "an item was loaded from a connector",
     "encoder_item_of_two": "two requests held one item",
@@ -158,3 +170,17 @@ def of_encoder_reset(step: Step) -> Iterator[str]:
     encoder = step.before.encoder
     if encoder is not None and any(entry.holders for entry in encoder.entries):
         yield "encoder_reset_in_use"
+
+
+def find(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of a step."""
+    match step.event, step.observation:
+        case Schedule(), Plan():
+            yield from of_items(step, ledger)
+        case Commit(), Outputs() if step.config.groups:
+            yield from of_ends_across(step)
+        case EncoderReset(), Ack():
+            yield from of_encoder_reset(step)
+
+
+GOALS = Goals(TEXTS, lambda config, _ledger: config.encoder_cache_size > 0, find)

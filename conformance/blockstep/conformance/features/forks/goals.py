@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from blockstep.conformance.judge.properties.forks import count_in_common, count_settled
+from blockstep.conformance.features.forks.properties import count_in_common, count_settled
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import admits_nobody
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec import vocabulary as v
 
-FORKS = {
+TEXTS = {
     "forks_within_a_block": "a branch shares a block that is not full",
     "forks_at_a_block_end": "a branch shares full blocks, and begins a new one",
     "forks_of_the_preempted": "a branch of a preempted request began, with nothing",
@@ -141,3 +142,6 @@ def of_parents(step: Step, ledger: Ledger) -> Iterator[str]:
     for name in step.ended:
         if name in step.old and shared.intersection(chain(*step.old[name].block_tables)):
             yield "forks_parent_ended_first"
+
+
+GOALS = Goals(TEXTS, lambda config, _ledger: config.enable_forks, of_forks)

@@ -25,7 +25,7 @@ from blockstep.conformance.judge.properties.order import follow_holds
 from blockstep.conformance.judge.properties.output import make_error_row
 from blockstep.conformance.judge.properties.queue_replay import (
     admits_nobody,
-    get_seats,
+    begin_admission,
     must_wait,
 )
 from blockstep.conformance.judge.properties.sentence import (
@@ -433,12 +433,12 @@ def received_one_is_not_left_behind_a_head_that_does_not_fit(
         or step.giving
     ):
         return
-    seats, num_free = get_seats(step, ledger), len(after.free_queue)
+    gates, num_free = begin_admission(step, ledger), len(after.free_queue)
     for row in step.admitted_rows:
-        seats.take(row.request_id)
+        gates.take(row.request_id)
     for name in received:
         request, life = step.new[name], ledger.lives[name]
-        if must_wait(ledger, seats, request) or not may_have_its_items(step, ledger, name):
+        if must_wait(ledger, gates, request) or not may_have_its_items(step, ledger, name):
             continue
         share = admitted_share(config, life.num_known, request.num_computed_tokens)
         if not request.num_computed_tokens or (share > left and not config.enable_chunked_prefill):

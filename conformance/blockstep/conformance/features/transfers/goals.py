@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.attended import is_recurrent
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import find_waiting, in_policy_order
 from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
 from blockstep.spec import vocabulary as v
 
-TRANSFERS = {
+TEXTS = {
     "transfers_parked": "a request got blocks for an asynchronous load",
     "transfers_parked_behind_a_hit": "an asynchronous load began after a local hit",
     "transfers_parked_while_nobody_runs": "an asynchronous load began while no request ran",
@@ -193,3 +194,6 @@ def of_deferred(step: Step) -> Iterator[str]:
         yield "transfers_deferred_by_an_end"
     elif step.config.groups:
         yield "transfers_deferred_by_a_window"
+
+
+GOALS = Goals(TEXTS, lambda config, _ledger: config.kv_connector, of_store)

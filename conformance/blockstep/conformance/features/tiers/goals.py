@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from blockstep.conformance.features.tiers.properties import count_settled_tokens
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.judge.properties.tiers import count_settled_tokens
 from blockstep.spec import vocabulary as v
 
-TIERS = {
+TEXTS = {
     "tiers_victim_saved": "the KV of a victim was saved",
     "tiers_several_saved": "the KV of several victims of one step was saved",
     "tiers_too_little_to_save": "a victim had KV, but too little to save",
@@ -76,3 +77,10 @@ def of_thresholds(step: Step) -> Iterator[str]:
         yield "tiers_stays_closed"
     if num_free and (after.waiting or after.skipped_waiting):
         yield "tiers_waits_while_closed"
+
+
+GOALS = Goals(
+    TEXTS,
+    lambda config, _ledger: bool(config.swap_min_tokens or config.admission_high_blocks),
+    of_tiers,
+)

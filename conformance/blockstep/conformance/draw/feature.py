@@ -1,0 +1,93 @@
+"""What a feature adds to the draws: to configs and requests, and its actions.
+
+Each folder of `conformance.features` whose feature is drawn late has a module `draws` with an
+object `DRAWS`. The functions here and in the other modules of this package go through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.presets import Swarm
+from blockstep.conformance.draw.view import View, WeightedAction
+from blockstep.conformance.protocol.feature import Feature
+from blockstep.conformance.protocol.features import LATE, load_parts
+from blockstep.conformance.protocol.program import Report
+from blockstep.conformance.protocol.wishes import Wish
+from blockstep.spec import vocabulary as v
+
+LATE_ONE_IN = 4
+"""One run in this number has a given late feature, if its engine takes it."""
+
+
+@dataclass(slots=True)
+class Late:
+    """A swarm while late features are added to it."""
+
+    swarm: Swarm
+    config: v.Config
+    draw: Draw
+    wish: Wish
+    takes: Callable[[Feature], bool]
+    """Whether the engine has a feature."""
+    has_policy: bool
+    """Whether the user gave the policy."""
+    drawn: set[str] = field(default_factory=set)
+    """Names of the features that the run has besides those of the swarm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What mistakes are made from: the swarm, unfinished requests, names of requests, frames."""
+
+    swarm: Swarm
+    live: Mapping[v.RequestId, v.Request]
+    names: Sequence[v.RequestId]
+    """Ids of unfinished requests and some others."""
+    frames: Sequence[v.FrameId]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What a feature adds to the draws. Each function has a default that adds nothing."""
+
+    add_to_config: Callable[[Late], None] = lambda _: None
+    """Changes the config, and names the features that come with this one."""
+    finish_config: Callable[[Late], None] = lambda _: None
+    """Changes the config of a run with or without the feature, after all were added."""
+    one_in: Callable[[Wish], int] = lambda _: LATE_ONE_IN
+    """One run in this number has the feature."""
+    goes_with: Callable[[Late], bool] = lambda _: True
+    """Whether it may be added where it was not wished for."""
+    waits: bool = False
+    """Whether requests wait for an event with it, or run in another order. A crowd has it only on
+    request, since few of its requests would run."""
+    add_to_request: Callable[[Swarm, Draw, v.Request, bool], v.Request] | None = None
+    """Returns a request with what the feature adds; True if its prompt continues the tokens of
+    another."""
+    shortens: bool = False
+    """Whether it cuts prompts, and so comes after the additions of other features."""
+    go_on: Callable[[View, Draw, v.RequestId], v.Request | None] | None = None
+    """Draws a request that goes on from an earlier one; None for any other request."""
+    answer: Callable[[View, Draw], Report] | None = None
+    """Draws what a worker reports with the model output of the oldest frame."""
+    actions: Mapping[str, WeightedAction] = field(default_factory=dict)
+    list_mistakes: Callable[[Situation], list[v.Event]] = lambda _: []
+    """Returns malformed or unacceptable events."""
+
+
+@cache
+def get_draws() -> Mapping[str, Draws]:
+    """Return what each late feature adds, in the order of the table."""
+    modules = load_parts("draws")
+    return {name: modules[name].DRAWS if name in modules else Draws() for name in LATE}
+
+
+@cache
+def list_draws(features: frozenset[str]) -> tuple[Draws, ...]:
+    """Return what features add, those that shorten a request last."""
+    found = [draws for name, draws in get_draws().items() if name in features]
+    return tuple(sorted(found, key=lambda draws: draws.shortens))

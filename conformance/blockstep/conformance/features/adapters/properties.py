@@ -1,0 +1,65 @@
+"""Adapters: P9 requests use no more different adapters than the limit, and others are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.protocol.findings import Finding, violated
+from blockstep.spec import vocabulary as v
+
+
+@sentence(
+    "P9", v.Schedule, of="changes", fixes="when adapters of requests without a row are exchanged"
+)
+def running_stays_within_max_loras(step: Step, ledger: Ledger) -> Complaints:
+    """Running requests, with a row or without, use at most `max_loras` different adapters."""
+    limit = step.config.max_loras
+    if not limit:
+        return ()
+    lives = [ledger.lives[name] for name in step.after.running if name in ledger.lives]
+    used = sorted({life.request.adapter for life in lives if life.request.adapter is not None})
+    return [Complaint(f"adapters {used} are in use, {limit} may be")] if len(used) > limit else ()
+
+
+def judge_plan(
+    config: v.Config, live: Mapping[v.RequestId, v.Request], plan: v.Plan
+) -> Iterator[Finding]:
+    """Yield a finding if the plan has too many adapters; `live` are the unfinished requests."""
+    if not config.max_loras:
+        return
+    names = [row.request_id for row in plan.rows]
+    adapters = {live[name].adapter for name in names if name in live} - {None}
+    if len(adapters) > config.max_loras:
+        what = f"adapters {sorted(map(str, adapters))} in one plan, {config.max_loras} allowed"
+        yield violated("P9", "plan_stays_within_max_loras", what)
+
+
+class LoraSlots:
+    """The LoRA slots that requests occupy: at most `max_loras` different adapters."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._lives = ledger.lives
+        self._most = ledger.config.max_loras
+        self._taken: set[str] = set()
+
+    @staticmethod
+    def is_on(config: v.Config) -> bool:
+        """Whether a config limits the adapters."""
+        return config.max_loras > 0
+
+    def has_room_for(self, name: v.RequestId) -> bool:
+        """Whether a request has no adapter, one that has a slot, or a slot is left."""
+        adapter = self._lives[name].request.adapter
+        return adapter is None or adapter in self._taken or len(self._taken) < self._most
+
+    def take(self, name: v.RequestId) -> None:
+        """Give a request's adapter a slot."""
+        adapter = self._lives[name].request.adapter
+        if adapter is not None:
+            self._taken.add(adapter)
+
+
+GATE = LoraSlots

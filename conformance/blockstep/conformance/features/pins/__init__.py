@@ -1,0 +1,55 @@
+"""Pins: blocks that are kept between two turns of an agent job."""
+
+from __future__ import annotations
+
+from blockstep.conformance.engine import Capability
+from blockstep.conformance.protocol.feature import Example, Feature
+from blockstep.spec import vocabulary as v
+
+FEATURE = Feature(
+    "pins",
+    "pins: blocks are kept between two turns of an agent job, for a time that an estimator gives",
+    Capability.PINS,
+    config={"policy": v.Policy.FCFS},
+    values={"policy": v.Policy.CONTINUUM},
+    request=("job_id", "is_last_step"),
+    actions=(v.Clock, v.PinEstimate),
+    situations=("pins_",),
+    properties=("P10", "P17"),
+    needs=("caching",),
+    apart={"priority": "a run has one policy"},
+    is_late=True,
+    examples=(Example({"policy": v.Policy.CONTINUUM}),),
+    goal_fields={
+        "pins_": {"job_id": "j"},
+        "pins_last_step": {"job_id": "j", "is_last_step": True},
+    },
+    rare=(
+        *(
+            "pins_last_step",
+            "pins_of_whom_gave_up",
+            "pins_preempted_beside",
+            "pins_warm_goes_ahead",
+        ),
+        *("pins_victim_stands_ahead", "pins_victim_of_a_job", "pins_preempted_stays_ahead"),
+        *("pins_reset", "pins_reset_forced", "pins_reset_refused", "pins_hit"),
+    ),
+    signals={
+        "clock": "a clock gives the time",
+        "estimate": "an estimator says how long the blocks of a job stay",
+    },
+    signal_of={v.Clock: "clock", v.PinEstimate: "estimate"},
+    headlines={
+        "pins_give_way_only_where_nobody_else_runs": (
+            "LIVENESS: a pin was reclaimed while other requests run"
+        ),
+        "nobody_waits_for_a_pin": "LIVENESS: {request} waits for blocks that only pins hold",
+        "preempted_of_a_job_with_a_pin_are_the_last": (
+            "ORDER: a request of a pinned job was preempted before others"
+        ),
+        "pins_are_of_turns_that_ended": "TRANSFER: the pins are not those of the turns that ended",
+        "pins_end_in_time": "TRANSFER: a pin outlives its end, or a plan changed one",
+        "pins_hold_what_can_be_found": "TRANSFER: a pin holds {block}, which is not cached",
+        "time_and_estimates_are_as_told": "PROTOCOL: time or estimates are not the last ones told",
+    },
+)

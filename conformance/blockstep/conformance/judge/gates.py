@@ -1,0 +1,38 @@
+"""Gates of features: why a waiting request is skipped although no outside event is due for it.
+
+The module `properties` in a feature's folder may have a class `GATE`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Protocol
+
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.protocol.features import load_parts
+from blockstep.spec import vocabulary as v
+
+
+class Gate(Protocol):
+    """A limit that an admission may meet, while a plan admits requests."""
+
+    def __init__(self, ledger: Ledger) -> None: ...
+
+    @staticmethod
+    def is_on(config: v.Config) -> bool:
+        """Whether a config has the limit."""
+        ...
+
+    def has_room_for(self, name: v.RequestId) -> bool:
+        """Whether a request may be admitted."""
+        ...
+
+    def take(self, name: v.RequestId) -> None:
+        """Note that a request runs."""
+        ...
+
+
+@cache
+def get_gates() -> tuple[type[Gate], ...]:
+    """Return the gates of all features."""
+    return tuple([it.GATE for it in load_parts("properties").values() if hasattr(it, "GATE")])
