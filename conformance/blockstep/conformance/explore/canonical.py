@@ -3,8 +3,8 @@
 Statistics, counts of preemptions and frame ids are left out: they only grow and decide nothing.
 Names without a meaning are renumbered in order of appearance:
 
-    block ids      free queue, head first, then block tables, of finished ones last, and pins: each
-                   block is in one of these
+    block ids      free queue, head first, then block tables, of finished ones last, and what
+                   features keep: each block is in one of these
     request ids    running, waiting, skipped, then frames, then the rest; within a class
     tokens         outputs, drafts, then keys; those that no request names
 
@@ -15,19 +15,18 @@ of appearance follows from the state alone, and no permutations have to be tried
 from __future__ import annotations
 
 import marshal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, TypeAlias
 
-from blockstep.conformance.explore.world import World
+from blockstep.conformance.explore.world import World, get_scopes
 from blockstep.spec.core.requests import Frame, FrameRow, RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
 from blockstep.spec.features.encoder.cache import ENCODER, NO_ENCODER, Encoder
 from blockstep.spec.features.groups import IN_DOUBT
 from blockstep.spec.features.kv_transfer.transfers import FRAME_LOADS, TRANSFERS
-from blockstep.spec.features.pins import PINS
 from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.features.structured_output import GRAMMAR_READY, HAS_MASK, IS_CUT
 from blockstep.spec.features.structured_output.grammar import STAND
@@ -77,6 +76,7 @@ class Canonicaliser:
         self._classes = world.classes
         self._is_named = len(set(world.classes.values())) == len(world.classes)
         self._free_tokens = world.free_tokens
+        self._scopes = [scope for scope in get_scopes() if scope.is_on(world.config)]
         self._contents: dict[BlockKey, tuple[TokenIds, Form]] = {}
 
     def digest(self, state: State) -> Digest:
@@ -99,7 +99,8 @@ class Canonicaliser:
             for block_id in chain.from_iterable(request.block_tables):
                 places.setdefault(block_id, len(places))
             requests.append(_request_form(request, labels[name], places))
-        for block_id in chain.from_iterable(_list_other_tables(state, labels)):
+        kept = chain.from_iterable(scope.list_tables(state) for scope in self._scopes)
+        for block_id in chain.from_iterable(_list_other_tables(state, labels, kept)):
             places.setdefault(block_id, len(places))
         contents = [
             _NO_KEY if key is None else self._content(key)
@@ -129,7 +130,7 @@ class Canonicaliser:
             *(tuple(sorted(labels[name] for name in names)) for names in _get_sets(state)),
             *_encoder_form(ENCODER.of(state), labels),
             *_transfers_form(state, labels, places),
-            *_pins_form(state, places),
+            *chain.from_iterable(scope.get_form(state, places) for scope in self._scopes),
             *((type(event).__name__, len(_get_keys(event))) for event in told),
         )
 
@@ -193,18 +194,17 @@ class Canonicaliser:
 
 
 def _list_other_tables(
-    state: State, labels: Mapping[RequestId, Any]
-) -> Iterator[tuple[BlockId, ...]]:
-    """Yield the tables of blocks that no unfinished request need have: of transfers, frames and
-    pins.
+    state: State, labels: Mapping[RequestId, Any], kept: Iterable[Sequence[BlockId]]
+) -> Iterator[Sequence[BlockId]]:
+    """Yield the tables of blocks that no unfinished request need have: of transfers and frames, and
+    those that features keep.
     """
     held = sorted(TRANSFERS.of(state).held.values(), key=lambda entry: labels[entry.request_id])
     for entry in held:
         yield from entry.block_tables
     for deferred in state.pool.deferred_frees:
         yield deferred.block_ids
-    for pin in PINS.of(state).pins:
-        yield from pin.block_tables
+    yield from kept
     for frame in state.frames:
         for load in FRAME_LOADS.of(frame):
             yield from load.block_ids
@@ -316,20 +316,6 @@ def _transfers_form(
     ]
     sets = tuple(sorted(offers)), tuple(sorted(loads)), tuple(sorted(held))
     return *sets, *map(tuple, at_once), tuple(deferred)
-
-
-def _pins_form(state: State, places: Mapping[int, int]) -> Form:
-    """Return the pins with the time left; the time itself does not matter."""
-    pins = PINS.of(state)
-    kept: list[Form] = [
-        (
-            pin.job_id,
-            max(pin.end - pins.now, 0),
-            *[tuple(places[block_id] for block_id in table) for table in pin.block_tables],
-        )
-        for pin in pins.pins
-    ]
-    return (tuple(kept), tuple(sorted(pins.estimates.items()))) if state.config.has_pins else ()
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:

@@ -7,17 +7,17 @@ ends, but the number of states is finite.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product, repeat
+from typing import Any
 
-from blockstep.conformance.protocol.features import FEATURES, HOSTILE
+from blockstep.conformance.protocol.features import FEATURES, HOSTILE, load_parts
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.requests import Frame
 from blockstep.spec.core.state import State
 from blockstep.spec.features.kv_transfer.transfers import FRAME_LOADS, TRANSFERS
-from blockstep.spec.features.pins import PINS
 from blockstep.spec.features.structured_output import HAS_MASK, get_verifiable_drafts
 
 
@@ -171,6 +171,26 @@ class World:
         return tuple(tokens for n in counts for tokens in product(self.vocabulary, repeat=n))
 
 
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a feature adds to the states of worlds; `SCOPE` in its module `worlds`."""
+
+    is_on: Callable[[v.Config], bool]
+    """Whether a config has the feature."""
+    list_events: Callable[[State], Iterable[v.Event]]
+    """Returns events to try in a state, besides those that do not depend on it (`World.also`)."""
+    list_tables: Callable[[State], Iterable[Sequence[v.BlockId]]]
+    """Returns the tables of blocks that the feature keeps."""
+    get_form: Callable[[State, Mapping[v.BlockId, int]], tuple[Any, ...]]
+    """Returns all that matters of the feature, with blocks as numbers."""
+
+
+@cache
+def get_scopes() -> tuple[Scope, ...]:
+    """Return what features add."""
+    return tuple([it.SCOPE for it in load_parts("worlds").values() if hasattr(it, "SCOPE")])
+
+
 def get_events(world: World, state: State) -> Iterator[v.Event]:
     """Yield all events to try in `state`, always in the same order."""
     yield from world.signals
@@ -187,10 +207,9 @@ def get_events(world: World, state: State) -> Iterator[v.Event]:
             yield from get_masks(world, frame)
     if world.config.kv_connector:
         yield from get_reports(state)
-    if world.config.has_pins:
-        yield v.Clock(0)
-        if any(pin.end > PINS.of(state).now for pin in PINS.of(state).pins):
-            yield v.Clock(PINS.of(state).now + 1)
+    for scope in get_scopes():
+        if scope.is_on(world.config):
+            yield from scope.list_events(state)
     if state.frames:
         yield from get_answers(world, state.frames[0])
         yield from get_failed_answers(world, state)

@@ -32,7 +32,7 @@ from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Sentence, judge
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker import Worker
-from blockstep.conformance.protocol.features import load_parts
+from blockstep.conformance.protocol.features import SIGNAL_OF, load_parts
 from blockstep.conformance.protocol.findings import Finding, violated
 from blockstep.spec import vocabulary as v
 
@@ -188,9 +188,8 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
     v.EncoderOffer: (v.Ack,),
     v.KVOffer: (v.Ack,),
     v.TransfersReported: (v.Outputs,),
-    v.Clock: (v.Ack,),
-    v.PinEstimate: (v.Ack,),
     v.Fork: (v.Ack,),
+    **dict.fromkeys(SIGNAL_OF, (v.Ack,)),
 }
 """The types of answers to each type of accepted event."""
 

@@ -21,7 +21,14 @@ from typing import Protocol
 
 from blockstep.conformance.features import forks
 from blockstep.conformance.protocol.feature import Feature
-from blockstep.conformance.protocol.features import ABORTS, FEATURES, HOSTILE, PAUSE, RESET
+from blockstep.conformance.protocol.features import (
+    ABORTS,
+    FEATURES,
+    HOSTILE,
+    PAUSE,
+    RESET,
+    SIGNAL_OF,
+)
 from blockstep.conformance.protocol.transfers import Transfers, list_failed
 from blockstep.spec import vocabulary as v
 
@@ -45,10 +52,6 @@ SIGNALS: Mapping[str, str] = {
     "encoder_offer": "a connector says which items it has",
     **{signal: text for feature in FEATURES for signal, text in feature.signals.items()},
 }
-SIGNAL_OF: Mapping[type, str] = {
-    kind: signal for feature in FEATURES for kind, signal in feature.signal_of.items()
-}
-"""Signals that name no request, by the type of their event."""
 MOMENTS: Mapping[str, str] = {
     "never_submitted": "no request of this name was ever submitted",
     "before_its_plan": "it waits, and was in no plan",

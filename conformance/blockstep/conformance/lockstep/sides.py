@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from blockstep.conformance.engine import Engine
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.runner import ask_mask
+from blockstep.conformance.protocol.features import SIGNAL_OF
 from blockstep.conformance.protocol.program import Action, Answer, Mask, Propose, Report
 from blockstep.spec import vocabulary as v
 
@@ -125,14 +126,15 @@ class Side(Client):
                 return None if session is None or session.is_closed else action
             case v.Submit() | v.Schedule() | v.Abort() | v.SetPause() | v.Reset():
                 return action
-            case v.EncoderReset() | v.EncoderOffer() | v.KVOffer() | v.Clock() | v.PinEstimate():
+            case v.EncoderReset() | v.EncoderOffer() | v.KVOffer():
                 return action
             case v.Fork(request_id=name):
                 return action if name in self.live else None
             case Report():
                 return v.TransfersReported(self.transfers.resolve(action, self.config.block_sizes))
             case _:
-                return None
+                signal: Any = action
+                return signal if type(action) in SIGNAL_OF else None
 
     def _is_answered(self) -> bool:
         """Return whether a commit is due now, in an action that may be one."""

@@ -7,7 +7,7 @@ what an engine is not given, what a run must reach, and what `--with` and `--wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -26,6 +26,33 @@ class Example:
 
     config: Mapping[str, Any] = field(default_factory=dict)
     request: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Blocks that a feature keeps, and no request holds."""
+
+    owner: str
+    """What they are kept for, in words."""
+    block_tables: v.BlockTables
+    entry: Hashable
+    """What the state has of them."""
+    is_due: bool
+    """Whether the next plan gives them back."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfSnapshot:
+    """A part that a state has only with a feature."""
+
+    name: str
+    """The field of `Snapshot`, None without the feature."""
+    setting: str
+    """The field or property of a config that says whether a state has it."""
+    list_kept: Callable[[Any], Iterable[Kept]]
+    """Returns the blocks that the part keeps."""
+    rename: Callable[[Any, Callable[[v.BlockTables], v.BlockTables]], Any]
+    """Returns the part with its blocks renamed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +104,8 @@ class Feature:
     """Signals that name no request (`judge.pairs`), with what they mean."""
     signal_of: Mapping[type, str] = field(default_factory=dict)
     """The signal of each type of event."""
+    part: PartOfSnapshot | None = None
+    """A part of a state that keeps blocks for no request."""
     checks: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Checks without a function of their own: the property and an explanation."""
     headlines: Mapping[str, str] = field(default_factory=dict)

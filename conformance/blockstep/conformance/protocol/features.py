@@ -25,7 +25,13 @@ from blockstep.conformance.features import (
     tiers,
     transfers,
 )
-from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE, Example, Feature
+from blockstep.conformance.protocol.feature import (
+    SEVERAL_AT_ONCE,
+    Example,
+    Feature,
+    Kept,
+    PartOfSnapshot,
+)
 from blockstep.conformance.protocol.program import Action, Hostile, Misanswer, Propose
 from blockstep.spec import vocabulary as v
 
@@ -250,6 +256,13 @@ GOALS_NEED: tuple[tuple[str, frozenset[str]], ...] = (
 )
 """Beginnings of coverage goals that need one of several features besides their own. Without all of
 them a running request can always continue with the tokens of its admission."""
+PARTS: tuple[PartOfSnapshot, ...] = tuple([it.part for it in FEATURES if it.part is not None])
+"""Parts that a state has only with a feature, and that keep blocks for no request."""
+SIGNAL_OF: Mapping[type, str] = {
+    kind: signal for feature in FEATURES for kind, signal in feature.signal_of.items()
+}
+"""Signals of features that name no request, by the type of their event. They are answered with
+`Ack`."""
 APART: tuple[tuple[Feature, Feature, str], ...] = tuple(
     [
         (feature, BY_NAME[other], reason)
@@ -258,6 +271,12 @@ APART: tuple[tuple[Feature, Feature, str], ...] = tuple(
     ]
 )
 """Pairs of features that no run has both of, with the reason."""
+
+
+def list_kept(snapshot: v.Snapshot) -> list[Kept]:
+    """Return the blocks that features keep, and no request holds."""
+    parts = [(part, getattr(snapshot, part.name)) for part in PARTS]
+    return [kept for part, shown in parts if shown is not None for kept in part.list_kept(shown)]
 
 
 def load_parts(name: str) -> Mapping[str, ModuleType]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 
+from blockstep.conformance.protocol.features import PARTS, list_kept
 from blockstep.spec import vocabulary as v
 
 
@@ -97,17 +98,14 @@ def pair_states(spec: v.Snapshot, engine: v.Snapshot) -> Names:
 
 
 def _list_left(snapshot: v.Snapshot) -> dict[tuple[str, str], v.BlockTables]:
-    """Return blocks that requests left held: for a transfer, a frame in flight, or a job's next
-    turn.
-    """
-    transfers, pins = snapshot.transfers, snapshot.pins
+    """Return blocks that requests left held: for a transfer, a frame in flight, or a feature."""
+    transfers = snapshot.transfers
     held = () if transfers is None else transfers.held
     left = {("request", it.request_id): it.block_tables for it in held}
     deferred = () if transfers is None else transfers.deferred_frees
     for number, it in enumerate(deferred):
         left["frame", f"{it.frame_id} {number}"] = (it.block_ids,)
-    kept = () if pins is None else pins.pins
-    return left | {("job", pin.job_id): pin.block_tables for pin in kept}
+    return left | {("kept", it.owner): it.block_tables for it in list_kept(snapshot)}
 
 
 def _by_use(snapshot: v.Snapshot) -> list[v.BlockId]:
@@ -125,7 +123,7 @@ def _renamed(spec: v.Snapshot, engine: v.Snapshot, names: Names) -> v.Snapshot:
         ref_counts[names.of[block]] = engine.ref_counts[block]
     keys = dict(zip((names.of[block] for block in range(size)), engine.block_keys, strict=False))
     place = {block: index for index, block in enumerate(spec.free_queue)}
-    transfers, pins = engine.transfers, engine.pins
+    transfers = engine.transfers
     if transfers is not None:
         held = [replace(it, block_tables=names.rename(it.block_tables)) for it in transfers.held]
         deferred = [
@@ -133,9 +131,7 @@ def _renamed(spec: v.Snapshot, engine: v.Snapshot, names: Names) -> v.Snapshot:
             for it in transfers.deferred_frees
         ]
         transfers = replace(transfers, held=tuple(held), deferred_frees=tuple(deferred))
-    if pins is not None:
-        kept = [replace(pin, block_tables=names.rename(pin.block_tables)) for pin in pins.pins]
-        pins = replace(pins, pins=tuple(kept))
+    parts = {part.name: (part, getattr(engine, part.name)) for part in PARTS}
     free = sorted(names.rename((engine.free_queue,))[0], key=lambda block: place.get(block, size))
     return replace(
         engine,
@@ -148,7 +144,11 @@ def _renamed(spec: v.Snapshot, engine: v.Snapshot, names: Names) -> v.Snapshot:
         block_keys=tuple(keys.get(block) for block, _ in enumerate(block_keys)),
         cached={key: names.rename((blocks,))[0] for key, blocks in engine.cached.items()},
         transfers=transfers,
-        pins=pins,
+        **{
+            name: part.rename(shown, names.rename)
+            for name, (part, shown) in parts.items()
+            if shown is not None
+        },
     )
 
 

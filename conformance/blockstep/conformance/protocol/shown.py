@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 
 from blockstep.conformance.engine import PartOfState
+from blockstep.conformance.protocol.features import PARTS
 from blockstep.conformance.protocol.renaming import pair_states
 from blockstep.spec import vocabulary as v
 
@@ -26,13 +27,14 @@ DEFAULTS = {
 def tells_holders(shown: v.Snapshot, config: v.Config) -> bool:
     """Whether a state shows the holders of each block.
 
-    A partial state does, except the blocks that transfers and pins hold, which `show_state` does
-    not take.
+    A partial state does, except the blocks that no request holds, which `show_state` does not
+    take.
     """
     if not isinstance(shown, PartOfState):
         return True
-    needs = config.kv_connector or config.policy is v.Policy.CONTINUUM
-    return not needs or shown.transfers is not None or shown.pins is not None
+    needs = config.kv_connector or any(getattr(config, part.setting) for part in PARTS)
+    parts = (shown.transfers, *[getattr(shown, part.name) for part in PARTS])
+    return not needs or any(part is not None for part in parts)
 
 
 def complete_state(shown: PartOfState, spec: v.Snapshot, is_renamed: bool) -> v.Snapshot:
@@ -61,8 +63,8 @@ def complete_state(shown: PartOfState, spec: v.Snapshot, is_renamed: bool) -> v.
         cached=_order_copies(shown, spec, is_renamed),
         frames_in_flight=frames,
         transfers=shown.transfers,
-        pins=shown.pins,
         has_work=spec.has_work if shown.has_work is None else shown.has_work,
+        **{part.name: getattr(shown, part.name) for part in PARTS},
     )
 
 

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.feature import Example, Feature
+from blockstep.conformance.protocol.feature import Example, Feature, Kept, PartOfSnapshot
 from blockstep.spec import vocabulary as v
+
+
+def list_kept(pins: v.PinsSnapshot) -> list[Kept]:
+    """Return the blocks of each pin."""
+    return [
+        Kept(f"job {pin.job_id}", pin.block_tables, pin, pin.end <= pins.now) for pin in pins.pins
+    ]
+
+
+def rename(pins: v.PinsSnapshot, name: Callable[[v.BlockTables], v.BlockTables]) -> v.PinsSnapshot:
+    """Return the pins with other names for their blocks."""
+    kept = [replace(pin, block_tables=name(pin.block_tables)) for pin in pins.pins]
+    return replace(pins, pins=tuple(kept))
+
 
 FEATURE = Feature(
     "pins",
@@ -39,6 +56,7 @@ FEATURE = Feature(
         "estimate": "an estimator says how long the blocks of a job stay",
     },
     signal_of={v.Clock: "clock", v.PinEstimate: "estimate"},
+    part=PartOfSnapshot("pins", "has_pins", list_kept, rename),
     headlines={
         "pins_give_way_only_where_nobody_else_runs": (
             "LIVENESS: a pin was reclaimed while other requests run"

@@ -3,7 +3,7 @@ first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -16,7 +16,6 @@ from blockstep.conformance.judge.properties.pool import verified_blocks
 from blockstep.conformance.judge.properties.queue_replay import (
     Freed,
     Holders,
-    list_pinned,
     next_in_line,
     victims_of,
 )
@@ -103,7 +102,7 @@ def end_turn(
         freed += holders.free(pins.pop(job_id))
     if is_kept:
         pins[job_id] = pin = v.Pin(job_id, kept, before.now + ttl)
-        holders.hold(pin)
+        holders.hold(pin, kept)
     return freed
 
 
@@ -185,13 +184,13 @@ def pins_hold_what_can_be_found(step: Step, _ledger: Ledger) -> Complaints:
 def pins_give_way_only_where_nobody_else_runs(step: Step, _ledger: Ledger) -> Complaints:
     """A pin is reclaimed before its end only for a request that runs alone, or that waits while
     none runs."""
-    if not step.given_pins:
+    if not step.given_kept:
         return ()
     left = [name for name in step.before.running if name not in step.preempted]
     if len(left) <= 1 and (not left or not step.admitted_rows or step.running_rows):
         return ()
-    jobs = [pin.job_id for pin in step.given_pins]
-    return [Complaint(f"pins of {jobs} went before their time, though {left} run")]
+    jobs = ", ".join([kept.owner for kept in step.given_kept])
+    return [Complaint(f"the pins of {jobs} went before their time, though {left} run")]
 
 
 @sentence("P10", v.Schedule, needs="has_pins", said_by="every_request_ends_once_all_is_healed")
@@ -236,9 +235,7 @@ def preempted_of_a_job_with_a_pin_are_the_last(step: Step, ledger: Ledger) -> Co
 
 def _rank_of_victims(step: Step, ledger: Ledger) -> list[v.RequestId]:
     """Running requests in the order of preemption: youngest first, those of pinned jobs last."""
-    warm = list_pinned(step.before)
-    youngest: Sequence[v.RequestId] = step.before.running[::-1]
-    return sorted(youngest, key=lambda name: ledger.lives[name].request.job_id in warm)
+    return KEEPER.sort_victims(ledger, step.before, step.before.running[::-1])
 
 
 @sentence("P18", *NO_FORKS, needs="has_pins")
@@ -259,3 +256,60 @@ def time_and_estimates_are_as_told(step: Step, ledger: Ledger) -> Complaints:
     left = sorted((job, ttl) for job, ttl in ttls.items() if ttl and job in jobs)
     estimates = tuple([v.PinEstimate(*entry) for entry in left])
     yield from differing("estimates", estimates, after.estimates)
+
+
+def list_pinned(snapshot: v.Snapshot) -> set[str | None]:
+    """Return the jobs with a pin that has not expired at the beginning of a plan."""
+    pins = snapshot.pins
+    return set() if pins is None else {pin.job_id for pin in pins.pins if pin.end > pins.now}
+
+
+class Turns:
+    """The pins while requests end in one event: a turn that ends properly leaves one."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._pins = {pin.job_id: pin for pin in (step.before.pins or NO_PINS).pins}
+
+    def end(self, ledger: Ledger, name: v.RequestId, holders: Holders) -> Freed:
+        """Return the blocks of a pin that goes when a request ends; see `end_turn`."""
+        return end_turn(self._step, ledger, name, self._pins, holders)
+
+
+class PinKeeper:
+    """The order of requests with pins, and the blocks that events free; see `Keeper`."""
+
+    def is_on(self, config: v.Config) -> bool:
+        """Whether the policy of a config pins blocks."""
+        return config.has_pins
+
+    def sort_victims(
+        self, ledger: Ledger, snapshot: v.Snapshot, youngest: Iterable[v.RequestId]
+    ) -> list[v.RequestId]:
+        """Return requests in the order of preemption: those of pinned jobs after all others."""
+        warm = list_pinned(snapshot)
+        return sorted(youngest, key=lambda name: ledger.lives[name].request.job_id in warm)
+
+    def sort_waiting(self, ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
+        """Return the waiting queue: preempted requests first, then those of pinned jobs."""
+        names, warm = [*snapshot.waiting], list_pinned(snapshot)
+        if warm:
+            returning = {
+                request.request_id
+                for request in snapshot.requests
+                if request.status is v.Status.PREEMPTED
+            }
+            cold = {name for name in names if ledger.lives[name].request.job_id not in warm}
+            names.sort(key=lambda name: (name not in returning) * (1 + (name in cold)))
+        return names
+
+    def follow(self, step: Step, ledger: Ledger) -> Freed:
+        """Return the blocks that requests and pins free in an event that is no plan."""
+        return follow_pins(step, ledger).freed
+
+    def begin_ends(self, step: Step) -> Turns:
+        """Return the pins while requests end."""
+        return Turns(step)
+
+
+KEEPER = PinKeeper()

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from blockstep.conformance.explore.small import BOTH, FETCHED, UNRESERVED, a, b, c, offer
-from blockstep.conformance.explore.world import Counts, World
+from blockstep.conformance.explore.world import Counts, Scope, World
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.state import State
+from blockstep.spec.features.pins import PINS
 
+
+def list_events(state: State) -> Iterator[v.Event]:
+    """Yield clocks: time goes backwards, and advances tick by tick while there are pins."""
+    pins = PINS.of(state)
+    yield v.Clock(0)
+    if any(pin.end > pins.now for pin in pins.pins):
+        yield v.Clock(pins.now + 1)
+
+
+def list_tables(state: State) -> Iterator[Sequence[v.BlockId]]:
+    """Yield the block tables of pins."""
+    for pin in PINS.of(state).pins:
+        yield from pin.block_tables
+
+
+def get_form(state: State, places: Mapping[v.BlockId, int]) -> tuple[Any, ...]:
+    """Return the pins with the time left; the time itself does not matter."""
+    pins = PINS.of(state)
+    kept = [
+        (
+            pin.job_id,
+            max(pin.end - pins.now, 0),
+            *[tuple(places[block_id] for block_id in table) for table in pin.block_tables],
+        )
+        for pin in pins.pins
+    ]
+    return tuple(kept), tuple(sorted(pins.estimates.items()))
+
+
+SCOPE = Scope(lambda config: config.has_pins, list_events, list_tables, get_form)
 PINNED: dict[str, Any] = {"policy": v.Policy.CONTINUUM}
 WORLDS = (
     World("turns", "a job of two turns, with a pin that ends at any time; aborts, resets",

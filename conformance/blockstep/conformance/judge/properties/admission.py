@@ -40,6 +40,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
 )
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
+from blockstep.conformance.protocol.features import list_kept
 from blockstep.spec import vocabulary as v
 
 
@@ -109,8 +110,8 @@ def _only_left_windows(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
 def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
     """A plan without rows, loads and preemptions leaves pool, queues and statistics as they are.
 
-    A skipped request may move between the queues for its tokens in flight or its adapter. Pins that
-    end free blocks and order the queue; other checks are about that.
+    A skipped request may move between the queues for its tokens in flight or its adapter. Kept
+    blocks that are due are freed and order the queue; other checks are about that.
     """
     if step.is_for_somebody:
         return
@@ -121,7 +122,7 @@ def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
     before, after = step.before, step.after
     queues = () if may_pass_over(step.config) else ("waiting", "skipped_waiting")
     fields = ["ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"]
-    if before.pins is not None and before.pins.pins:
+    if list_kept(before):
         fields = [name for name in fields if name not in ("ref_counts", "free_queue", "waiting")]
     for name in fields:
         old, new = getattr(before, name), getattr(after, name)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import NamedTuple
 
-from blockstep.conformance.features.pins.properties import NO_PINS, end_turn, follow_pins
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.life import order_of
 from blockstep.conformance.judge.properties.queue_replay import (
@@ -15,6 +14,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
     Holders,
     begin_admission,
     begin_plan,
+    find_keeper,
     find_waiting,
     hides_a_rollback,
     in_policy_order,
@@ -291,8 +291,9 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
         return differing_blocks("free_queue", _queued(step, follow.freed), after.free_queue)
     is_forced = isinstance(step.event, v.Reset) and step.event.reset_running_requests
     may_others_give = ledger.has_sessions or any(map(keeps_blocks, before.requests))
-    if step.config.has_pins and not (is_forced and may_others_give):
-        freed = follow_pins(step, ledger).freed
+    keeper = find_keeper(step.config)
+    if keeper is not None and not (is_forced and may_others_give):
+        freed = keeper.follow(step, ledger)
         return differing_blocks("free_queue", _queued(step, freed), after.free_queue)
     if not isinstance(step.event, v.Reset):
         names = [name for name in step.ended if _is_freed(step, ledger, name)]
@@ -338,10 +339,11 @@ def follow_holds(step: Step, ledger: Ledger) -> Holds:
     """The blocks that an event which may end requests frees, in order, and those that stay held.
 
     A commit first frees the blocks that waited for its frame. A request that ends leaves blocks to
-    the pin of its job, to its load, and to a store that reads them. Then a report ends holds, loads
-    first.
+    a feature that keeps some, to its load, and to a store that reads them. Then a report ends
+    holds, loads first.
     """
-    pins = {pin.job_id: pin for pin in (step.before.pins or NO_PINS).pins}
+    keeper = find_keeper(step.config)
+    ends = None if keeper is None else keeper.begin_ends(step)
     store, report = ledger.store, ledger.store.get_report(step)
     freed: Freed = []
     holders, held = Holders(step, ledger), dict(store.held)
@@ -353,8 +355,8 @@ def follow_holds(step: Step, ledger: Ledger) -> Holds:
         if name not in step.old or not _is_freed(step, ledger, name):
             continue
         goes_on = ledger.goes_on(name, step)
-        if step.config.has_pins and not goes_on:
-            freed += end_turn(step, ledger, name, pins, holders)
+        if ends is not None and not goes_on:
+            freed += ends.end(ledger, name, holders)
         hold = None if goes_on else store.find_hold(step.old[name])
         if hold is None:
             freed += holders.free(name)

@@ -23,6 +23,7 @@ from blockstep.conformance.judge.properties.sentence import (
 )
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.properties.store_ledger import has_lost_all
+from blockstep.conformance.protocol.features import list_kept
 from blockstep.conformance.protocol.findings import (
     CACHED_TOO_EARLY,
     EVICTED_TOO_EARLY,
@@ -45,9 +46,9 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     """The ref count of a block is the number of its holders; a block without holders is in the free
     queue, once.
 
-    Holders are requests, transfers of ended requests, pins, and frames in flight whose commit frees
-    blocks. The null block has no holder and is not in the queue. In a table it takes the place of a
-    skipped block; with one KV group there is none.
+    Holders are requests, transfers of ended requests, features that keep blocks, and frames in
+    flight whose commit frees blocks. The null block has no holder and is not in the queue. In a
+    table it takes the place of a skipped block; with one KV group there is none.
     """
     after, num_blocks = step.after, step.config.num_blocks
     least = v.NULL_BLOCK if step.config.groups else 1
@@ -57,8 +58,7 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
         tables += [(it.request_id, it.block_tables) for it in after.transfers.held]
         deferred = after.transfers.deferred_frees
         tables += [(f"frame {it.frame_id}", (it.block_ids,)) for it in deferred]
-    if after.pins is not None:
-        tables += [(f"job {pin.job_id}", pin.block_tables) for pin in after.pins.pins]
+    tables += [(kept.owner, kept.block_tables) for kept in list_kept(after)]
     for name, block_tables in tables:
         for table in block_tables:
             for block in table:

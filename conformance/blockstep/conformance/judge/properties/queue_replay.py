@@ -9,10 +9,11 @@ shows, so the order is not known; such a step is not replayed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from blockstep.conformance.judge.attended import blocks_of_drafts, count_unattended
 from blockstep.conformance.judge.gates import get_gates
@@ -25,6 +26,7 @@ from blockstep.conformance.judge.properties.hits import may_ask_the_store
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import once_a_step
 from blockstep.conformance.judge.properties.step import PlannedRow, Step, keeps_blocks
+from blockstep.conformance.protocol.features import list_kept, load_parts
 from blockstep.spec import vocabulary as v
 
 Freed: TypeAlias = list[list[v.BlockId]]
@@ -53,47 +55,77 @@ class QueueReplay:
     """Blocks that wait for frames in flight after the step, if any block was given back."""
 
 
+class Ends(Protocol):
+    """What a feature keeps while requests end in one event."""
+
+    def end(self, ledger: Ledger, name: v.RequestId, holders: Holders) -> Freed:
+        """Return the blocks that the feature frees when a request ends, which still holds its own.
+
+        `holders` is changed: what the feature keeps is one more holder.
+        """
+        ...
+
+
+class Keeper(Protocol):
+    """What a feature that keeps blocks decides besides; `KEEPER` in its module `properties`."""
+
+    def is_on(self, config: v.Config) -> bool:
+        """Whether a config has the feature."""
+        ...
+
+    def sort_victims(
+        self, ledger: Ledger, snapshot: v.Snapshot, youngest: Iterable[v.RequestId]
+    ) -> list[v.RequestId]:
+        """Return requests in the order of preemption, from the youngest first."""
+        ...
+
+    def sort_waiting(self, ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
+        """Return the waiting queue in the order in which a plan tries it."""
+        ...
+
+    def follow(self, step: Step, ledger: Ledger) -> Freed:
+        """Return the blocks that an event frees which is no plan."""
+        ...
+
+    def begin_ends(self, step: Step) -> Ends:
+        """Return what the feature keeps while requests end."""
+        ...
+
+
+@cache
+def _get_keepers() -> tuple[Keeper, ...]:
+    modules = load_parts("properties").values()
+    return tuple([it.KEEPER for it in modules if hasattr(it, "KEEPER")])
+
+
+def find_keeper(config: v.Config) -> Keeper | None:
+    """Return the feature of a config that keeps blocks, if any."""
+    for keeper in _get_keepers():
+        if keeper.is_on(config):
+            return keeper
+    return None
+
+
 def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
     """The requests preempted in this step, in the order of preemption by the policy.
 
-    FCFS preempts from the end of the running list. CONTINUUM does so as well, with requests of
-    pinned jobs after all others. PRIORITY preempts the greatest (priority, arrival_time,
-    request_id). Upstream leaves the id out; then of two equal requests the older yields to the
-    younger, in turns, and neither makes progress.
+    FCFS preempts from the end of the running list, unless a feature that keeps blocks has another
+    order. PRIORITY preempts the greatest (priority, arrival_time, request_id). Upstream leaves the
+    id out; then of two equal requests the older yields to the younger, in turns, and neither makes
+    progress.
     """
     if step.config.policy is v.Policy.FCFS or not step.preempted:
         return step.preempted[::-1]
-    if step.config.policy is v.Policy.CONTINUUM:
-        warm = list_pinned(step.before)
-        youngest = step.preempted[::-1]
-        return sorted(youngest, key=lambda name: ledger.lives[name].request.job_id in warm)
+    keeper = find_keeper(step.config)
+    if keeper is not None:
+        return keeper.sort_victims(ledger, step.before, step.preempted[::-1])
     return sorted(step.preempted, key=lambda name: ledger.lives[name].order, reverse=True)
 
 
-def list_pinned(snapshot: v.Snapshot) -> set[str | None]:
-    """Jobs with a pin that has not expired at the beginning of a plan."""
-    pins = snapshot.pins
-    return set() if pins is None else {pin.job_id for pin in pins.pins if pin.end > pins.now}
-
-
 def in_waiting_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
-    """The waiting queue in the order in which a plan tries it.
-
-    CONTINUUM tries preempted requests first, then those of jobs with a pin.
-    """
-    names = [*snapshot.waiting]
-    if ledger.config.policy is not v.Policy.CONTINUUM:
-        return names
-    warm = list_pinned(snapshot)
-    if warm:
-        returning = {
-            request.request_id
-            for request in snapshot.requests
-            if request.status is v.Status.PREEMPTED
-        }
-        cold = {name for name in names if ledger.lives[name].request.job_id not in warm}
-        names.sort(key=lambda name: (name not in returning) * (1 + (name in cold)))
-    return names
+    """The waiting queue in the order in which a plan tries it."""
+    keeper = find_keeper(ledger.config)
+    return [*snapshot.waiting] if keeper is None else keeper.sort_waiting(ledger, snapshot)
 
 
 def in_policy_order(
@@ -185,9 +217,10 @@ def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
         return None
     givers = [max(after.running, key=lambda name: ledger.lives[name].order)]
     if config.policy is not v.Policy.PRIORITY:
-        youngest, warm = after.running[::-1], list_pinned(step.before)
-        cold = [name for name in youngest if ledger.lives[name].request.job_id not in warm]
-        givers = [*cold[:1], *youngest][:1]
+        keeper, givers = find_keeper(config), [*after.running[::-1]]
+        givers = (givers if keeper is None else keeper.sort_victims(ledger, step.before, givers))[
+            :1
+        ]
     if len(after.running) == 1:
         givers += [old.request_id for old in step.old.values() if keeps_blocks(old)]
     if all(ledger.get_fence(name) is None for name in givers):
@@ -291,7 +324,7 @@ def freed_blocks(step: Step, ledger: Ledger, names: Sequence[v.RequestId]) -> Fr
 
 
 class Holders:
-    """The holders of blocks, while requests and pins give some back.
+    """The holders of blocks, while requests and features give some back.
 
     Blocks of a request with a row in flight are not free yet: the commit of that frame frees them.
     """
@@ -304,21 +337,20 @@ class Holders:
         self._counts = list(before.ref_counts)
         held = () if before.transfers is None else before.transfers.held
         holding: tuple[v.RequestSnapshot | v.HeldBlocks, ...] = (*before.requests, *held)
-        self._tables: dict[v.RequestId | v.Pin, v.BlockTables] = {
+        self._tables: dict[Hashable, v.BlockTables] = {
             holder.request_id: holder.block_tables for holder in holding
         }
-        if before.pins is not None:
-            self._tables.update({pin: pin.block_tables for pin in before.pins.pins})
+        self._tables.update({kept.entry: kept.block_tables for kept in list_kept(before)})
 
-    def hold(self, pin: v.Pin) -> None:
-        """Make a new pin one more holder of its blocks."""
-        self._tables[pin] = pin.block_tables
-        for block in chain(*pin.block_tables):
+    def hold(self, entry: Hashable, block_tables: v.BlockTables) -> None:
+        """Make what a feature keeps (`Kept.entry`) one more holder of its blocks."""
+        self._tables[entry] = block_tables
+        for block in chain(*block_tables):
             self._counts[block] += 1
 
-    def free(self, name: v.RequestId | v.Pin) -> Freed:
-        """Take all blocks from a request or pin; return those that become free, last block of each
-        table first."""
+    def free(self, name: Hashable) -> Freed:
+        """Take all blocks from a request or a `Kept.entry`; return those that become free, last
+        block of each table first."""
         tables, self._tables[name] = self._tables[name], ()
         fence = self._ledger.get_fence(name, self._step) if isinstance(name, str) else None
         if fence is None:
@@ -363,13 +395,11 @@ class Holders:
 
 
 def begin_plan(step: Step, ledger: Ledger) -> tuple[list[v.BlockId], Holders]:
-    """The free queue and the holders after a plan has ended the pins that expired."""
-    before = step.before
-    queue, holders, pins = list(before.free_queue), Holders(step, ledger), before.pins
-    if pins is not None:
-        for pin in pins.pins:
-            if pin.end <= pins.now:
-                queue = queue_up(step.config, queue, holders.free(pin))
+    """The free queue and the holders after a plan has freed the kept blocks that are due."""
+    queue, holders = list(step.before.free_queue), Holders(step, ledger)
+    for kept in list_kept(step.before):
+        if kept.is_due:
+            queue = queue_up(step.config, queue, holders.free(kept.entry))
     return queue, holders
 
 
@@ -407,7 +437,7 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     preempted until there are enough, or until it is preempted itself.
     """
     is_plain = not (victims or _may_give_back(step, ledger))
-    if is_plain and step.before.pins is None:  # no blocks are given back
+    if is_plain and not list_kept(step.before):  # no blocks are given back
         replay = QueueReplay(list(step.before.free_queue))
     else:
         queue, holders = begin_plan(step, ledger)

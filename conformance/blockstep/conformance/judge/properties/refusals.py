@@ -15,6 +15,7 @@ from blockstep.conformance.features.forks.properties import problem_of_fork
 from blockstep.conformance.judge.properties.amounts import least_need, most_need
 from blockstep.conformance.judge.properties.ledger import WHOLE, FlightRow, Ledger
 from blockstep.conformance.judge.properties.life import Life
+from blockstep.conformance.judge.properties.queue_replay import find_keeper
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
     Complaints,
@@ -26,6 +27,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step, keeps_blocks
+from blockstep.conformance.protocol.features import SIGNAL_OF
 from blockstep.conformance.protocol.sessions import find_problem_of_chunk, get_longest
 from blockstep.spec import vocabulary as v
 
@@ -285,7 +287,7 @@ _STILL: dict[type, tuple[str, ...]] = {
     v.SetPause: ("requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
     **dict.fromkeys(
-        (v.GrammarBitmask, v.EncoderOffer, v.KVOffer, v.Clock, v.PinEstimate),
+        (v.GrammarBitmask, v.EncoderOffer, v.KVOffer, *SIGNAL_OF),
         ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     ),
     v.TransfersReported: (
@@ -434,7 +436,7 @@ def reset_empties_the_cache(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P25", v.Reset, fixes="when a cache is emptied without force")
 def reset_succeeds_unless_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
-    """A forced reset succeeds; another one only if no block is held, pins left out.
+    """A forced reset succeeds; another one only if no block is held, kept ones left out.
 
     It fails while a load has not ended or blocks are held for a transfer, and if it is for a store
     that does not exist.
@@ -443,7 +445,7 @@ def reset_succeeds_unless_blocks_are_held(step: Step, ledger: Ledger) -> Complai
     assert isinstance(step.observation, v.ResetDone)
     before = step.before
     all_free = _all_free(step, before)
-    if step.config.has_pins:
+    if find_keeper(step.config) is not None:
         all_free = not any(any(chain(*request.block_tables)) for request in before.requests)
         all_free &= before.transfers is None or not before.transfers.deferred_frees
     expected = step.event.reset_running_requests or all_free

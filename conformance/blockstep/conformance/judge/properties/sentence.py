@@ -25,7 +25,7 @@ from blockstep.spec import vocabulary as v
 ENDINGS = (v.Commit, v.Abort, v.GrammarFailed, v.TransfersReported)
 """Events that may end requests."""
 NO_FORKS = tuple([kind for kind in v.EVENT_TYPES if kind is not v.Fork])
-"""Events that exist with a store or pins, which exclude forks."""
+"""Events that exist with features that exclude forks."""
 
 
 class Complaint(NamedTuple):

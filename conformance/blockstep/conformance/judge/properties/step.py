@@ -14,6 +14,8 @@ from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from blockstep.conformance.judge.attended import blocks_of_drafts
+from blockstep.conformance.protocol.feature import Kept
+from blockstep.conformance.protocol.features import PARTS, list_kept
 from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import wide_dataclass
 
@@ -38,7 +40,7 @@ class once(Generic[T]):  # noqa: N801 - stands where a decorator does
 
 _get_standing = attrgetter(
     *("requests", "waiting", "skipped_waiting", "running", "ref_counts", "free_queue"),
-    *("block_keys", "cached", "transfers", "pins"),
+    *("block_keys", "cached", "transfers", *[part.name for part in PARTS]),
 )
 """The parts of a state that most events leave unchanged; identical objects compare at once."""
 
@@ -182,10 +184,9 @@ class Step:
 
     @once
     def acts(self) -> bool:
-        """Whether a plan may have taken or freed a block: it has rows, loads or victims, or there
-        are pins."""
-        pins = self.before.pins
-        return self.is_for_somebody or (pins is not None and bool(pins.pins))
+        """Whether a plan may have taken or freed a block: it has rows, loads or victims, or a
+        feature keeps blocks."""
+        return self.is_for_somebody or bool(list_kept(self.before))
 
     @once
     def preempted(self) -> list[v.RequestId]:
@@ -366,22 +367,21 @@ class Step:
         return found
 
     @once
-    def given_pins(self) -> list[v.Pin]:
-        """Pins that a plan ended before their time."""
-        before, after = self.before.pins, self.after.pins
-        if before is None or after is None or not before.pins:
-            return []
-        return [pin for pin in before.pins if pin.end > before.now and pin not in after.pins]
+    def given_kept(self) -> list[Kept]:
+        """Blocks that a feature kept and that a plan took before their time."""
+        before = [kept for kept in list_kept(self.before) if not kept.is_due]
+        after = [kept.entry for kept in list_kept(self.after)] if before else ()
+        return [kept for kept in before if kept.entry not in after]
 
     @once
     def hides_what_was_given(self) -> bool:
-        """Whether blocks of pins or of idle requests were reclaimed at an unknown point of the
-        step.
+        """Whether blocks of idle requests, or that a feature kept, were reclaimed at an unknown
+        point of the step.
 
         Where nothing ran, the blocks may have been reclaimed for a request that was admitted
         earlier in the step, and hit again.
         """
-        if self.giving or self.given_pins:
+        if self.giving or self.given_kept:
             return True
         kept = [row for row in self.admitted_rows if row.kind is RowKind.CONTINUED]
         if not kept:
