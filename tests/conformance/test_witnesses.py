@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 from groups_support import chunks, full, recurrent, window
 
+from blockstep.conformance.draw.actions import SeededDraw
+from blockstep.conformance.draw.presets import SMALL
+from blockstep.conformance.draw.swarms import draw_swarm
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.wishes import Wish
 from blockstep.conformance.search.floor import Facts, missing_witnesses, required_witnesses
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.host import HostEngine
@@ -271,6 +275,18 @@ def test_where_there_is_no_store_nobody_must_be_saved(options: CheckOptions) -> 
 def test_without_placeholders_no_mask_waits_for_older_frames() -> None:
     assert "masks_flag_of_frames_behind" in required_witnesses(CheckOptions())
     assert "masks_flag_of_frames_behind" not in required_witnesses(CheckOptions(), ("async",))
+
+
+def test_features_that_are_not_drawn_beside_a_wished_one_are_not_owed() -> None:
+    goals = required_witnesses(CheckOptions(with_features=("states",)))
+    assert not [name for name in goals if name.startswith(("transfers_", "forks_", "tiers_"))]
+    both = required_witnesses(CheckOptions(with_features=("states", "transfers")))
+    assert "transfers_state_loaded" in both
+    swarms = [
+        draw_swarm(SMALL, SeededDraw(f"kinds/{index}"), wish=Wish(frozenset({"states"})))
+        for index in range(40)
+    ]
+    assert not any(swarm.config.kv_connector or swarm.config.enable_forks for swarm in swarms)
 
 
 def test_one_plan_at_a_time_owes_nothing_of_several() -> None:

@@ -137,7 +137,9 @@ def _goes_with(feature: Feature, draws: Draws, late: Late) -> bool:
     always = late.wish.always
     if not always.isdisjoint([other.name for other in list_apart(feature.name)]):
         return False
-    return feature.name in always or draws.goes_with(late)
+    if feature.name in always:
+        return True
+    return always.isdisjoint(feature.yields_to) and draws.goes_with(late)
 
 
 def draw_storm(preset: Preset, config: Config, draw: Draw, longest_row: int = 3) -> Config:

@@ -84,6 +84,8 @@ class Feature:
     """Features without which this one cannot be."""
     apart: Mapping[str, str] = field(default_factory=dict)
     """Features that no run has together with this one, with the reason."""
+    yields_to: tuple[str, ...] = ()
+    """Features of which this one leaves some out: it is drawn beside them only on request."""
     is_late: bool = False
     """Whether it is drawn after everything else, and only for engines that have it, so that an
     engine without it gets the episodes that it would get if the feature did not exist."""

@@ -203,6 +203,8 @@ def list_absent(options: CheckOptions, lacking: tuple[str, ...]) -> set[str]:
         absent |= SEVERAL_AT_ONCE
     elif SEVERAL_AT_ONCE & wish.always:
         absent |= SEVERAL_AT_ONCE - wish.always
+    left_out = [it.name for it in FEATURES if not wish.always.isdisjoint(it.yields_to)]
+    absent |= {*left_out} - wish.always
     return absent | {name for name in BY_NAME if absent.intersection(list_wholes(name))}
 
 

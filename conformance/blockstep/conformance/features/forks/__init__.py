@@ -20,6 +20,7 @@ FEATURE = Feature(
         "transfers": "a load may get a block that is still copied from",
         "states": "a state is written in place at each step, so branches cannot share it",
     },
+    yields_to=("kinds",),
     is_late=True,
     examples=(Example({"enable_forks": True}),),
     rare=(

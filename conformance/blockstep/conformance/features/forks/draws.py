@@ -15,7 +15,6 @@ from blockstep.conformance.draw.memory import Memory
 from blockstep.conformance.draw.requests import request_name, shuffled
 from blockstep.conformance.draw.view import View, WeightedAction
 from blockstep.conformance.features.forks import FEATURE
-from blockstep.conformance.features.groups import KINDS
 from blockstep.conformance.protocol.feature import settle_states
 from blockstep.conformance.protocol.features import HOSTILE
 from blockstep.conformance.protocol.program import Action
@@ -44,9 +43,8 @@ def finish_config(late: Late) -> None:
 
 
 def goes_with(late: Late) -> bool:
-    """Return whether the config has no store and no pins, and keeps its kinds of groups."""
-    has_other = late.config.kv_connector or late.config.has_pins
-    return KINDS.name not in late.wish.always and not has_other
+    """Return whether the config has no store and no pins."""
+    return not (late.config.kv_connector or late.config.has_pins)
 
 
 def draw_pool(config: v.Config, draw: Draw) -> v.Config:

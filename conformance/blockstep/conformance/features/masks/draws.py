@@ -10,7 +10,7 @@ from blockstep.conformance.draw.feature import LATE_ONE_IN, Draws, Late, Situati
 from blockstep.conformance.draw.memory import list_frames
 from blockstep.conformance.draw.presets import PROPOSERS, Swarm
 from blockstep.conformance.draw.view import View, WeightedAction
-from blockstep.conformance.features.groups import KINDS, STATES
+from blockstep.conformance.features.groups import KINDS
 from blockstep.conformance.features.masks import FEATURE
 from blockstep.conformance.protocol.feature import settle_states
 from blockstep.conformance.protocol.features import DRAFTS, GRAMMAR, HOSTILE
@@ -29,7 +29,7 @@ def add_to_config(late: Late) -> None:
     reasons = late.config.reasoning_end_token_id is not None
     is_drawn = draw.chance(60) or reasons  # one commit then brings the end, and more
     if wish.decide(DRAFTS, is_drawn) and not late.config.num_speculative_tokens:
-        late.config = _add_drafts(late.config, draw, keeps_states=STATES.name in wish.always)
+        late.config = _add_drafts(late.config, draw, keeps_states=KINDS.name in wish.always)
 
 
 def one_in(wish: Wish) -> int:
@@ -38,10 +38,8 @@ def one_in(wish: Wish) -> int:
 
 
 def goes_with(late: Late) -> bool:
-    """Return whether runs may have grammars, and drafts leave the wished kinds of groups in."""
-    wish = late.wish
-    keeps_kinds = KINDS.name not in wish.always or STATES.name in wish.always
-    return keeps_kinds and GRAMMAR.name not in wish.never
+    """Return whether runs may have grammars."""
+    return GRAMMAR.name not in late.wish.never
 
 
 def _add_drafts(config: v.Config, draw: Draw, keeps_states: bool) -> v.Config:

@@ -13,6 +13,7 @@ FEATURE = Feature(
     config={"swap_min_tokens": 0, "admission_low_blocks": 0, "admission_high_blocks": 0},
     situations=("tiers_",),
     properties=("P10", "P15"),
+    yields_to=("kinds",),
     is_late=True,
     examples=(
         Example({"admission_high_blocks": 2, "admission_low_blocks": 1}),

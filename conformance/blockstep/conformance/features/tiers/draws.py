@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.feature import Draws, Late
-from blockstep.conformance.features.groups import KINDS
 from blockstep.conformance.features.transfers import FEATURE as TRANSFERS
 from blockstep.conformance.features.transfers.draws import add_store
 from blockstep.spec import vocabulary as v
@@ -21,11 +20,6 @@ def add_to_config(late: Late) -> None:
         add_store(late)
         late.drawn.add(TRANSFERS.name)
     late.config = draw_tiers(late.config, late.draw)
-
-
-def goes_with(late: Late) -> bool:
-    """Return whether no kinds of groups were wished for: swap-out leaves some out."""
-    return KINDS.name not in late.wish.always
 
 
 def draw_tiers(config: v.Config, draw: Draw) -> v.Config:
@@ -48,4 +42,4 @@ def draw_tiers(config: v.Config, draw: Draw) -> v.Config:
     )
 
 
-DRAWS = Draws(add_to_config=add_to_config, goes_with=goes_with, waits=True)
+DRAWS = Draws(add_to_config=add_to_config, waits=True)

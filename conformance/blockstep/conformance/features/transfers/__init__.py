@@ -27,6 +27,7 @@ FEATURE = Feature(
         *("pipeline_preempted_in_flight", "pipeline_token_after_preemption"),
     ),
     properties=("P17", "P18", "P19"),
+    yields_to=("kinds",),
     is_late=True,
     examples=(Example({"kv_connector": True}),),
     goals_need={

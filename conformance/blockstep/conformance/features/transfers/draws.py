@@ -14,7 +14,6 @@ from blockstep.conformance.draw.endings import list_ending
 from blockstep.conformance.draw.feature import Draws, Late, Situation
 from blockstep.conformance.draw.groups import make_full
 from blockstep.conformance.draw.view import View, WeightedAction
-from blockstep.conformance.features.groups import KINDS
 from blockstep.conformance.features.groups.draws import list_kinds
 from blockstep.conformance.features.transfers import FEATURE
 from blockstep.conformance.protocol.feature import settle_states
@@ -32,11 +31,6 @@ def add_to_config(late: Late) -> None:
 def add_store(late: Late) -> None:
     """Add a KV store; the groups keep the kinds that were wished for."""
     late.config = draw_store(late.config, late.draw, bool(list_kinds(late.wish.always)))
-
-
-def goes_with(late: Late) -> bool:
-    """Return whether no kinds of groups were wished for: a store leaves some out."""
-    return KINDS.name not in late.wish.always
 
 
 def draw_store(config: v.Config, draw: Draw, keeps_kinds: bool = False) -> v.Config:
@@ -210,7 +204,6 @@ def _has_requests(view: View) -> bool:
 
 DRAWS = Draws(
     add_to_config=add_to_config,
-    goes_with=goes_with,
     waits=True,
     answer=draw_answer,
     actions={
