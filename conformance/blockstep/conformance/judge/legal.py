@@ -13,12 +13,10 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from blockstep.conformance.features import encoder, tiers
-from blockstep.conformance.judge.pairs import SIGNALS, list_cells
+from blockstep.conformance.judge.pairs import SETTINGS, SIGNALS, list_cells
 from blockstep.conformance.protocol.feature import Example
 from blockstep.conformance.protocol.features import (
     BY_NAME,
-    EXAMPLES_OF_DRAFTS,
     FEATURES,
     HOSTILE,
 )
@@ -33,32 +31,7 @@ PLAIN_REQUEST = v.Request("A", (1, 2, 3, 4, 5, 6), max_tokens=4)
 
 EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     **{feature.name: feature.examples or (Example(),) for feature in FEATURES},
-    "whole_prompts": (Example({"enable_chunked_prefill": False}),),
-    "long_prefill_cap": (Example({"long_prefill_token_threshold": 8}),),
-    "no_reserve": (Example({"scheduler_reserve_full_isl": False}),),
-    **{name: (example,) for name, example in EXAMPLES_OF_DRAFTS.items()},
-    "whole_items": (
-        Example({**encoder.ASKED, "disable_chunked_mm_input": True, "is_encoder_decoder": False}),
-    ),
-    "items_beside": (
-        Example(
-            {
-                **encoder.ASKED,
-                "is_encoder_decoder": True,
-                "disable_chunked_mm_input": True,
-                "enable_chunked_prefill": False,
-                "enable_prefix_caching": False,
-            }
-        ),
-    ),
-    "loads_computed_again": (
-        Example({"kv_connector": True, "kv_load_failure_policy": v.KVLoadFailurePolicy.RECOMPUTE}),
-    ),
-    "reasoning": (Example({"reasoning_end_token_id": 1}),),
-    "watermark": (Example({"watermark_blocks": 1}),),
-    "stack": (Example({"pool_order": v.PoolOrder.LIFO}),),
-    "swap": tiers.FEATURE.examples[1:],
-    "thresholds": tiers.FEATURE.examples[:1],
+    **{name: setting.examples for name, setting in SETTINGS.items()},
 }
 """Examples of each feature and setting, one for each way that may go with others."""
 VALUES: Mapping[str, Any] = {
@@ -80,10 +53,7 @@ VALUES: Mapping[str, Any] = {
     "skip_reading_prefix_cache": True,
 }
 """A value of each field that a session or its chunk may set."""
-TO_ALL = (
-    *("reset", "forced_reset", "pause", "encoder_reset", "encoder_offer"),
-    *[signal for feature in FEATURES for signal in feature.signals],
-)
+TO_ALL = tuple([signal for feature in FEATURES for signal in feature.signals_to_all])
 """Signals that name no request."""
 OWN_EVENT = "it is an event of its own, and no part of an answer"
 NO_REQUEST = "it names no request"
@@ -177,26 +147,13 @@ def find_reason_of_signal(signal: str, moment: str) -> str:
 
 
 OF_SETTINGS: Mapping[str, str] = {
-    **dict.fromkeys(EXAMPLES_OF_DRAFTS, "drafts"),
-    **dict.fromkeys(("whole_items", "items_beside"), "encoder"),
-    **dict.fromkeys(("watermark", "stack"), "forks"),
-    **dict.fromkeys(("swap", "thresholds"), "tiers"),
-    "loads_computed_again": "transfers",
-    "reasoning": "masks",
+    name: feature.name for feature in FEATURES for name in feature.settings
 }
 """Settings that no run without a feature has, and that feature."""
 OF_SIGNALS: Mapping[str, str] = {
-    "abort": "aborts",
-    "grammar_ready": "grammar",
-    **dict.fromkeys(("grammar_failed", "bitmask"), "masks"),
-    "drafts": "drafts",
-    **dict.fromkeys(("chunk", "end_of_input"), "sessions"),
-    "fork": "forks",
-    **dict.fromkeys(("offer", "load_ends", "load_fails", "read_ends"), "transfers"),
-    **dict.fromkeys(("reset", "forced_reset"), "reset"),
-    "pause": "pause",
-    **dict.fromkeys(("encoder_reset", "encoder_offer"), "encoder"),
-    **{signal: feature.name for feature in FEATURES for signal in feature.signals},
+    signal: feature.name
+    for feature in FEATURES
+    for signal in (*feature.signals, *feature.signals_to_all)
 }
 """The feature of each signal."""
 OF_FIELDS = {name: feature.name for feature in FEATURES for name in feature.request}

@@ -12,7 +12,7 @@ every run can count its cells, whatever its engine shows:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from itertools import combinations, compress
@@ -20,7 +20,7 @@ from operator import attrgetter, ne
 from typing import Protocol
 
 from blockstep.conformance.features import forks
-from blockstep.conformance.protocol.feature import Feature
+from blockstep.conformance.protocol.feature import Example, Feature, Setting
 from blockstep.conformance.protocol.features import (
     ABORTS,
     FEATURES,
@@ -33,24 +33,8 @@ from blockstep.conformance.protocol.transfers import Transfers, list_failed
 from blockstep.spec import vocabulary as v
 
 SIGNALS: Mapping[str, str] = {
-    "abort": "a client aborts a request",
-    "grammar_ready": "a grammar is compiled",
-    "grammar_failed": "a grammar cannot be had",
-    "bitmask": "the runner asks for the mask of a plan",
-    "drafts": "drafts are proposed",
-    "chunk": "a session is given a chunk",
-    "end_of_input": "a session is given the end of its input",
-    "fork": "a request is forked",
-    "offer": "a store says what it has of a request",
-    "load_ends": "the end of a load is reported",
-    "load_fails": "a block of a load is reported as invalid",
-    "read_ends": "the end of a store's read is reported",
-    "reset": "the cache is emptied, unless a request holds a block",
-    "forced_reset": "the cache is emptied by force",
-    "pause": "scheduling is paused or resumed",
-    "encoder_reset": "all that was encoded is forgotten",
-    "encoder_offer": "a connector says which items it has",
     **{signal: text for feature in FEATURES for signal, text in feature.signals.items()},
+    **{signal: text for feature in FEATURES for signal, text in feature.signals_to_all.items()},
 }
 MOMENTS: Mapping[str, str] = {
     "never_submitted": "no request of this name was ever submitted",
@@ -80,23 +64,20 @@ ENDED_MAX = 8
 """Requests that ended lately, at most, to which a signal to all requests counts."""
 _PLAIN = v.Request("", ())
 
-SETTINGS: Mapping[str, Callable[[v.Config], bool]] = {
-    "whole_prompts": lambda config: not config.enable_chunked_prefill,
-    "long_prefill_cap": lambda config: config.long_prefill_token_threshold > 0,
-    "no_reserve": lambda config: not config.scheduler_reserve_full_isl,
-    "ngram": lambda config: config.spec_method is v.SpecMethod.NGRAM,
-    "draft_model": lambda config: config.spec_method is v.SpecMethod.DRAFT_MODEL,
-    "draft_head": lambda config: config.spec_method is v.SpecMethod.EAGLE,
-    "whole_items": lambda config: config.disable_chunked_mm_input and not config.is_encoder_decoder,
-    "items_beside": lambda config: config.is_encoder_decoder,
-    "loads_computed_again": lambda config: (
-        config.kv_connector and config.kv_load_failure_policy is v.KVLoadFailurePolicy.RECOMPUTE
+SETTINGS: Mapping[str, Setting] = {
+    "whole_prompts": Setting(
+        lambda config: not config.enable_chunked_prefill,
+        (Example({"enable_chunked_prefill": False}),),
     ),
-    "reasoning": lambda config: config.reasoning_end_token_id is not None,
-    "watermark": lambda config: config.watermark_blocks > 0,
-    "stack": lambda config: config.pool_order is v.PoolOrder.LIFO,
-    "swap": lambda config: config.swap_min_tokens > 0,
-    "thresholds": lambda config: config.admission_high_blocks > 0,
+    "long_prefill_cap": Setting(
+        lambda config: config.long_prefill_token_threshold > 0,
+        (Example({"long_prefill_token_threshold": 8}),),
+    ),
+    "no_reserve": Setting(
+        lambda config: not config.scheduler_reserve_full_isl,
+        (Example({"scheduler_reserve_full_isl": False}),),
+    ),
+    **{name: setting for feature in FEATURES for name, setting in feature.settings.items()},
 }
 """Values of a config's fields that are no feature of their own, and may be of any config."""
 NAMES = (*[feature.name for feature in FEATURES], *SETTINGS)
@@ -163,7 +144,7 @@ def list_of_config(config: v.Config) -> frozenset[str]:
     """Names of the features and settings that a config asks for."""
     asked = [one for one in FEATURES if not is_of_request(one) and one.is_asked_by(config)]
     names = [one.name for one in asked if one is not forks.FEATURE or config.enable_forks]
-    return frozenset((*names, *[name for name, is_set in SETTINGS.items() if is_set(config)]))
+    return frozenset((*names, *[name for name, it in SETTINGS.items() if it.is_set(config)]))
 
 
 class Known(Protocol):
@@ -344,12 +325,6 @@ def list_signals(
             yield from _list_reported(event, report, known.transfers, config)
         case v.Reset(reset_running_requests=is_forced):
             yield "forced_reset" if is_forced else "reset", everybody
-        case v.SetPause():
-            yield "pause", everybody
-        case v.EncoderReset():
-            yield "encoder_reset", everybody
-        case v.EncoderOffer():
-            yield "encoder_offer", everybody
         case _ if type(event) in SIGNAL_OF:
             yield SIGNAL_OF[type(event)], everybody
 

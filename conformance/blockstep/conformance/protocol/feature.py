@@ -29,6 +29,16 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """A value of a config's fields that is no feature of its own."""
+
+    is_set: Callable[[v.Config], bool]
+    """Whether a config has it."""
+    examples: tuple[Example, ...]
+    """Examples of it, one for each way that may go with other features."""
+
+
+@dataclass(frozen=True, slots=True)
 class Kept:
     """Blocks that a feature keeps, and no request holds."""
 
@@ -100,12 +110,21 @@ class Feature:
     goals_need: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Goals, by the beginnings of their names, that need one of several features besides this one.
     """
+    goals_apart: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Goals, by the beginnings of their names, that cannot be reached if every run has one of
+    several features."""
     rare: tuple[str, ...] = ()
     """Goals, by the beginnings of their names, that are required only if every run has it."""
+    rare_with: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Goals that are not required with a preset, since they are rare there, by its name."""
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    """Values of its fields that are looked at beside the feature (`judge.pairs`)."""
     signals: Mapping[str, str] = field(default_factory=dict)
-    """Signals that name no request (`judge.pairs`), with what they mean."""
+    """Signals about requests (`judge.pairs`), with what they mean."""
+    signals_to_all: Mapping[str, str] = field(default_factory=dict)
+    """Signals that name no request."""
     signal_of: Mapping[type, str] = field(default_factory=dict)
-    """The signal of each type of event."""
+    """The signal of a type of event that names no request, and is always the same one."""
     part: PartOfSnapshot | None = None
     """A part of a state that keeps blocks for no request."""
     checks: Mapping[str, tuple[str, str]] = field(default_factory=dict)

@@ -31,6 +31,7 @@ from blockstep.conformance.protocol.feature import (
     Feature,
     Kept,
     PartOfSnapshot,
+    Setting,
 )
 from blockstep.conformance.protocol.program import Action, Hostile, Misanswer, Propose
 from blockstep.spec import vocabulary as v
@@ -44,16 +45,17 @@ class UsageError(ValueError):
     """
 
 
-METHODS = {
-    "ngram": v.SpecMethod.NGRAM,
-    "draft_model": v.SpecMethod.DRAFT_MODEL,
-    "draft_head": v.SpecMethod.EAGLE,
+def _proposing(method: v.SpecMethod) -> Setting:
+    """Return the setting of a method that proposes drafts."""
+    example = Example({"spec_method": method, "num_speculative_tokens": 2})
+    return Setting(lambda config: config.spec_method is method, (example,))
+
+
+SETTINGS_OF_DRAFTS = {
+    "ngram": _proposing(v.SpecMethod.NGRAM),
+    "draft_model": _proposing(v.SpecMethod.DRAFT_MODEL),
+    "draft_head": _proposing(v.SpecMethod.EAGLE),
 }
-EXAMPLES_OF_DRAFTS = {
-    name: Example({"spec_method": method, "num_speculative_tokens": 2})
-    for name, method in METHODS.items()
-}
-"""Examples of drafts, by the name of the method."""
 
 PRIORITY = Feature(
     "priority",
@@ -74,12 +76,12 @@ DRAFTS = Feature(
     actions=(Propose, v.Drafts),
     situations=(
         *("draft", "rollback_", "stop_inside_accepted_drafts", "head_drop"),
-        *("block_for_lookahead_only", "rejected_bad_drafts", "forks_copied_with_drafts"),
-        *("groups_block_in_doubt", "masks_of_drafts", "masks_draft_cut", "masks_behind_a_cut"),
-        "forks_named_what_is_full",
+        *("block_for_lookahead_only", "rejected_bad_drafts"),
     ),
     properties=("P14", "P24"),
-    examples=tuple(EXAMPLES_OF_DRAFTS.values()),
+    examples=tuple([setting.examples[0] for setting in SETTINGS_OF_DRAFTS.values()]),
+    settings=SETTINGS_OF_DRAFTS,
+    signals={"drafts": "drafts are proposed"},
 )
 ASYNC = Feature(
     "async",
@@ -92,7 +94,7 @@ ASYNC = Feature(
         *("all_preempted_in_flight", "ended_while_stale", "passed_over_for_its_tokens"),
         *("admitted_past_a_stale_one", "resumed_after_stale_tokens", "published_by_"),
         *("draft_placeholders_", "rollback_with_frames_behind", "rejected_pipeline_full_async"),
-        *("row_of_an_ended_request_ignored", "masks_flag_of_frames_behind"),
+        "row_of_an_ended_request_ignored",
     ),
     hides=("drafts_taken", "drafts_dropped", "drafts_replaced"),  # they stay with the worker
     properties=("P13", "P24"),
@@ -128,6 +130,8 @@ PAUSE = Feature(
     actions=(v.SetPause,),
     situations=("paused_",),
     properties=("P9",),
+    signals_to_all={"pause": "scheduling is paused or resumed"},
+    signal_of={v.SetPause: "pause"},
 )
 RESET = Feature(
     "reset",
@@ -136,6 +140,10 @@ RESET = Feature(
     actions=(v.Reset,),
     situations=("reset_", "commit_for_preempted", "ended_while_preempted"),
     properties=("P25",),
+    signals_to_all={
+        "reset": "the cache is emptied, unless a request holds a block",
+        "forced_reset": "the cache is emptied by force",
+    },
 )
 GRAMMAR = Feature(
     "grammar",
@@ -146,6 +154,7 @@ GRAMMAR = Feature(
     situations=("grammar_", "admission_after_skip", "rejected_not_structured"),
     properties=("P15", "P16"),
     examples=(Example(request={"structured_output": True}),),
+    signals={"grammar_ready": "a grammar is compiled"},
 )
 MULTIMODAL = Feature(
     "multimodal",
@@ -197,6 +206,7 @@ ABORTS = Feature(
     actions=(v.Abort,),
     situations=("abort_", "commit_for_aborted"),
     properties=("P18",),
+    signals={"abort": "a client aborts a request"},
 )
 HOSTILE = Feature(
     "hostile",
@@ -215,7 +225,6 @@ CACHING = Feature(
         *("duplicate_key_published", "eviction_of_cached_block", "resumed_with_hit", "reset_done"),
         *("published_by_", "abort_of_shared_block"),
     ),
-    hides=("encoder_beside_", "encoder_across_"),  # an encoder-decoder model has no prefix caching
     properties=("P3", "P4", "P5", "P6"),
     examples=(Example({"enable_prefix_caching": True}),),
 )
@@ -256,6 +265,10 @@ GOALS_NEED: tuple[tuple[str, frozenset[str]], ...] = (
 )
 """Beginnings of coverage goals that need one of several features besides their own. Without all of
 them a running request can always continue with the tokens of its admission."""
+GOALS_APART: tuple[tuple[str, frozenset[str]], ...] = tuple(
+    [apart for feature in FEATURES for apart in feature.goals_apart.items()]
+)
+"""Beginnings of coverage goals that cannot be reached if every run has one of several features."""
 PARTS: tuple[PartOfSnapshot, ...] = tuple([it.part for it in FEATURES if it.part is not None])
 """Parts that a state has only with a feature, and that keep blocks for no request."""
 SIGNAL_OF: Mapping[type, str] = {
@@ -317,6 +330,8 @@ def is_reachable(situation: str, absent: Collection[str], always: Collection[str
     if any(situation.startswith(start) and needs <= {*absent} for start, needs in GOALS_NEED):
         return False
     if any(situation.startswith(BY_NAME[name].hides) for name in always):
+        return False
+    if any(situation.startswith(start) and others & {*always} for start, others in GOALS_APART):
         return False
     without = {*absent, *[other.name for name in always for other in list_apart(name)]}
     return not any(situation.startswith(BY_NAME[name].situations) for name in without)

@@ -168,18 +168,11 @@ SMALL_ONLY = {
     "dropped_token_runs_again",
     *("rejected_pipeline_full_async", "published_by_the_last_commit", "stop_model_length"),
     *("admission_blocked_by_max_num_seqs", "same_tokens_other_items"),
-    *("groups_block_in_doubt", "groups_last_block_to_another", "groups_admitted_past_its_room"),
-    *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
-    *("encoder_across_waits", "encoder_across_preempted", "encoder_across_made_again"),
-    *("forks_of_the_preempted", "forks_began_anew", "forks_last_holder_writes"),
-    *("forks_watermark_holds_up", "forks_watermark_for_nobody", "forks_stack_reused"),
 }
 """Rare in large pools: required with small presets only."""
 RARE_AT_TINY = {
     *("abort_preempted", "drafts_lost_by_preemption"),
-    *("drafts_some_accepted", "running_left_out_by_budget", "groups_block_in_doubt"),
-    *("transfers_returned_behind_a_head", "transfers_failed_at_a_later_block"),
-    *("forks_named_what_is_full", "tiers_several_saved"),
+    *("drafts_some_accepted", "running_left_out_by_budget"),
 }
 """Rare if requests have two or three tokens: a few times in 60,000 events."""
 RARE_WHERE_WANTED = {
@@ -219,7 +212,10 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
     absent = list_absent(options, lacking)
     deepest = {"four_frames_in_flight"} if options.max_depth < MAX_DEPTH else set()
     rare = {TINY.name: RARE_AT_TINY, REAL.name: SMALL_ONLY}.get(options.preset, set())
-    left_out = NOT_REQUIRED | deepest | rare
+    rare_of_features = {
+        name for feature in FEATURES for name in feature.rare_with.get(options.preset, ())
+    }
+    left_out = NOT_REQUIRED | deepest | rare | rare_of_features
     if GROUPS.name in wish.always:
         left_out |= RARE_WHERE_WANTED.get(options.preset, set())
     wanted = tuple(text for name in wish.always & {*LATE} for text in BY_NAME[name].situations)

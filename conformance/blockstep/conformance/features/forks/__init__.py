@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.feature import Example, Feature
+from blockstep.conformance.protocol.feature import Example, Feature, Setting
 from blockstep.spec import vocabulary as v
 
 FEATURE = Feature(
@@ -13,12 +13,16 @@ FEATURE = Feature(
     config={"enable_forks": False, "watermark_blocks": 0, "pool_order": v.PoolOrder.LRU},
     actions=(v.Fork,),
     situations=("forks_", "rejected_bad_fork", "rejected_fork_in_flight"),
-    hides=("encoder_beside_", "encoder_across_", "groups_of_three_kinds"),
+    hides=("groups_of_three_kinds",),
     properties=("P2", "P8"),
     apart={
         "pins": "a branch is no turn of a job",
         "transfers": "a load may get a block that is still copied from",
         "states": "a state is written in place at each step, so branches cannot share it",
+    },
+    goals_need={
+        "forks_copied_with_drafts": frozenset({"drafts"}),
+        "forks_named_what_is_full": frozenset({"drafts"}),
     },
     yields_to=("kinds",),
     is_late=True,
@@ -29,4 +33,21 @@ FEATURE = Feature(
         *("forks_three_holders", "forks_named_what_is_full", "forks_cut_short"),
         "forks_before_an_output",
     ),
+    settings={
+        "watermark": Setting(
+            lambda config: config.watermark_blocks > 0, (Example({"watermark_blocks": 1}),)
+        ),
+        "stack": Setting(
+            lambda config: config.pool_order is v.PoolOrder.LIFO,
+            (Example({"pool_order": v.PoolOrder.LIFO}),),
+        ),
+    },
+    signals={"fork": "a request is forked"},
+    rare_with={
+        "tiny": ("forks_named_what_is_full",),
+        "real": (
+            *("forks_of_the_preempted", "forks_began_anew", "forks_last_holder_writes"),
+            *("forks_watermark_holds_up", "forks_watermark_for_nobody", "forks_stack_reused"),
+        ),
+    },
 )

@@ -99,6 +99,7 @@ FEATURE = Feature(
     config={"groups": ()},
     situations=("groups_",),
     properties=("P5", "P8"),
+    goals_need={"groups_block_in_doubt": frozenset({"drafts"})},
     is_late=True,
     examples=(Example({"groups": (FULL,)}),),
     rare=(
@@ -106,6 +107,14 @@ FEATURE = Feature(
         *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
         *("groups_resumed_behind_nulls", "groups_hit_of_a_state", "groups_state_left"),
     ),
+    rare_with={
+        "tiny": ("groups_block_in_doubt",),
+        "real": (
+            *("groups_block_in_doubt", "groups_last_block_to_another"),
+            *("groups_admitted_past_its_room", "groups_preempted_with_nulls"),
+            "groups_preempted_about_to_slide",
+        ),
+    },
 )
 KINDS = KindsOfGroups(
     "kinds",
@@ -115,7 +124,7 @@ KINDS = KindsOfGroups(
     config={"groups": ()},
     situations=(
         *("groups_of_three_kinds", "groups_larger_block_filled", "groups_chunk_left"),
-        *("groups_state_left", "groups_hit_of_a_state", "encoder_across_"),
+        *("groups_state_left", "groups_hit_of_a_state"),
     ),
     properties=("P5", "P8"),
     part_of="groups",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.feature import Example, Feature
+from blockstep.conformance.protocol.feature import Example, Feature, Setting
 from blockstep.conformance.protocol.program import Mask
 from blockstep.spec import vocabulary as v
 
@@ -19,6 +19,12 @@ FEATURE = Feature(
     actions=(Mask, v.GrammarFailed, v.GrammarBitmask),
     situations=("masks_", "rejected_grammar_behind"),
     properties=("P24",),
+    goals_need={
+        "masks_of_drafts": frozenset({"drafts"}),
+        "masks_draft_cut": frozenset({"drafts"}),
+        "masks_behind_a_cut": frozenset({"drafts"}),
+        "masks_flag_of_frames_behind": frozenset({"async"}),
+    },
     is_late=True,
     examples=(Example(request={"structured_output": True, "grammar": GRAMMAR}),),
     rare=(
@@ -32,4 +38,14 @@ FEATURE = Feature(
         *("masks_reasoning_ended", "masks_failed_while_it_runs", "masks_failed_in_flight"),
         "rejected_grammar_behind",
     ),
+    settings={
+        "reasoning": Setting(
+            lambda config: config.reasoning_end_token_id is not None,
+            (Example({"reasoning_end_token_id": 1}),),
+        ),
+    },
+    signals={
+        "grammar_failed": "a grammar cannot be had",
+        "bitmask": "the runner asks for the mask of a plan",
+    },
 )

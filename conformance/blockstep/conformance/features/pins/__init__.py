@@ -51,7 +51,7 @@ FEATURE = Feature(
         *("pins_victim_stands_ahead", "pins_victim_of_a_job", "pins_preempted_stays_ahead"),
         *("pins_reset", "pins_reset_forced", "pins_reset_refused", "pins_hit"),
     ),
-    signals={
+    signals_to_all={
         "clock": "a clock gives the time",
         "estimate": "an estimator says how long the blocks of a job stay",
     },

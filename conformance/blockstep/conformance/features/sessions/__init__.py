@@ -22,4 +22,8 @@ FEATURE = Feature(
         *("sessions_update_of_the_preempted", "sessions_several_chunks_ahead"),
         "sessions_back_under_a_grammar",
     ),
+    signals={
+        "chunk": "a session is given a chunk",
+        "end_of_input": "a session is given the end of its input",
+    },
 )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE, Example, Feature
+from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE, Example, Feature, Setting
+
+THRESHOLDS = Example({"admission_high_blocks": 2, "admission_low_blocks": 1})
+SWAP = Example({"kv_connector": True, "swap_min_tokens": 1})
 
 FEATURE = Feature(
     "tiers",
@@ -15,13 +18,15 @@ FEATURE = Feature(
     properties=("P10", "P15"),
     yields_to=("kinds",),
     is_late=True,
-    examples=(
-        Example({"admission_high_blocks": 2, "admission_low_blocks": 1}),
-        Example({"kv_connector": True, "swap_min_tokens": 1}),
-    ),
+    examples=(THRESHOLDS, SWAP),
     goals_need={
         "tiers_saved_beside_frames": SEVERAL_AT_ONCE,
         "tiers_saved_behind_a_window": frozenset({"groups"}),
     },
     rare=("tiers_",),
+    settings={
+        "swap": Setting(lambda config: config.swap_min_tokens > 0, (SWAP,)),
+        "thresholds": Setting(lambda config: config.admission_high_blocks > 0, (THRESHOLDS,)),
+    },
+    rare_with={"tiny": ("tiers_several_saved",)},
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE, Example, Feature
+from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE, Example, Feature, Setting
 from blockstep.conformance.protocol.program import Report
 from blockstep.spec import vocabulary as v
 
+RECOMPUTE = v.KVLoadFailurePolicy.RECOMPUTE
 OF_SAVES = (*("tiers_victim_", "tiers_several_saved", "tiers_too_little_to_save", "tiers_saved_"),)
 """Prefixes of the coverage goals of swapped-out victims."""
 FEATURE = Feature(
@@ -19,9 +20,7 @@ FEATURE = Feature(
     },
     actions=(v.KVOffer, v.TransfersReported, Report),
     situations=("transfers_", *OF_SAVES),
-    hides=(  # a store has no encoder-decoder model
-        *("encoder_beside_", "encoder_across_"),
-        # beside it nobody is preempted whose blocks a frame in flight names
+    hides=(  # beside it no request is preempted whose blocks a frame in flight names
         *("preempted_in_flight", "all_preempted_in_flight", "stale_tokens_delivered"),
         *("ended_while_stale", "resumed_after_stale_tokens"),
         *("pipeline_preempted_in_flight", "pipeline_token_after_preemption"),
@@ -47,4 +46,19 @@ FEATURE = Feature(
         "transfers_waits_for_an_answer",
         *("transfers_failed_at_a_later_block", "transfers_read_by_its_end"),
     ),
+    settings={
+        "loads_computed_again": Setting(
+            lambda config: config.kv_connector and config.kv_load_failure_policy is RECOMPUTE,
+            (Example({"kv_connector": True, "kv_load_failure_policy": RECOMPUTE}),),
+        ),
+    },
+    signals={
+        "offer": "a store says what it has of a request",
+        "load_ends": "the end of a load is reported",
+        "load_fails": "a block of a load is reported as invalid",
+        "read_ends": "the end of a store's read is reported",
+    },
+    rare_with={
+        "tiny": ("transfers_returned_behind_a_head", "transfers_failed_at_a_later_block"),
+    },
 )

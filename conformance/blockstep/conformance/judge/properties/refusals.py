@@ -273,6 +273,10 @@ _QUEUES = ("waiting", "skipped_waiting", "running")
 _FRAMES = ("frames_in_flight", "next_frame_id", "finished_req_ids", "prev_scheduled_req_ids")
 
 _STILL: dict[type, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (v.GrammarBitmask, v.KVOffer, *SIGNAL_OF),
+        ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    ),
     v.Submit: ("pause_state", "running", "encoder", *_POOL, *_FRAMES),
     v.Drafts: ("pause_state", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.GrammarReady: ("pause_state", "encoder", *_QUEUES, *_POOL, *_FRAMES),
@@ -286,10 +290,6 @@ _STILL: dict[type, tuple[str, ...]] = {
     ),
     v.SetPause: ("requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
-    **dict.fromkeys(
-        (v.GrammarBitmask, v.EncoderOffer, v.KVOffer, *SIGNAL_OF),
-        ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
-    ),
     v.TransfersReported: (
         *("pause_state", "block_keys", "cached"),
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
