@@ -20,7 +20,8 @@ from blockstep.conformance.explore.shard import OUT_OF_NOTHING, Task
 from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN, list_worlds, tell_program
 from blockstep.conformance.explore.walk import LostShardError, _Processes, walk
 from blockstep.conformance.explore.world import World, get_events
-from blockstep.conformance.explore.worlds import SWAPPED, WORLDS
+from blockstep.conformance.explore.worlds import WORLDS
+from blockstep.conformance.features.tiers import worlds as tiers
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.museum import EXHIBITS
@@ -46,7 +47,7 @@ from blockstep.spec.snapshots import get_snapshot
 from blockstep.spec.transition import transition
 
 QUICK = (
-    *(world.name for world in SWAPPED),
+    *(world.name for world in tiers.WORLDS),
     "loop",
     "equals",
     "endings",
