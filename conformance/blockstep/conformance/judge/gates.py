@@ -9,7 +9,7 @@ from functools import cache
 from typing import Protocol
 
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.protocol.features import load_parts
+from blockstep.conformance.protocol.features import is_off, load_parts
 from blockstep.spec import vocabulary as v
 
 
@@ -17,11 +17,6 @@ class Gate(Protocol):
     """A limit that an admission may meet, while a plan admits requests."""
 
     def __init__(self, ledger: Ledger) -> None: ...
-
-    @staticmethod
-    def is_on(config: v.Config) -> bool:
-        """Whether a config has the limit."""
-        ...
 
     def has_room_for(self, name: v.RequestId) -> bool:
         """Whether a request may be admitted."""
@@ -33,6 +28,8 @@ class Gate(Protocol):
 
 
 @cache
-def get_gates() -> tuple[type[Gate], ...]:
-    """Return the gates of all features."""
-    return tuple([it.GATE for it in load_parts("properties").values() if hasattr(it, "GATE")])
+def get_gates(lacked: frozenset[str]) -> tuple[type[Gate], ...]:
+    """Return the gates of the features that a config does not switch off (`Ledger.lacked`)."""
+    modules = load_parts("properties").items()
+    found = [it.GATE for name, it in modules if hasattr(it, "GATE") and not is_off(name, lacked)]
+    return tuple(found)

@@ -90,6 +90,9 @@ class Feature:
     """The properties that are mainly about it."""
     part_of: str = ""
     """The feature of which this one is a part: every run with this one has that one, too."""
+    switches: tuple[str, ...] = ()
+    """Fields or properties of a config that are all false without it; none if a request alone asks
+    for it. Where they are false, its checks, goals and gates are not asked."""
     needs: tuple[str, ...] = ()
     """Features without which this one cannot be."""
     apart: Mapping[str, str] = field(default_factory=dict)

@@ -288,8 +288,12 @@ APART: tuple[tuple[Feature, Feature, str], ...] = tuple(
 
 def list_kept(snapshot: v.Snapshot) -> list[Kept]:
     """Return the blocks that features keep, and no request holds."""
-    parts = [(part, getattr(snapshot, part.name)) for part in PARTS]
-    return [kept for part, shown in parts if shown is not None for kept in part.list_kept(shown)]
+    found: list[Kept] = []
+    for part in PARTS:
+        shown = getattr(snapshot, part.name)
+        if shown is not None:
+            found += part.list_kept(shown)
+    return found
 
 
 def load_parts(name: str) -> Mapping[str, ModuleType]:
@@ -298,6 +302,12 @@ def load_parts(name: str) -> Mapping[str, ModuleType]:
     names = [feature.name for feature in FEATURES if find_spec(f"{folder}.{feature.name}")]
     paths = {feature: f"{folder}.{feature}.{name}" for feature in names}
     return {feature: import_module(path) for feature, path in paths.items() if find_spec(path)}
+
+
+def is_off(name: str, lacked: Collection[str]) -> bool:
+    """Return whether a config whose fields or properties `lacked` are false lacks a feature."""
+    switches = BY_NAME[name].switches
+    return bool(switches) and all(switch in lacked for switch in switches)
 
 
 def list_apart(name: str) -> list[Feature]:

@@ -12,6 +12,7 @@ FEATURE = Feature(
     config={"max_loras": 0},
     situations=("adapters_",),
     properties=("P9", "P15"),
+    switches=("max_loras",),
     is_late=True,
     examples=(Example({"max_loras": 1}),),
     limits=("max_loras",),

@@ -45,11 +45,6 @@ class LoraSlots:
         self._most = ledger.config.max_loras
         self._taken: set[str] = set()
 
-    @staticmethod
-    def is_on(config: v.Config) -> bool:
-        """Whether a config limits the adapters."""
-        return config.max_loras > 0
-
     def has_room_for(self, name: v.RequestId) -> bool:
         """Whether a request has no adapter, one that has a slot, or a slot is left."""
         adapter = self._lives[name].request.adapter

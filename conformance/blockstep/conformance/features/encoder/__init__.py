@@ -30,6 +30,7 @@ FEATURE = Feature(
     actions=(v.EncoderReset, v.EncoderOffer),
     situations=("encoder_",),
     properties=("P9", "P22"),
+    switches=("encoder_cache_size",),
     is_late=True,
     examples=(Example(ASKED),),
     limits=("encoder_compute_budget", "encoder_cache_size"),

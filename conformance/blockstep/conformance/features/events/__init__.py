@@ -12,6 +12,7 @@ FEATURE = Feature(
     config={"enable_kv_cache_events": False},
     situations=("events_",),
     properties=("P20",),
+    switches=("enable_kv_cache_events",),
     is_late=True,
     examples=(Example({"enable_kv_cache_events": True}),),
 )

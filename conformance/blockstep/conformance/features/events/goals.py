@@ -77,4 +77,4 @@ def find(step: Step, ledger: Ledger) -> Iterator[str]:
             yield from of_telling(step, ledger)
 
 
-GOALS = Goals(TEXTS, lambda config, _ledger: config.enable_kv_cache_events, find)
+GOALS = Goals(TEXTS, find)

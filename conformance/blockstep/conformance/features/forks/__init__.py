@@ -25,6 +25,7 @@ FEATURE = Feature(
         "forks_named_what_is_full": frozenset({"drafts"}),
     },
     yields_to=("kinds",),
+    switches=("enable_forks", "watermark_blocks"),
     is_late=True,
     examples=(Example({"enable_forks": True}),),
     rare=(

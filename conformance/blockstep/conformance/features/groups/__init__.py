@@ -100,6 +100,7 @@ FEATURE = Feature(
     situations=("groups_",),
     properties=("P5", "P8"),
     goals_need={"groups_block_in_doubt": frozenset({"drafts"})},
+    switches=("groups",),
     is_late=True,
     examples=(Example({"groups": (FULL,)}),),
     rare=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -91,8 +91,13 @@ def of_failure(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "masks_failed_in_flight"
 
 
-def find(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals of a step."""
+def find(step: Step, ledger: Ledger) -> Iterable[str]:
+    """Return the goals of a step of a run that has had a grammar, or of a question for a mask."""
+    is_asked = isinstance(step.event, (v.GrammarBitmask, v.GrammarFailed))
+    return _find(step, ledger) if ledger.has_grammars or is_asked else ()
+
+
+def _find(step: Step, ledger: Ledger) -> Iterator[str]:
     match step.event, step.observation:
         case v.Schedule(), v.Plan() if ledger.has_grammars:
             yield from of_masked_plan(step)
@@ -106,4 +111,4 @@ def find(step: Step, ledger: Ledger) -> Iterator[str]:
             yield from of_failure(step, ledger)
 
 
-GOALS = Goals(TEXTS, lambda _config, _ledger: True, find)
+GOALS = Goals(TEXTS, find)

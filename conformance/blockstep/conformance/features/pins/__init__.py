@@ -35,6 +35,7 @@ FEATURE = Feature(
     properties=("P10", "P17"),
     needs=("caching",),
     apart={"priority": "a run has one policy"},
+    switches=("has_pins",),
     is_late=True,
     examples=(Example({"policy": v.Policy.CONTINUUM}),),
     goal_fields={

@@ -279,10 +279,6 @@ class Turns:
 class PinKeeper:
     """The order of requests with pins, and the blocks that events free; see `Keeper`."""
 
-    def is_on(self, config: v.Config) -> bool:
-        """Whether the policy of a config pins blocks."""
-        return config.has_pins
-
     def sort_victims(
         self, ledger: Ledger, snapshot: v.Snapshot, youngest: Iterable[v.RequestId]
     ) -> list[v.RequestId]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -84,8 +84,12 @@ def of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "sessions_rest_while_others_wait"
 
 
-def find(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals of a step."""
+def find(step: Step, ledger: Ledger) -> Iterable[str]:
+    """Return the goals of a step of a run that has had a session."""
+    return _find(step, ledger) if ledger.has_sessions else ()
+
+
+def _find(step: Step, ledger: Ledger) -> Iterator[str]:
     match step.event, step.observation:
         case Schedule(), Plan():
             yield from of_returns(step, ledger)
@@ -95,4 +99,4 @@ def find(step: Step, ledger: Ledger) -> Iterator[str]:
             yield from of_update(step, ledger, request)
 
 
-GOALS = Goals(TEXTS, lambda _config, ledger: ledger.has_sessions, find)
+GOALS = Goals(TEXTS, find)

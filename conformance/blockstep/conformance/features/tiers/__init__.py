@@ -17,6 +17,7 @@ FEATURE = Feature(
     situations=("tiers_",),
     properties=("P10", "P15"),
     yields_to=("kinds",),
+    switches=("swap_min_tokens", "admission_high_blocks"),
     is_late=True,
     examples=(THRESHOLDS, SWAP),
     goals_need={

@@ -79,8 +79,4 @@ def of_thresholds(step: Step) -> Iterator[str]:
         yield "tiers_waits_while_closed"
 
 
-GOALS = Goals(
-    TEXTS,
-    lambda config, _ledger: bool(config.swap_min_tokens or config.admission_high_blocks),
-    of_tiers,
-)
+GOALS = Goals(TEXTS, of_tiers)

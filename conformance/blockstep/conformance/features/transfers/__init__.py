@@ -27,6 +27,7 @@ FEATURE = Feature(
     ),
     properties=("P17", "P18", "P19"),
     yields_to=("kinds",),
+    switches=("kv_connector",),
     is_late=True,
     examples=(Example({"kv_connector": True}),),
     goals_need={

@@ -196,4 +196,4 @@ def of_deferred(step: Step) -> Iterator[str]:
         yield "transfers_deferred_by_a_window"
 
 
-GOALS = Goals(TEXTS, lambda config, _ledger: config.kv_connector, of_store)
+GOALS = Goals(TEXTS, of_store)

@@ -120,7 +120,7 @@ def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
     if step.config.groups and find_waiting(step, ledger) is not None:
         return  # its skipped blocks are free now, or soon
     before, after = step.before, step.after
-    queues = () if may_pass_over(step.config) else ("waiting", "skipped_waiting")
+    queues = () if may_pass_over(ledger) else ("waiting", "skipped_waiting")
     fields = ["ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"]
     if list_kept(before):
         fields = [name for name in fields if name not in ("ref_counts", "free_queue", "waiting")]

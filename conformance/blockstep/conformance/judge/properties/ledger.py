@@ -15,7 +15,7 @@ from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.properties.store_ledger import StoreLedger
 from blockstep.conformance.judge.worker.names import Name, PrefixNames
-from blockstep.conformance.protocol.features import PARTS
+from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.sessions import Session
 from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import wide_dataclass
@@ -27,11 +27,7 @@ def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
     return drafts[:at]
 
 
-NEEDED = (
-    *("enable_forks", "watermark_blocks", "swap_min_tokens", "admission_high_blocks"),
-    *("async_scheduling", "enable_kv_cache_events", "encoder_cache_size"),
-    *("groups", "kv_connector", *[part.setting for part in PARTS]),
-)
+NEEDED = ("async_scheduling", *[switch for feature in FEATURES for switch in feature.switches])
 """Settings without which some checks are not made: see `Sentence.needs`."""
 STATISTICS, SLOTS, WHOLE = "statistics", "slots", "whole state"
 """Abilities of an engine without which some checks are not made: counters with the meaning of

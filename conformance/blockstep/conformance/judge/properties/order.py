@@ -130,7 +130,7 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     skipped = [name for name in old.skipped_waiting if name not in admitted]
     if step.config.policy is v.Policy.PRIORITY and victims:
         waiting.sort(key=lambda name: ledger.lives[name].order)
-    elif may_pass_over(step.config) and isinstance(step.event, v.Schedule) and old.waiting:
+    elif may_pass_over(ledger) and isinstance(step.event, v.Schedule) and old.waiting:
         moved = passed_over(step, ledger)
         skipped = [*moved, *(name for name in skipped if name not in moved)]
         waiting = [name for name in waiting if name not in moved]
@@ -291,7 +291,7 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
         return differing_blocks("free_queue", _queued(step, follow.freed), after.free_queue)
     is_forced = isinstance(step.event, v.Reset) and step.event.reset_running_requests
     may_others_give = ledger.has_sessions or any(map(keeps_blocks, before.requests))
-    keeper = find_keeper(step.config)
+    keeper = find_keeper(ledger)
     if keeper is not None and not (is_forced and may_others_give):
         freed = keeper.follow(step, ledger)
         return differing_blocks("free_queue", _queued(step, freed), after.free_queue)
@@ -342,7 +342,7 @@ def follow_holds(step: Step, ledger: Ledger) -> Holds:
     a feature that keeps some, to its load, and to a store that reads them. Then a report ends
     holds, loads first.
     """
-    keeper = find_keeper(step.config)
+    keeper = find_keeper(ledger)
     ends = None if keeper is None else keeper.begin_ends(step)
     store, report = ledger.store, ledger.store.get_report(step)
     freed: Freed = []

@@ -26,7 +26,7 @@ from blockstep.conformance.judge.properties.hits import may_ask_the_store
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import once_a_step
 from blockstep.conformance.judge.properties.step import PlannedRow, Step, keeps_blocks
-from blockstep.conformance.protocol.features import list_kept, load_parts
+from blockstep.conformance.protocol.features import is_off, list_kept, load_parts
 from blockstep.spec import vocabulary as v
 
 Freed: TypeAlias = list[list[v.BlockId]]
@@ -69,10 +69,6 @@ class Ends(Protocol):
 class Keeper(Protocol):
     """What a feature that keeps blocks decides besides; `KEEPER` in its module `properties`."""
 
-    def is_on(self, config: v.Config) -> bool:
-        """Whether a config has the feature."""
-        ...
-
     def sort_victims(
         self, ledger: Ledger, snapshot: v.Snapshot, youngest: Iterable[v.RequestId]
     ) -> list[v.RequestId]:
@@ -92,18 +88,18 @@ class Keeper(Protocol):
         ...
 
 
+def find_keeper(ledger: Ledger) -> Keeper | None:
+    """Return the feature of a run that keeps blocks, if any."""
+    return _find_keeper(ledger.lacked)
+
+
 @cache
-def _get_keepers() -> tuple[Keeper, ...]:
-    modules = load_parts("properties").values()
-    return tuple([it.KEEPER for it in modules if hasattr(it, "KEEPER")])
-
-
-def find_keeper(config: v.Config) -> Keeper | None:
-    """Return the feature of a config that keeps blocks, if any."""
-    for keeper in _get_keepers():
-        if keeper.is_on(config):
-            return keeper
-    return None
+def _find_keeper(lacked: frozenset[str]) -> Keeper | None:
+    modules = load_parts("properties").items()
+    found = [
+        it.KEEPER for name, it in modules if hasattr(it, "KEEPER") and not is_off(name, lacked)
+    ]
+    return found[0] if found else None
 
 
 def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
@@ -116,7 +112,7 @@ def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
     """
     if step.config.policy is v.Policy.FCFS or not step.preempted:
         return step.preempted[::-1]
-    keeper = find_keeper(step.config)
+    keeper = find_keeper(ledger)
     if keeper is not None:
         return keeper.sort_victims(ledger, step.before, step.preempted[::-1])
     return sorted(step.preempted, key=lambda name: ledger.lives[name].order, reverse=True)
@@ -124,7 +120,7 @@ def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
 
 def in_waiting_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
     """The waiting queue in the order in which a plan tries it."""
-    keeper = find_keeper(ledger.config)
+    keeper = find_keeper(ledger)
     return [*snapshot.waiting] if keeper is None else keeper.sort_waiting(ledger, snapshot)
 
 
@@ -174,9 +170,8 @@ class Gates:
 
     def __init__(self, ledger: Ledger, names: Iterable[v.RequestId]) -> None:
         """`names`: requests that have passed, since they run."""
-        found = [gate for gate in get_gates() if gate.is_on(ledger.config)]
-        self._gates = [gate(ledger) for gate in found]
-        for name in names if found else ():
+        self._gates = [gate(ledger) for gate in get_gates(ledger.lacked)]
+        for name in names if self._gates else ():
             self.take(name)
 
     def has_room_for(self, name: v.RequestId) -> bool:
@@ -194,10 +189,10 @@ def must_wait(ledger: Ledger, gates: Gates, request: v.RequestSnapshot) -> bool:
     return is_passed_over(ledger, request) or not gates.has_room_for(request.request_id)
 
 
-def may_pass_over(config: v.Config) -> bool:
+def may_pass_over(ledger: Ledger) -> bool:
     """Whether a request in the waiting queue may be skipped."""
-    is_gated = any(gate.is_on(config) for gate in get_gates())
-    return config.max_frames_in_flight > 1 or is_gated or config.kv_connector
+    is_late = ledger.config.max_frames_in_flight > 1 or ledger.config.kv_connector
+    return is_late or bool(get_gates(ledger.lacked))
 
 
 def begin_admission(step: Step, ledger: Ledger) -> Gates:
@@ -217,7 +212,7 @@ def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
         return None
     givers = [max(after.running, key=lambda name: ledger.lives[name].order)]
     if config.policy is not v.Policy.PRIORITY:
-        keeper, givers = find_keeper(config), [*after.running[::-1]]
+        keeper, givers = find_keeper(ledger), [*after.running[::-1]]
         givers = (givers if keeper is None else keeper.sort_victims(ledger, step.before, givers))[
             :1
         ]

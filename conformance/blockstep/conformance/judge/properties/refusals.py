@@ -445,7 +445,7 @@ def reset_succeeds_unless_blocks_are_held(step: Step, ledger: Ledger) -> Complai
     assert isinstance(step.observation, v.ResetDone)
     before = step.before
     all_free = _all_free(step, before)
-    if find_keeper(step.config) is not None:
+    if find_keeper(ledger) is not None:
         all_free = not any(any(chain(*request.block_tables)) for request in before.requests)
         all_free &= before.transfers is None or not before.transfers.deferred_frees
     expected = step.event.reset_running_requests or all_free

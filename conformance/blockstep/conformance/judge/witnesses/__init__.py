@@ -7,19 +7,22 @@ the ledger only, like the property checks; counts of several runs or processes a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses import core
-from blockstep.conformance.protocol.features import load_parts
+from blockstep.conformance.protocol.features import is_off, load_parts
 from blockstep.spec import vocabulary as v
 
 REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
-OF_FEATURES: tuple[Goals, ...] = tuple([module.GOALS for module in load_parts("goals").values()])
+OF_FEATURES: Mapping[str, Goals] = {
+    name: module.GOALS for name, module in load_parts("goals").items()
+}
 WITNESSES: Mapping[str, str] = {
     **(core.ADMISSION | core.PLANS | core.PREEMPTION | core.COMMITS | core.SIGNALS | core.FRAMES),
-    **{name: text for goals in OF_FEATURES for name, text in goals.texts.items()},
+    **{name: text for goals in OF_FEATURES.values() for name, text in goals.texts.items()},
     **REFUSALS,
 }
 """All goals by name, with what they mean."""
@@ -41,9 +44,14 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
         yield from core.of_commit(step, ledger, observation.rows)
     else:
         yield from _of_signal(step, ledger)
-    for goals in OF_FEATURES:
-        if goals.is_on(config, ledger):
-            yield from goals.find(step, ledger)
+    for goals in _list_goals(ledger.lacked):
+        yield from goals.find(step, ledger)
+
+
+@cache
+def _list_goals(lacked: frozenset[str]) -> tuple[Goals, ...]:
+    """Return the goals of the features that a config does not switch off."""
+    return tuple([goals for name, goals in OF_FEATURES.items() if not is_off(name, lacked)])
 
 
 def _of_schedule(step: Step, ledger: Ledger) -> Iterator[str]:
