@@ -1,4 +1,4 @@
-"""What a feature adds to the draws: to configs and requests, and its actions.
+"""Draws of features: additions to configs and requests, and actions.
 
 Each folder of `conformance.features` whose feature is drawn late has a module `draws` with an
 object `DRAWS`. The functions here and in the other modules of this package go through them.
@@ -41,7 +41,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What mistakes are made from: the swarm, unfinished requests, names of requests, frames."""
+    """The swarm, unfinished requests, names and frames, from which mistakes are made."""
 
     swarm: Swarm
     live: Mapping[v.RequestId, v.Request]
@@ -52,7 +52,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What a feature adds to the draws. Each function has a default that adds nothing."""
+    """Draws of one feature. Each function has a default that adds nothing."""
 
     add_to_config: Callable[[Late], None] = lambda _: None
     """Changes the config, and names the features that come with this one."""
@@ -71,9 +71,9 @@ class Draws:
     shortens: bool = False
     """Whether it cuts prompts, and so comes after the additions of other features."""
     go_on: Callable[[View, Draw, v.RequestId], v.Request | None] | None = None
-    """Draws a request that goes on from an earlier one; None for any other request."""
+    """Draws a request that continues an earlier one; None for any other request."""
     answer: Callable[[View, Draw], Report] | None = None
-    """Draws what a worker reports with the model output of the oldest frame."""
+    """Draws the report of a worker that comes with the model output of the oldest frame."""
     actions: Mapping[str, WeightedAction] = field(default_factory=dict)
     list_mistakes: Callable[[Situation], list[v.Event]] = lambda _: []
     """Returns malformed or unacceptable events."""
@@ -81,13 +81,13 @@ class Draws:
 
 @cache
 def get_draws() -> Mapping[str, Draws]:
-    """Return what each late feature adds, in the order of the table."""
+    """Return the draws of each late feature, in the order of the table."""
     modules = load_parts("draws")
     return {name: modules[name].DRAWS if name in modules else Draws() for name in LATE}
 
 
 @cache
 def list_draws(features: frozenset[str]) -> tuple[Draws, ...]:
-    """Return what features add, those that shorten a request last."""
+    """Return the draws of some features, those that shorten a request last."""
     found = [draws for name, draws in get_draws().items() if name in features]
     return tuple(sorted(found, key=lambda draws: draws.shortens))

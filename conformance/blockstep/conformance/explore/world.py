@@ -173,7 +173,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a feature adds to the states of worlds; `SCOPE` in its module `worlds`."""
+    """Events and state of a feature in worlds: `SCOPE` in its module `worlds`."""
 
     is_on: Callable[[v.Config], bool]
     """Whether a config has the feature."""
@@ -187,7 +187,7 @@ class Scope:
 
 @cache
 def get_scopes() -> tuple[Scope, ...]:
-    """Return what features add."""
+    """Return the scopes of features."""
     return tuple([it.SCOPE for it in load_parts("worlds").values() if hasattr(it, "SCOPE")])
 
 

@@ -1,13 +1,15 @@
 """Features: one folder each, with all that conformance says about a feature.
 
-The folder itself is the row of the feature (`FEATURE`, see `protocol.feature`), with what is data
-about it. Beside it are modules with what is code, each only if the feature has any:
+`__init__` is the row of the feature (`FEATURE`, see `protocol.feature`) and has the data. The other
+modules have the code, and exist only if the feature has any:
 
-    draws        what it adds to configs and requests, and its actions (`DRAWS`: `draw.feature`)
-    goals        its coverage goals, and the steps that reach them (`GOALS`: `judge.goals`)
-    properties   its property checks; checks of plans alone (`judge_plan`: `judge.answers`), and why
-                 a waiting request is skipped (`GATE`: `judge.gates`)
-    worlds       small worlds whose every state is visited (`WORLDS`)
+    draws        additions to configs and requests, and actions (`DRAWS`, see `draw.feature`)
+    goals        coverage goals, and the steps that reach them (`GOALS`, see `judge.goals`)
+    properties   property checks; checks of plans alone (`judge_plan`, see `judge.answers`); reasons
+                 to skip a waiting request (`GATE`, see `judge.gates`); blocks that the feature
+                 keeps (`KEEPER`, see `judge.properties.queue_replay`)
+    worlds       small worlds whose every state is visited (`WORLDS`), and events and state of the
+                 feature in them (`SCOPE`, see `explore.world`)
 
 The packages of conformance do not name a feature that has such a folder: they load these modules
 for each row of the table (`protocol.features`). A module imports what its package may import, and

@@ -1,4 +1,4 @@
-"""Gates of features: why a waiting request is skipped although no outside event is due for it.
+"""Gates of features: limits at which a waiting request is skipped, with no outside event due.
 
 The module `properties` in a feature's folder may have a class `GATE`.
 """

@@ -1,4 +1,4 @@
-"""What a feature adds to the coverage goals (`judge.witnesses`).
+"""Coverage goals of features (`judge.witnesses`).
 
 The module `goals` in a feature's folder has an object `GOALS`.
 """
@@ -17,7 +17,7 @@ class Goals:
     """The coverage goals of a feature."""
 
     texts: Mapping[str, str]
-    """What each goal means, by its name."""
+    """Meanings of the goals, by their names."""
     find: Callable[[Step, Ledger], Iterable[str]]
     """Returns the goals that a step reaches, each as often as it does; of any step, rejected ones
     included. It is not asked where the config lacks the feature."""

@@ -35,7 +35,7 @@ class Setting:
     is_set: Callable[[v.Config], bool]
     """Whether a config has it."""
     examples: tuple[Example, ...]
-    """Examples of it, one for each way that may go with other features."""
+    """Examples of configs, one for each way that may go with other features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class Kept:
     """Blocks that a feature keeps, and no request holds."""
 
     owner: str
-    """What they are kept for, in words."""
+    """The purpose, in words, such as the job."""
     block_tables: v.BlockTables
     entry: Hashable
-    """What the state has of them."""
+    """The entry of the state."""
     is_due: bool
     """Whether the next plan gives them back."""
 
@@ -98,13 +98,13 @@ class Feature:
     apart: Mapping[str, str] = field(default_factory=dict)
     """Features that no run has together with this one, with the reason."""
     yields_to: tuple[str, ...] = ()
-    """Features of which this one leaves some out: it is drawn beside them only on request."""
+    """Features of which this one leaves some kinds out: it is drawn with them only on request."""
     is_late: bool = False
     """Whether it is drawn after everything else, and only for engines that have it, so that an
     engine without it gets the episodes that it would get if the feature did not exist."""
     examples: tuple[Example, ...] = ()
-    """Examples of it, one for each way that may go with other features; the first one asks for
-    nothing else."""
+    """Examples of configs and requests, one for each way that may go with other features; the first
+    one asks for nothing else."""
     limits: tuple[str, ...] = ()
     """Fields of a config with a number that is simpler if it is smaller, and not 0."""
     goal_fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -120,8 +120,10 @@ class Feature:
     """Goals, by the beginnings of their names, that are required only if every run has it."""
     rare_with: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Goals that are not required with a preset, since they are rare there, by its name."""
+    rare_if_wished_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Goals that are not required with a preset if every run has the feature."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    """Values of its fields that are looked at beside the feature (`judge.pairs`)."""
+    """Values of the fields that are rows of their own in `judge.pairs`."""
     signals: Mapping[str, str] = field(default_factory=dict)
     """Signals about requests (`judge.pairs`), with what they mean."""
     signals_to_all: Mapping[str, str] = field(default_factory=dict)
@@ -133,7 +135,7 @@ class Feature:
     checks: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Checks without a function of their own: the property and an explanation."""
     headlines: Mapping[str, str] = field(default_factory=dict)
-    """What a finding of a check says first (`report.headlines`)."""
+    """Headlines of findings, by the name of the check (`report.headlines`)."""
 
     def is_asked_by(self, thing: v.Config | v.Request) -> bool:
         """Whether a config or a request uses it."""

@@ -20,7 +20,6 @@ from blockstep.conformance.engine import (
     get_capabilities,
     get_traits,
 )
-from blockstep.conformance.features.groups import FEATURE as GROUPS
 from blockstep.conformance.judge.legal import list_legal
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.core import PREEMPTION
@@ -175,12 +174,6 @@ RARE_AT_TINY = {
     *("drafts_some_accepted", "running_left_out_by_budget"),
 }
 """Rare if requests have two or three tokens: a few times in 60,000 events."""
-RARE_WHERE_WANTED = {
-    TINY.name: {"head_drop", "groups_hit_of_a_state"},
-    REAL.name: {"head_drop", "groups_hit_of_a_state"},
-}
-"""Goals that are rare with a preset if all runs have several KV groups: a draft head needs a block
-after the hit in every group, and few states are kept."""
 
 
 def list_absent(options: CheckOptions, lacking: tuple[str, ...]) -> set[str]:
@@ -216,8 +209,8 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
         name for feature in FEATURES for name in feature.rare_with.get(options.preset, ())
     }
     left_out = NOT_REQUIRED | deepest | rare | rare_of_features
-    if GROUPS.name in wish.always:
-        left_out |= RARE_WHERE_WANTED.get(options.preset, set())
+    for name in wish.always:
+        left_out |= {*BY_NAME[name].rare_if_wished_for.get(options.preset, ())}
     wanted = tuple(text for name in wish.always & {*LATE} for text in BY_NAME[name].situations)
     rare_unless_wanted = tuple([name for feature in FEATURES for name in feature.rare])
     return tuple(

@@ -108,6 +108,11 @@ FEATURE = Feature(
         *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
         *("groups_resumed_behind_nulls", "groups_hit_of_a_state", "groups_state_left"),
     ),
+    # A draft head needs a block after the hit in every group, and few states are kept.
+    rare_if_wished_for={
+        "tiny": ("head_drop", "groups_hit_of_a_state"),
+        "real": ("head_drop", "groups_hit_of_a_state"),
+    },
     rare_with={
         "tiny": ("groups_block_in_doubt",),
         "real": (

@@ -56,7 +56,7 @@ class QueueReplay:
 
 
 class Ends(Protocol):
-    """What a feature keeps while requests end in one event."""
+    """Blocks that a feature keeps while requests end in one event."""
 
     def end(self, ledger: Ledger, name: v.RequestId, holders: Holders) -> Freed:
         """Return the blocks that the feature frees when a request ends, which still holds its own.
@@ -67,7 +67,7 @@ class Ends(Protocol):
 
 
 class Keeper(Protocol):
-    """What a feature that keeps blocks decides besides; `KEEPER` in its module `properties`."""
+    """Order of requests with a feature that keeps blocks: `KEEPER` in its module `properties`."""
 
     def sort_victims(
         self, ledger: Ledger, snapshot: v.Snapshot, youngest: Iterable[v.RequestId]
@@ -84,7 +84,7 @@ class Keeper(Protocol):
         ...
 
     def begin_ends(self, step: Step) -> Ends:
-        """Return what the feature keeps while requests end."""
+        """Return the blocks that the feature keeps while requests end."""
         ...
 
 
