@@ -40,7 +40,6 @@ RANKED: dict[str, Any] = {"policy": v.Policy.PRIORITY}
 UNRESERVED: dict[str, Any] = {"scheduler_reserve_full_isl": False}
 UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
 AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
-TOLD: dict[str, Any] = {"enable_kv_cache_events": True}
 FETCHED: dict[str, Any] = {"kv_connector": True}
 COMPUTED: dict[str, Any] = FETCHED | {
     "kv_load_failure_policy": v.KVLoadFailurePolicy.RECOMPUTE,
@@ -73,13 +72,3 @@ BESIDE: dict[str, Any] = {
     "is_encoder_decoder": True,
 }
 NGRAM: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
-
-FORKED: dict[str, Any] = {"enable_forks": True}
-LEFT: dict[str, Any] = {"watermark_blocks": 1, "pool_order": v.PoolOrder.LIFO}
-SWAPPING: dict[str, Any] = {"swap_min_tokens": 2} | FETCHED | UNRESERVED
-CLOSED: dict[str, Any] = {"admission_low_blocks": 1, "admission_high_blocks": 2}
-
-
-def alike(names: str, *more: Any, **fields: Any) -> tuple[v.Request, ...]:
-    """Return equal requests with these names; other arguments as of `request`."""
-    return tuple(request(name, *more, **fields) for name in names)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from blockstep.conformance.explore.small import (
     AHEAD,
     BOTH,
     FULL,
     RANKED,
-    TOLD,
     UNRESERVED,
     a,
     b,
@@ -16,6 +17,7 @@ from blockstep.conformance.explore.small import (
 from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
 
+TOLD: dict[str, Any] = {"enable_kv_cache_events": True}
 WORLDS = (
     World("told", "KV events: two equal requests, two plans in flight, both resets",
         v.Config(5, 1, 2, 2, 3, **AHEAD, **TOLD), (a(2, 1), b(2, 1)),

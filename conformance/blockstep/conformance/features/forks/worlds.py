@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from blockstep.conformance.explore.small import (
     AHEAD,
     BOTH,
-    FORKED,
     FULL_OF_2,
     GRAMMAR,
     HEAD,
-    LEFT,
     NGRAM,
     RANKED,
-    TOLD,
     UNCACHED,
     UNRESERVED,
-    alike,
     encoder,
     group,
     item,
+    request,
 )
 from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
+
+FORKED: dict[str, Any] = {"enable_forks": True}
+LEFT: dict[str, Any] = {"watermark_blocks": 1, "pool_order": v.PoolOrder.LIFO}
+TOLD: dict[str, Any] = {"enable_kv_cache_events": True}
+
+
+def alike(names: str, *more: Any, **fields: Any) -> tuple[v.Request, ...]:
+    """Return equal requests with these names; other arguments as of `request`."""
+    return tuple(request(name, *more, **fields) for name in names)
+
 
 WORLDS = (
     World("branches", "three equal requests, three blocks: the first two that write copy",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from blockstep.conformance.explore.small import (
     AHEAD,
-    CLOSED,
     COMPUTED,
+    FETCHED,
     FULL,
     RANKED,
-    SWAPPING,
     UNRESERVED,
     a,
     b,
@@ -19,6 +20,8 @@ from blockstep.conformance.explore.small import (
 from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
 
+SWAPPING: dict[str, Any] = {"swap_min_tokens": 2} | FETCHED | UNRESERVED
+CLOSED: dict[str, Any] = {"admission_low_blocks": 1, "admission_high_blocks": 2}
 WORLDS = (
     World("swapped", "victims are swapped out, and loading them again fails: by an error",
         v.Config(5, 1, 2, 3, 4, **SWAPPING), (a(2, 3), b(3, 2)),
