@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from blockstep.impl.host.digests import SHA256
-from blockstep.impl.host.lineage import Lineage
+from blockstep.impl.digests import SHA256, name_blocks
 from blockstep.impl.tiers import Link
 from blockstep.impl.tiers.order import Move, TierOrder
 from blockstep.spec.vocabulary import (
@@ -123,7 +122,7 @@ class Tiers:
 
     def _name(self, request: Request, tokens: TokenIds) -> list[bytes]:
         like = replace(request, prompt_token_ids=tokens)
-        return list(Lineage(like, self.block_size, SHA256).name_blocks())
+        return name_blocks(like, self.block_size, SHA256)
 
     def _keep(self, names: list[bytes], now: float) -> float:
         return self._move(self._order.keep(names, 0), now)

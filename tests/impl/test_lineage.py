@@ -1,13 +1,10 @@
-"""Digests and lineages: contents are named injectively, once, and never renamed."""
+"""Lineages: contents are named once, and never renamed."""
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 
-from blockstep.impl.host import CRC32, SHA256, Digest
-from blockstep.impl.host.digests import chain_message, find_digest, pack_extras, pack_tokens
+from blockstep.impl.digests import SHA256, Digest
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.telling import EventLog
 from blockstep.spec.vocabulary import BlockKey, BlockStored, MultiModalItem, Request
@@ -15,44 +12,6 @@ from blockstep.spec.vocabulary import BlockKey, BlockStored, MultiModalItem, Req
 
 def lineage_of(request: Request, block_size: int = 2, digest: Digest = SHA256) -> Lineage:
     return Lineage(request, block_size, digest)
-
-
-def test_digests_are_found_by_name() -> None:
-    assert find_digest("sha256") is SHA256
-    assert find_digest("crc32") is CRC32
-    assert find_digest(CRC32) is CRC32
-
-
-def test_an_unknown_digest_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ValueError, match=r"'md5'.*sha256, crc32"):
-        find_digest("md5")
-
-
-def test_tokens_are_packed_little_endian() -> None:
-    assert pack_tokens(array("i", (1, 2**31 - 1))) == b"\1\0\0\0\xff\xff\xff\x7f"
-
-
-def test_extra_keys_of_different_kinds_stay_apart() -> None:
-    packed = [
-        pack_extras(),
-        pack_extras(adapter="x"),
-        pack_extras(cache_salt="x"),
-        pack_extras(items=(("x", 0),)),
-        pack_extras(items=(("x", -1),)),
-        pack_extras(adapter="x", cache_salt="x"),
-        pack_extras(adapter="xs"),
-        pack_extras(items=(("x", 0), ("x", 1))),
-        pack_extras(adapter="\ud800"),
-        pack_extras(embeds=(1,)),
-        pack_extras(embeds=(1, 0)),
-        pack_extras(items=(("x", 0),), embeds=(1,)),
-    ]
-    assert len(set(packed)) == len(packed)
-
-
-def test_the_first_block_differs_from_one_whose_parent_is_its_tokens() -> None:
-    assert chain_message(b"", b"ab", b"") != chain_message(b"ab", b"", b"")
-    assert chain_message(b"a", b"b", b"") != chain_message(b"", b"ab", b"")
 
 
 def test_each_block_is_hashed_once() -> None:

@@ -17,6 +17,7 @@ from blockstep.impl.compiled.encodings import Encodings
 from blockstep.impl.compiled.forks import Forks
 from blockstep.impl.compiled.frames import Frame
 from blockstep.impl.compiled.jit import SLOW_BECAUSE, warn_if_slow
+from blockstep.impl.compiled.keys import Keys
 from blockstep.impl.compiled.lives import (
     end,
     find_giver,
@@ -136,7 +137,8 @@ class CompiledEngine(Doors[Frame]):
         """Requests of the last plan's rows."""
         self.masks = Masks(config, self.requests, self.frames)
         self.sessions = Sessions(config, self.requests, self.masks)
-        self._view = View(self, self.requests, self.masks, self.sessions)
+        self._keys = Keys(self.requests)
+        self._view = View(self, self.requests, self._keys, self.masks, self.sessions)
         self.encodings = Encodings(config, self.requests) if config.encoder_cache_size else None
         """The encoder outputs that requests need; None if the config models no encoder."""
         self._view.encodings = self.encodings
@@ -367,7 +369,7 @@ class CompiledEngine(Doors[Frame]):
         """
         if not self.config.enable_kv_cache_events:
             return ()
-        events = self._view.list_events()
+        events = self._keys.list_events()
         forget_log(self.requests.state)
         return events
 
@@ -470,7 +472,7 @@ class CompiledEngine(Doors[Frame]):
 
     def _count_most_blocks(self, request: Request) -> int:
         slots = most_slots(self.config, request)
-        return count_most_blocks(self.requests.state, slots, count_beside(request))
+        return count_most_blocks(self.requests.state.groups, slots, count_beside(request))
 
     def _end(self, slot: int) -> None:
         if self.transfers is not None:

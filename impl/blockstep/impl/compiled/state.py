@@ -431,7 +431,7 @@ TABLE_ENTRIES = 1 << 26
 
 def make_state(config: Config) -> State:
     """Return the state before the first event."""
-    size, groups = config.block_size, _make_groups(config)
+    size, groups = config.block_size, make_groups(config)
     longest = -(-config.max_model_len // size)
     if not config.has_windows:  # every block of a table is held
         longest = min(longest, config.num_blocks)
@@ -511,7 +511,7 @@ def _make_scalars(config: Config, groups: Int64s) -> Int64s:
     return scalars
 
 
-def _make_groups(config: Config) -> Int64s:
+def make_groups(config: Config) -> Int64s:
     """Return [groups, GROUP_COLUMNS]."""
     groups = np.zeros((len(config.kv_groups), GROUP_COLUMNS), np.int64)
     for number, group in enumerate(config.kv_groups):
@@ -555,13 +555,13 @@ def _count_most(config: Config, group: KVGroup, kind: int) -> tuple[int, int]:
     return before + num_read + in_doubt + row + config.num_lookahead_tokens, _UNLIMITED
 
 
-def count_most_blocks(state: State, num_slots: int, num_beside: int) -> int:
+def count_most_blocks(groups: Int64s, num_slots: int, num_beside: int) -> int:
     """Return the most blocks that a request holds at once until it has `num_slots` slots (P11).
 
     `num_beside`: embeddings of its items, in an encoder-decoder model.
     """
-    groups, total = state.groups.tolist(), 0
-    for group in groups:
+    total = 0
+    for group in groups.tolist():
         num_own = num_beside if group[KIND] == IS_CROSS else num_slots
         slots = min(num_own, group[MOST_SLOTS])
         total += min(-(-slots // group[SIZE]) + group[SPARE], group[MOST_BLOCKS])

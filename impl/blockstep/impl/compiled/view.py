@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from blockstep.impl.compiled.encodings import Encodings
 from blockstep.impl.compiled.frames import Frame
+from blockstep.impl.compiled.keys import Keys
 from blockstep.impl.compiled.lives import get_tokens
 from blockstep.impl.compiled.masks import Masks
 from blockstep.impl.compiled.requests import Requests
 from blockstep.impl.compiled.sessions import Sessions
 from blockstep.impl.compiled.state import (
-    CLEARED,
     DRAFTS_ACCEPTED,
     DRAFTS_SCHEDULED,
     EXTERNAL_HITS,
@@ -23,33 +23,25 @@ from blockstep.impl.compiled.state import (
     HITS,
     IS_CLOSED,
     IS_PREFILL,
-    LINKS,
     NEXT,
     NEXT_FREE,
     NEXT_SAME,
     NODE,
-    NODE_EXTRAS,
     NONE,
     NUM_CACHED_TOKENS,
     NUM_COMPUTED,
     NUM_DRAFTS,
-    NUM_LOGGED,
     NUM_PROMISED,
     NUM_RUNNING,
-    PARENT,
     PREEMPTIONS,
     PUBLISHED,
     QUERIES,
     QUEUES,
     REF_COUNT,
-    REMOVED,
     RUNNING,
     SEAT,
-    SERIAL,
-    SIZE,
     SKIPPED,
     STATUS,
-    STORED_NEXT,
     TIMES_PREEMPTED,
     WAITING,
 )
@@ -60,11 +52,6 @@ from blockstep.impl.names import STATUSES
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     NULL_BLOCK,
-    AllBlocksCleared,
-    BlockKey,
-    BlockRemoved,
-    BlockStored,
-    KVEvent,
     PauseState,
     RequestId,
     RequestSnapshot,
@@ -75,10 +62,15 @@ from blockstep.spec.vocabulary import (
 
 
 class View:
-    """Reads the state of one engine; keys are built once and kept, as they are compared often."""
+    """Reads the state of one engine."""
 
     def __init__(
-        self, doors: Doors[Frame], requests: Requests, masks: Masks, sessions: Sessions
+        self,
+        doors: Doors[Frame],
+        requests: Requests,
+        keys: Keys,
+        masks: Masks,
+        sessions: Sessions,
     ) -> None:
         self.sessions = sessions
         self.encodings: Encodings | None = None
@@ -87,8 +79,7 @@ class View:
         self.doors = doors
         self.masks = masks
         self.requests = requests
-        self._keys: dict[int, tuple[int, BlockKey]] = {}
-        """By node: its serial number, and its key."""
+        self.keys = keys
 
     def take(self, previous_names: Iterable[RequestId]) -> Snapshot:
         """Return the canonical state: nodes become structural keys, slots become request ids.
@@ -111,11 +102,11 @@ class View:
             ref_counts=tuple(block[REF_COUNT] for block in blocks),
             free_queue=tuple(_follow(blocks, blocks[NULL_BLOCK][NEXT_FREE], NEXT_FREE, NULL_BLOCK)),
             block_keys=tuple(
-                None if block[NODE] == NONE else self.key_in(block[NODE], block[GROUP])
+                None if block[NODE] == NONE else self.keys.key_in(block[NODE], block[GROUP])
                 for block in blocks
             ),
             cached={
-                self.key_in(node, group): tuple(
+                self.keys.key_in(node, group): tuple(
                     _follow(blocks, int(s.carriers[node, group, FIRST_BLOCK]), NEXT_SAME, NONE)
                 )
                 for node, group in {
@@ -195,67 +186,6 @@ class View:
             num_streaming_updates=0 if updates is None else len(updates),
             reasoning_ended=matcher is not None and matcher.reasoning_ended,
         )
-
-    def list_events(self) -> tuple[KVEvent, ...]:
-        """Return the logged KV events; blocks published behind one another are one event (P20)."""
-        s, found = self.requests.state, list[KVEvent]()
-        log = s.log[: s.scalars[NUM_LOGGED]].tolist()
-        at = 0
-        while at < len(log):
-            kind, node, group = log[at]
-            end = at + 1
-            if kind == CLEARED:
-                found.append(AllBlocksCleared())
-            elif kind == REMOVED:
-                found.append(BlockRemoved((self.key_in(node, group),)))
-            else:
-                while end < len(log) and log[end][0] == STORED_NEXT:
-                    end += 1
-                found.append(self._stored([entry[1] for entry in log[at:end]], group))
-            at = end
-        return tuple(found)
-
-    def _stored(self, nodes: list[int], group: int) -> BlockStored:
-        s, links = self.requests.state, int(self.requests.state.groups[group, LINKS])
-        tokens: list[int] = []
-        parent = NONE
-        for node in reversed(nodes):
-            parent = node
-            for _ in range(links):
-                tokens[:0] = s.node_tokens[parent].tolist()
-                parent = int(s.nodes[parent, PARENT])
-        return BlockStored(
-            tuple([self.key_in(node, group) for node in nodes]),
-            None if parent == NONE else self.key_in(parent, group),
-            tuple(tokens),
-            int(s.groups[group, SIZE]),
-            self.requests.extras.values[s.nodes[nodes[0], NODE_EXTRAS]][0],
-        )
-
-    def key_in(self, node: int, group: int) -> BlockKey:
-        """Return the structural key of a node in a group; the same object each time."""
-        key = self._key(node)
-        return key.in_group(group) if group else key
-
-    def _key(self, node: int) -> BlockKey:
-        """Return the structural key of a node; the same object each time."""
-        s, missing = self.requests.state, []
-        parent: BlockKey | None = None
-        while node != NONE:
-            serial, parent = self._keys.get(node, (NONE, None))
-            if serial == s.nodes[node, SERIAL]:
-                break
-            parent = None
-            missing.append(node)
-            node = int(s.nodes[node, PARENT])
-        for node in reversed(missing):
-            extras = self.requests.extras.values[s.nodes[node, NODE_EXTRAS]]
-            adapter, salt, items, embeds = extras
-            tokens = tuple(s.node_tokens[node].tolist())
-            parent = BlockKey(parent, tokens, adapter, salt, items, embeds=embeds)
-            self._keys[node] = (int(s.nodes[node, SERIAL]), parent)
-        assert parent is not None, "a node has a key"
-        return parent
 
 
 def _follow(rows: list[list[int]], first: int, column: int, end: int) -> list[int]:

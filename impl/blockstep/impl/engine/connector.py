@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
+from blockstep.impl.digests import SHA256, name_blocks
 from blockstep.impl.engine.batch import Batch
 from blockstep.impl.engine.moves import Jobs, Mover
 from blockstep.impl.engine.store import BlockKV, BlockName, KVStore, StoreError
-from blockstep.impl.host.digests import SHA256
-from blockstep.impl.host.lineage import Lineage
 from blockstep.spec.vocabulary import (
     NO_TRANSFERS,
     BlockId,
@@ -202,7 +201,7 @@ class Connector:
         if adapter is not None:
             adapter = f"{adapter} {self._adapters[adapter]}"
         like = replace(request, prompt_token_ids=tokens, adapter=adapter)
-        digests = Lineage(like, self._block_size, SHA256).name_blocks()
+        digests = name_blocks(like, self._block_size, SHA256)
         return [self._identity + digest for digest in digests]
 
     # For the worker.

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from blockstep.impl.capabilities import list_config_problems
+from blockstep.impl.compiled.state import count_most_blocks, make_groups
 from blockstep.impl.engine.adapters import LayerAdapters, stack_adapters
 from blockstep.impl.engine.cache import PagedCache, compute_num_blocks, get_block_bytes
 from blockstep.impl.engine.checkpoint import ModelWeights, load_weights
@@ -33,7 +34,6 @@ from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer,
 from blockstep.impl.engine.store import KVStore, identify_folder
 from blockstep.impl.engine.text import load_tokenizer
 from blockstep.impl.fastest import NAMED
-from blockstep.impl.host.groups import make_groups
 from blockstep.spec.vocabulary import (
     Config,
     SpecMethod,
@@ -244,7 +244,7 @@ def get_config(
     kinds = make_groups(config)
 
     def count_held(num_tokens: int) -> int:
-        return sum(kind.count_held(num_tokens) for kind in kinds)
+        return count_most_blocks(kinds, num_tokens, 0)
 
     num_blocks = settings.num_blocks
     if num_blocks is None:

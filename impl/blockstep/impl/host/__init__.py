@@ -11,7 +11,7 @@ plan under construction, `running` and `admission` are its two phases, `planning
 `blockstep.impl.compiled` decides the same, faster.
 """
 
-from blockstep.impl.host.digests import CRC32, DIGESTS, SHA256, Digest
+from blockstep.impl.digests import CRC32, DIGESTS, SHA256, Digest
 from blockstep.impl.host.scheduler import HostEngine
 
 __all__ = ["CRC32", "DIGESTS", "SHA256", "Digest", "HostEngine"]

@@ -7,9 +7,9 @@ from functools import partial
 from typing import ClassVar
 
 from blockstep.impl.capabilities import HOST, list_config_problems
+from blockstep.impl.digests import Digest, find_digest
 from blockstep.impl.encoder import EncoderCache
 from blockstep.impl.grammars import Matcher
-from blockstep.impl.host.digests import Digest, find_digest
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap

@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_right
 from itertools import takewhile
 
-from blockstep.impl.host.digests import Digest, chain_message, pack_extras, pack_tokens
+from blockstep.impl.digests import Digest, chain_message, pack_extras, pack_tokens
 from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
 
 

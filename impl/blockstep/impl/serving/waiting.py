@@ -4,14 +4,43 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
 
-from blockstep.impl.host.digests import SHA256
-from blockstep.impl.host.groups import GroupHits, GroupMemory
-from blockstep.impl.host.kinds import Extent
-from blockstep.impl.host.lineage import Lineage
-from blockstep.impl.host.table import Holding
-from blockstep.impl.refusals import count_beside
+import numpy as np
+
+from blockstep.impl.compiled.keys import Keys
+from blockstep.impl.compiled.planning import REFUSED, try_admit
+from blockstep.impl.compiled.requests import Requests
+from blockstep.impl.compiled.results import append_outputs
+from blockstep.impl.compiled.state import (
+    BUDGET,
+    FIRST_BLOCK,
+    FREE_SEAT,
+    HAS_EVENTS,
+    HAS_SPARE,
+    HELD,
+    IS_ALIGNED,
+    IS_OFFER_ASYNC,
+    KIND,
+    LAST_NODE,
+    LEFT,
+    LINKS,
+    MAY_SHARE,
+    NEXT_ITEM,
+    NEXT_SEAT,
+    NONE,
+    NUM_COMPUTED,
+    NUM_FREE,
+    NUM_FULL,
+    NUM_RUNNING,
+    OFFERED,
+    PARENT,
+    PUBLISHED,
+    REF_COUNT,
+    RESERVES_WHOLE,
+    SEAT,
+    State,
+    grow_seats,
+)
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
@@ -129,72 +158,86 @@ def _lacks_seat(config: Config, adapter: str | None, in_use: set[str | None]) ->
     return len(in_use) >= config.max_loras
 
 
-class _Shown:
-    """A state's blocks behind the interface that `GroupMemory` uses."""
-
-    def __init__(self, state: Snapshot, giving: Sequence[RequestSnapshot | Pin]) -> None:
-        """Count the blocks of `giving` (requests and pins) as given back."""
-        self._cached = state.cached
-        given = Counter(
-            block
-            for one in giving
-            for table in one.block_tables
-            for block in table
-            if block != NULL_BLOCK
-        )
-        self.ref_counts = [count - given[block] for block, count in enumerate(state.ref_counts)]
-        self.num_free = len(state.free_queue)
-        self.num_free += sum(self.ref_counts[block] == 0 for block in given)
-
-    def is_free(self, block: BlockId) -> bool:
-        return self.ref_counts[block] == 0
-
-    def find(self, lineage: Lineage, index: int, group: int) -> BlockId | None:
-        return self._cached.get(lineage.key_of(index, group), (None,))[0]
-
-    def share_keys(self, lineage: Lineage, block: BlockId) -> None:
-        """Do nothing: a state does not change."""
-
-
 def _find_room(
     config: Config, state: Snapshot, request: RequestSnapshot, asked: Request
 ) -> WaitingReason:
     """Return why the first request in the queue is not admitted."""
     if len(state.running) >= config.max_num_seqs:
         return WaitingReason.SEATS
-    computed = request.num_computed_tokens
-    giving: list[RequestSnapshot | Pin] = [] if computed else [request]
+    giving: list[RequestSnapshot | Pin] = [] if request.num_computed_tokens else [request]
     if not state.running:
         giving += [one for one in state.requests if one != request and _may_give(state, one)]
     if state.pins is not None:
         giving += [pin for pin in state.pins.pins if not state.running or pin.end <= state.pins.now]
-    shown = cast("Any", _Shown(state, giving))
-    memory = GroupMemory(config, shown, shown)
-    num_known = len(asked.prompt_token_ids) + len(request.output_token_ids)
-    if computed:
-        holdings = [
-            Holding([*table], num_left=_count_left(table), num_beside=count_beside(asked))
-            for table in request.block_tables
-        ]
-        end = _find_end(config, memory, asked, num_known, computed)
-        free = shown.num_free + memory.count_leaving(holdings, computed)
-        whole = memory.count_to_end(holdings, computed, num_known)
-        needed = memory.count_missing(holdings, Extent(end, end))
-        needed += memory.count_copies(holdings, computed)
-    else:
-        hits = _find_hits(config, memory, asked, request)
-        start, is_async = _find_start(state, request.request_id, asked, hits, num_known)
-        end = start if is_async else _find_end(config, memory, asked, num_known, start)
-        free, num_beside = shown.num_free, count_beside(asked)
-        whole = memory.count_for_gate(hits, num_known) + memory.count_across(num_beside)
-        needed = memory.count_to_admit(hits, Extent(end, end), num_beside)
-        needed += sum(shown.is_free(block) for block in hits.shared())
-    if state.running:
-        free -= config.watermark_blocks
-    if needed > free:
-        return WaitingReason.CAPACITY
-    is_gated = config.scheduler_reserve_full_isl and whole > free
-    return WaitingReason.GATE if is_gated else WaitingReason.NEXT
+    s, slot = _imitate(config, state, request, asked, giving)
+    if try_admit(s, slot, NONE) != REFUSED:
+        return WaitingReason.NEXT
+    s.scalars[RESERVES_WHOLE] = False
+    is_gated = try_admit(s, slot, NONE) != REFUSED
+    return WaitingReason.GATE if is_gated else WaitingReason.CAPACITY
+
+
+def _imitate(
+    config: Config,
+    state: Snapshot,
+    request: RequestSnapshot,
+    asked: Request,
+    giving: Sequence[RequestSnapshot | Pin],
+) -> tuple[State, int]:
+    """Return arrays of the compiled engine in which only this request is unfinished, and its index.
+
+    The blocks of `giving` count as given back. The engine's own function can try to admit the
+    request then: what it reads is as in the state, and the arrays are thrown away.
+    """
+    requests = Requests(config)
+    slot = requests.add(asked)
+    outputs = np.array(request.output_token_ids, np.int32)
+    requests.reserve_nodes(len(outputs), 1)
+    if not append_outputs(requests.state, slot, outputs, np.zeros(0, np.uint8)):
+        raise AssertionError(f"{request.request_id!r} waits, although its outputs have ended it")
+    s = requests.state = grow_seats(requests.state, 1 + len(requests.state.lines))
+    s.scalars[BUDGET], s.scalars[HAS_EVENTS] = config.max_num_batched_tokens, False
+    s.scalars[NUM_RUNNING] = bool(state.running)
+    row, offer = s.requests[slot], _find_offer(state, request.request_id)
+    row[NEXT_ITEM], row[MAY_SHARE] = 1 << 40, config.enable_forks
+    row[OFFERED] = 0 if asked.skip_reading_prefix_cache else offer.num_tokens or 0
+    row[IS_OFFER_ASYNC] = offer.is_async
+    given = Counter(block for one in giving for table in one.block_tables for block in table)
+    for block, count in enumerate(state.ref_counts):
+        s.blocks[block, REF_COUNT] = count - (given[block] if block != NULL_BLOCK else 0)
+    s.scalars[NUM_FREE] = int((s.blocks[1:, REF_COUNT] == 0).sum())
+    _show_cached(requests, state, slot)
+    if request.num_computed_tokens:
+        _show_tables(s, request, slot)
+    return s, slot
+
+
+def _show_cached(requests: Requests, state: Snapshot, slot: int) -> None:
+    """Let the first cached block of each content of a request carry it."""
+    s, keys = requests.state, Keys(requests)
+    node, number = int(s.requests[slot, LAST_NODE]), int(s.requests[slot, NUM_FULL])
+    while node != NONE:
+        for group, links in enumerate(s.groups[:, LINKS].tolist()):
+            if number % links == 0:
+                blocks = state.cached.get(keys.key_in(node, group), (NONE,))
+                s.carriers[node, group, FIRST_BLOCK] = blocks[0]
+        node, number = int(s.nodes[node, PARENT]), number - 1
+
+
+def _show_tables(s: State, request: RequestSnapshot, slot: int) -> None:
+    """Let a request hold its blocks."""
+    seat = int(s.scalars[FREE_SEAT])
+    s.scalars[FREE_SEAT] = s.lines[seat, NEXT_SEAT]
+    s.requests[slot, SEAT], s.requests[slot, NUM_COMPUTED] = seat, request.num_computed_tokens
+    pairs = zip(request.block_tables, request.num_cached_blocks, strict=True)
+    for group, (table, published) in enumerate(pairs):
+        s.block_tables[group, seat, : len(table)] = table
+        s.holdings[slot, group, HELD], s.holdings[slot, group, LEFT] = (
+            len(table),
+            _count_left(table),
+        )
+        s.holdings[slot, group, PUBLISHED] = published
+        s.holdings[slot, group, HAS_SPARE] = s.groups[group, KIND] == IS_ALIGNED
 
 
 def _may_give(state: Snapshot, request: RequestSnapshot) -> bool:
@@ -207,37 +250,3 @@ def _may_give(state: Snapshot, request: RequestSnapshot) -> bool:
 def _count_left(table: tuple[BlockId, ...]) -> int:
     """Return the number of leading null blocks of a table."""
     return next((index for index, block in enumerate(table) if block != NULL_BLOCK), len(table))
-
-
-def _find_end(
-    config: Config, memory: GroupMemory, asked: Request, num_known: int, start: int
-) -> int:
-    """Return the end of the next chunk if the request gets the whole token budget."""
-    chunk = min(num_known - start, config.max_num_batched_tokens)
-    if config.long_prefill_token_threshold:
-        chunk = min(chunk, config.long_prefill_token_threshold)
-    chunk = memory.align(start, chunk, len(asked.prompt_token_ids), num_known)
-    return min(start + chunk, config.max_model_len)
-
-
-def _find_hits(
-    config: Config, memory: GroupMemory, asked: Request, request: RequestSnapshot
-) -> GroupHits:
-    """Return the cached blocks of the request's prefix; at least one token is left to compute."""
-    if not config.enable_prefix_caching or asked.skip_reading_prefix_cache:
-        return memory.no_hits
-    lineage = Lineage(asked, config.block_size, SHA256)
-    for token_id in request.output_token_ids:
-        lineage.append(token_id)
-    return memory.find_hits(lineage, len(lineage.tokens))
-
-
-def _find_start(
-    state: Snapshot, name: RequestId, asked: Request, hits: GroupHits, num_known: int
-) -> tuple[int, bool]:
-    """Return the number of tokens hit and loaded, and whether the load is asynchronous."""
-    offer, local = _find_offer(state, name), hits.num_tokens
-    total = min(offer.num_tokens or 0, num_known - 1)
-    if asked.skip_reading_prefix_cache or total <= local:
-        return local, False
-    return total, offer.is_async

@@ -1,0 +1,81 @@
+"""Digests: the names of contents are different for different contents, and the same everywhere."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from blockstep.impl.digests import (
+    CRC32,
+    SHA256,
+    chain_message,
+    find_digest,
+    name_blocks,
+    pack_extras,
+    pack_tokens,
+)
+from blockstep.spec.vocabulary import MultiModalItem, Request
+
+
+def test_digests_are_found_by_name() -> None:
+    assert find_digest("sha256") is SHA256
+    assert find_digest("crc32") is CRC32
+    assert find_digest(CRC32) is CRC32
+
+
+def test_an_unknown_digest_is_refused_with_the_known_names() -> None:
+    with pytest.raises(ValueError, match=r"'md5'.*sha256, crc32"):
+        find_digest("md5")
+
+
+def test_tokens_are_packed_little_endian() -> None:
+    assert pack_tokens(array("i", (1, 2**31 - 1))) == b"\1\0\0\0\xff\xff\xff\x7f"
+
+
+def test_extra_keys_of_different_kinds_stay_apart() -> None:
+    packed = [
+        pack_extras(),
+        pack_extras(adapter="x"),
+        pack_extras(cache_salt="x"),
+        pack_extras(items=(("x", 0),)),
+        pack_extras(items=(("x", -1),)),
+        pack_extras(adapter="x", cache_salt="x"),
+        pack_extras(adapter="xs"),
+        pack_extras(items=(("x", 0), ("x", 1))),
+        pack_extras(adapter="\ud800"),
+        pack_extras(embeds=(1,)),
+        pack_extras(embeds=(1, 0)),
+        pack_extras(items=(("x", 0),), embeds=(1,)),
+    ]
+    assert len(set(packed)) == len(packed)
+
+
+def test_the_first_block_differs_from_one_whose_parent_is_its_tokens() -> None:
+    assert chain_message(b"", b"ab", b"") != chain_message(b"ab", b"", b"")
+    assert chain_message(b"a", b"b", b"") != chain_message(b"", b"ab", b"")
+
+
+ALIKE = Request("a", (1, 2, 3, 4))
+OTHERS = (
+    Request("b", (1, 2, 3, 5)),
+    Request("b", (0, 2, 3, 4)),
+    Request("b", (1, 2, 3, 4), adapter="x"),
+    Request("b", (1, 2, 3, 4), cache_salt="x"),
+    Request("b", (1, 2, 3, 4), items=(MultiModalItem("x", 3, 1),)),
+    Request("b", (1, 2, 3, 4), items=(MultiModalItem("x", 0, 1),)),
+    Request("b", (1, 2, 3, 4), prompt_embeds=(0, 0, 0, 0)),
+)
+
+
+def test_full_blocks_are_named_by_all_that_determines_their_content() -> None:
+    names = name_blocks(ALIKE, 2, SHA256)
+    assert names == name_blocks(Request("b", (1, 2, 3, 4, 5)), 2, SHA256)
+    assert len(names) == 2
+    assert len({name_blocks(other, 2, SHA256)[1] for other in OTHERS} - {names[1]}) == len(OTHERS)
+
+
+def test_names_stay_as_stores_have_them() -> None:
+    """A store keeps blocks under these names: another name would lose all that it has."""
+    first, last = name_blocks(Request("a", (1, 2, 3), adapter="x", cache_salt="s"), 1, SHA256)[::2]
+    assert (first.hex()[:16], last.hex()[:16]) == ("0d11d71142e23bca", "809244dc21ff5bca")
