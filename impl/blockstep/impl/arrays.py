@@ -50,10 +50,11 @@ class SlotNames:
         slots: [rows]
     """
 
-    __slots__ = ("_slots", "_table")
+    __slots__ = ("_names", "_slots", "_table")
 
     def __init__(self, table: NDArray[np.object_], slots: NDArray[np.int64]) -> None:
         self._table, self._slots = table, slots
+        self._names: list[RequestId] | None = None
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -64,9 +65,10 @@ class SlotNames:
         return self._slots
 
     def tolist(self) -> list[RequestId]:
-        """Return the request ids."""
-        names: list[RequestId] = self._table.take(self._slots).tolist()
-        return names
+        """Return the request ids; the same list each time."""
+        if self._names is None:
+            self._names = self._table.take(self._slots).tolist()
+        return self._names
 
     def get(self, row: int) -> RequestId:
         """Return the request id of one row."""
@@ -158,11 +160,10 @@ class ArrayPlan:
     def __len__(self) -> int:
         return len(self.slots)
 
-    @cached_property
+    @property
     def request_ids(self) -> list[RequestId]:
         """[rows]"""
-        names: list[RequestId] = self.names.tolist()
-        return names
+        return self.names.tolist()
 
     @cached_property
     def tables_of(self) -> dict[int, BlockTables]:
@@ -304,13 +305,10 @@ class ArrayOutputs:
         tokens = (int(self.token_ids[row]),)
         return OutputRow(name, tokens, reason, stop_token_id, int(self.num_cached_tokens[row]))
 
-    def build_outputs(
-        self, names: list[RequestId] | None = None, tokens: list[TokenIds] | None = None
-    ) -> Outputs:
-        """Return the outputs in the vocabulary; `names` and `tokens` of the rows if they are known
-        as objects."""
-        cached = self.num_cached_tokens.tolist()
-        names = self.names.tolist() if names is None else names
+    def build_outputs(self, tokens: list[TokenIds] | None = None) -> Outputs:
+        """Return the outputs in the vocabulary; `tokens` of the rows if they are known as
+        objects."""
+        cached, names = self.num_cached_tokens.tolist(), self.names.tolist()
         tokens = self._get_tokens() if tokens is None else tokens
         rows = make_output_rows(names, tokens, cached)
         for row, (reason, stop_token_id) in self.ended.items():

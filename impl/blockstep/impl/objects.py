@@ -7,7 +7,8 @@ the time, and rows are most of what a step costs through `apply`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat, starmap
 from typing import Any, Final
 
 from blockstep.spec.vocabulary import BlockTables, CachedRow, OutputRow, RequestId, TokenIds
@@ -23,7 +24,7 @@ _OPEN_OUTPUT: Final = _open(OutputRow)
 
 
 def make_cached_rows(
-    request_ids: Iterable[RequestId],
+    request_ids: Sequence[RequestId],
     new_block_ids: Iterable[BlockTables],
     all_token_ids: Iterable[TokenIds | None],
     num_computed_tokens: Iterable[int],
@@ -32,12 +33,11 @@ def make_cached_rows(
     drafts: Iterable[TokenIds],
 ) -> list[CachedRow]:
     """Return the rows of requests that were running before."""
-    made, make = list[CachedRow](), _OPEN_CACHED
+    made = [*starmap(_OPEN_CACHED, repeat((), len(request_ids)))]
     columns = (num_computed_tokens, num_output_tokens, num_scheduled_tokens, drafts)
-    for name, blocks, tokens, computed, outputs, scheduled, spec in zip(
-        request_ids, new_block_ids, all_token_ids, *columns, strict=False
+    for row, name, blocks, tokens, computed, outputs, scheduled, spec in zip(
+        made, request_ids, new_block_ids, all_token_ids, *columns, strict=False
     ):
-        row = make()
         row.request_id = name
         row.resumed = False
         row.new_block_ids = blocks
@@ -47,23 +47,21 @@ def make_cached_rows(
         row.num_scheduled_tokens = scheduled
         row.draft_token_ids = spec
         row.__class__ = CachedRow
-        made.append(row)
     return made
 
 
 def make_output_rows(
-    request_ids: Iterable[RequestId],
+    request_ids: Sequence[RequestId],
     new_token_ids: Iterable[TokenIds],
     num_cached_tokens: Iterable[int],
 ) -> list[OutputRow]:
     """Return the rows of requests that do not finish."""
-    made, make = list[OutputRow](), _OPEN_OUTPUT
-    for name, tokens, cached in zip(request_ids, new_token_ids, num_cached_tokens, strict=True):
-        row = make()
+    made = [*starmap(_OPEN_OUTPUT, repeat((), len(request_ids)))]
+    columns = (request_ids, new_token_ids, num_cached_tokens)
+    for row, name, tokens, cached in zip(made, *columns, strict=True):
         row.request_id = name
         row.new_token_ids = tokens
         row.finish_reason = row.stop_token_id = row.num_external_tokens = None
         row.num_cached_tokens = cached
         row.__class__ = OutputRow
-        made.append(row)
     return made

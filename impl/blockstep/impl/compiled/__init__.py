@@ -8,12 +8,10 @@ plans in flight; `masks`, `sessions`, `encodings`, `forks`, `turns` and `transfe
 over the same arrays, each for what few rows need, and `steps` runs them where machine code stops.
 `engine` is the engine, `view` its snapshot, `jit` the compiler.
 
-Importing it compiles: about a minute the first time, under a second later.
+The first engine compiles: most of a minute the first time, under a second later.
 """
 
 from blockstep.impl.compiled.engine import CompiledEngine
-from blockstep.impl.compiled.jit import IS_COMPILED, compile_entries
+from blockstep.impl.compiled.jit import IS_COMPILED
 
 __all__ = ["IS_COMPILED", "CompiledEngine"]
-
-compile_entries()

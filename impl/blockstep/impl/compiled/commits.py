@@ -2,52 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.encodings import Encodings
 from blockstep.impl.compiled.frames import Frame
 from blockstep.impl.compiled.masks import Masks
 from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.results import (
-    FITS,
-    LACKS_MARKS,
-    check_answer,
-    commit_step,
-    take_rows,
-)
-from blockstep.impl.compiled.state import (
-    LAST_ANSWERED,
-    NONE,
-    NUM_DELIVERED,
-    NUM_DELIVERING,
-    NUM_ENDED,
-    TOLD_SAMPLES,
-    Int32s,
-)
+from blockstep.impl.compiled.results import FITS, check_answer, commit_step, take_rows
+from blockstep.impl.compiled.state import Int32s
 from blockstep.impl.compiled.transfers import Transfers
 from blockstep.impl.refusals import bad_result
 from blockstep.spec.vocabulary import FrameId, KVTransfers, Rejected, RequestId
 
 _NO_COUNTS: Final = np.empty(0, np.int32)
-_NO_MARKS: Final = np.empty(0, np.uint8)
 
 
-class Ending(Protocol):
-    """Ends requests, for a commit."""
-
-    def end_turn(self, slot: int) -> None:
-        """End a request that a commit finishes, whose blocks may stay held."""
-        ...
-
-    def note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
-        """Record the requests that a commit has finished; they are listed in `scratch`.
-
-        `told`: [4, rows that deliver]: row, tokens, cached tokens and verdict.
-        """
-        ...
+EndTurn: TypeAlias = Callable[[int], None]
+"""Ends the request with this index, which a commit finishes; its blocks may stay held."""
+NoteEnds: TypeAlias = Callable[[Frame, Int32s, int, ArrayOutputs], None]
+"""Records the requests that a commit has finished, listed in `scratch`: the frame, [4, rows that
+deliver] (row, tokens, cached tokens and verdict), the number of requests, and the outputs."""
 
 
 class Commits:
@@ -55,13 +34,15 @@ class Commits:
 
     def __init__(
         self,
-        ending: Ending,
+        end_turn: EndTurn,
+        note_ends: NoteEnds,
         requests: Requests,
         masks: Masks,
         encodings: Encodings | None,
         transfers: Transfers | None,
     ) -> None:
-        self.ending = ending
+        self.end_turn = end_turn
+        self.note_ends = note_ends
         self.requests = requests
         self.masks = masks
         self.encodings = encodings
@@ -81,39 +62,33 @@ class Commits:
     ) -> ArrayOutputs | Rejected:
         """Commit the oldest frame, or change nothing if the model output does not fit it."""
         if self.masks.matchers:
-            lengths = frame.planned[TOLD_SAMPLES] if counts is None else counts
+            lengths = frame.planned[c.TOLD_SAMPLES] if counts is None else counts
             problem = self.masks.find_problem(frame_id, frame, token_ids, lengths)
             if problem is not None:
                 return bad_result(frame_id, problem)
         given = (token_ids, _NO_COUNTS if counts is None else counts, counts is not None)
         self.requests.reserve_nodes(len(token_ids), frame.who.shape[1])
-        last_answered = NONE
+        last_answered = c.NONE
         if self.transfers is not None:
             s = self.requests.state
-            last_answered = int(s.scalars[LAST_ANSWERED])
+            last_answered = int(s.scalars[c.LAST_ANSWERED])
             if self.transfers.has_news(frame_id, report):
                 code, detail = check_answer(s, frame.planned, frame.ids, *given)
                 if code != FITS:
                     return bad_result(frame_id, frame.describe(code, detail, token_ids))
                 self._begin(self.transfers, frame_id, report)
-            s.scalars[LAST_ANSWERED] = frame_id
-        marks, is_marked = _NO_MARKS, False
-        while True:
-            code, detail, told, kept, num_rows, num_tokens, num_ended, ending = commit_step(
-                self.requests.state, frame.who, frame.planned, frame.ids, *given, marks, is_marked
-            )
-            if code != LACKS_MARKS:
-                break
-            marks = self.requests.mark(frame.who, frame.planned[TOLD_SAMPLES], token_ids, counts)
-            is_marked = True
+            s.scalars[c.LAST_ANSWERED] = frame_id
+        code, detail, told, kept, num_rows, num_tokens, num_ended, ending = commit_step(
+            self.requests.state, frame.who, frame.planned, frame.ids, *given
+        )
         if code != FITS:
-            self.requests.state.scalars[LAST_ANSWERED] = last_answered
+            self.requests.state.scalars[c.LAST_ANSWERED] = last_answered
             return bad_result(frame_id, frame.describe(code, detail, token_ids))
-        while ending != NONE:
-            self.ending.end_turn(ending)
+        while ending != c.NONE:
+            self.end_turn(ending)
             s = self.requests.state
-            ending = take_rows(s, frame.who, frame.planned, *given, marks, told, kept)
-            numbers = s.scalars[[NUM_DELIVERING, NUM_DELIVERED, NUM_ENDED]]
+            ending = take_rows(s, frame.who, frame.planned, *given, told, kept)
+            numbers = s.scalars[[c.NUM_DELIVERING, c.NUM_DELIVERED, c.NUM_ENDED]]
             num_rows, num_tokens, num_ended = numbers.tolist()
         names, kept = frame.names, kept[:num_tokens]
         if num_rows < told.shape[1]:
@@ -124,7 +99,7 @@ class Commits:
         lengths = None if len(kept) == num_rows else told[1]
         outputs = ArrayOutputs(names, kept, lengths, told[2], {})
         if num_ended:
-            self.ending.note_ends(frame, told, num_ended, outputs)
+            self.note_ends(frame, told, num_ended, outputs)
         return outputs
 
     def _begin(self, transfers: Transfers, frame_id: FrameId, report: KVTransfers) -> None:

@@ -11,15 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.impl.arrays import ArrayPlan
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import (
-    NEXT_ITEM,
-    NUM_COMPUTED,
-    NUM_PREEMPTED,
-    NUM_RUNNING,
-    RUNNING,
-    State,
-)
+from blockstep.impl.compiled.state import State
 from blockstep.impl.encoder import EncoderCache, Encoding
 from blockstep.spec.vocabulary import (
     Config,
@@ -59,10 +53,10 @@ class Encodings:
             return
         requests = self.requests.requests
         for slot in self._encodings:
-            computed = int(self.requests.state.requests[slot, NUM_COMPUTED])
+            computed = int(self.requests.state.requests[slot, c.NUM_COMPUTED])
             self.cache.release(requests[slot], computed)
             following = self.requests.find_item(requests[slot], computed)
-            self.requests.state.requests[slot, NEXT_ITEM] = following
+            self.requests.state.requests[slot, c.NEXT_ITEM] = following
         chosen = [(requests[slot].request_id, of_row) for slot, of_row in self._encodings.items()]
         plan.scheduled_encoder_inputs = tuple(
             [EncoderInputs(name, tuple(it.inputs)) for name, it in chosen if it.inputs]
@@ -74,7 +68,7 @@ class Encodings:
     def drop_running(self) -> None:
         """Release all items of running requests, before all are preempted."""
         s = self.requests.state
-        for slot in s.lines[: s.scalars[NUM_RUNNING], RUNNING][::-1].tolist():
+        for slot in s.lines[: s.scalars[c.NUM_RUNNING], c.RUNNING][::-1].tolist():
             self.cache.drop(self.requests.requests[slot])
 
     def take(self, event: EncoderReset | EncoderOffer) -> None:
@@ -120,7 +114,7 @@ class Encodings:
 
     def undo_preempted(self, s: State) -> None:
         """Undo the encodings of requests that were preempted since the last call (P4, P22)."""
-        num_preempted = int(s.scalars[NUM_PREEMPTED])
+        num_preempted = int(s.scalars[c.NUM_PREEMPTED])
         for slot in s.scratch[self._num_undone : num_preempted].tolist():
             self._budget += self.cache.undo(slot, self._encodings, self.requests.requests)
         self._num_undone = num_preempted

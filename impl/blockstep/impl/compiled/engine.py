@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from operator import attrgetter
 from typing import ClassVar, Final
 
 import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
-from blockstep.impl.capabilities import COMPILED
+from blockstep.impl.capabilities import HOST
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.blocks import forget_log, withdraw_all
 from blockstep.impl.compiled.commits import Commits
 from blockstep.impl.compiled.encodings import Encodings
@@ -18,40 +18,13 @@ from blockstep.impl.compiled.forks import Forks
 from blockstep.impl.compiled.frames import Frame
 from blockstep.impl.compiled.jit import SLOW_BECAUSE, warn_if_slow
 from blockstep.impl.compiled.keys import Keys
-from blockstep.impl.compiled.lives import (
-    end,
-    find_giver,
-    preempt_all,
-    take_back,
-)
+from blockstep.impl.compiled.lives import end, find_giver, preempt_one, take_back
 from blockstep.impl.compiled.masks import Masks
 from blockstep.impl.compiled.plans import Plans
 from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.results import (
-    BY_EOS,
-    BY_LENGTH,
-    BY_REPETITION,
-    BY_STOP_TOKEN,
-)
+from blockstep.impl.compiled.results import BY_EOS, BY_LENGTH, BY_REPETITION, BY_STOP_TOKEN
 from blockstep.impl.compiled.sessions import Sessions
-from blockstep.impl.compiled.state import (
-    GRAMMAR_READY,
-    IS_PREFILL,
-    IS_RUNNING,
-    LAST_FRAME,
-    NONE,
-    NUM_CACHED_TOKENS,
-    NUM_COMPUTED,
-    NUM_DRAFTS,
-    NUM_FREE,
-    NUM_KNOWN,
-    SEAT,
-    STATUS,
-    Int32s,
-    count_most_blocks,
-    reserve_deferred,
-    reserve_log,
-)
+from blockstep.impl.compiled.state import Int32s, count_most_blocks, reserve_deferred, reserve_log
 from blockstep.impl.compiled.transfers import Transfers
 from blockstep.impl.compiled.turns import Turns
 from blockstep.impl.compiled.view import View
@@ -66,7 +39,6 @@ from blockstep.impl.refusals import (
 )
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
-    MAX_INT,
     NO_TRANSFERS,
     Aborted,
     Ack,
@@ -96,7 +68,6 @@ from blockstep.spec.vocabulary import (
     Request,
     RequestId,
     Reset,
-    RowTokens,
     Snapshot,
     Stats,
     TokenIds,
@@ -108,8 +79,6 @@ _REASONS: Final = {
     BY_LENGTH: FinishReason.LENGTH,
     BY_REPETITION: FinishReason.REPETITION,
 }
-_get_name: Final = attrgetter("request_id")
-_get_tokens: Final = attrgetter("token_ids")
 _NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 
 
@@ -130,39 +99,39 @@ class CompiledEngine(Doors[Frame]):
     """Reason why its times are meaningless here; empty if they are meaningful."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, COMPILED)
+        super().__init__(config, HOST)
         warn_if_slow()
         self.requests = Requests(config)
         self.previous_names = _NO_NAMES
         """Requests of the last plan's rows."""
         self.masks = Masks(config, self.requests, self.frames)
         self.sessions = Sessions(config, self.requests, self.masks)
-        self._keys = Keys(self.requests)
-        self._view = View(self, self.requests, self._keys, self.masks, self.sessions)
         self.encodings = Encodings(config, self.requests) if config.encoder_cache_size else None
         """The encoder outputs that requests need; None if the config models no encoder."""
-        self._view.encodings = self.encodings
         self.turns = Turns(self.requests) if config.has_pins else None
         """The blocks that turns of jobs keep; None if the config has no pins."""
-        self._view.turns = self.turns
+        ended = self._last_frame_of_ended
         self.transfers: Transfers | None = None
         """The transfers with a store; None without one."""
         if config.kv_connector:
-            self.transfers = Transfers(config, self.requests, self.masks, self._last_frame_of_ended)
-        self._view.transfers = self.transfers
+            self.transfers = Transfers(config, self.requests, self.masks, ended)
         self.forks: Forks | None = None
         """None without forks."""
         if config.enable_forks:
-            self.forks = Forks(
-                config, self.requests, self.masks, self.frames, self._last_frame_of_ended
-            )
+            self.forks = Forks(config, self.requests, self.masks, self.frames, ended)
+        self._keys = Keys(self.requests)
+        shown = (self.masks, self.sessions, self.encodings, self.turns, self.transfers)
+        self._view = View(self, self.requests, self._keys, *shown)
         managers = (self.encodings, self.turns, self.transfers, self.forks)
         self._plans = Plans(config, self.requests, self.masks, *managers)
-        self._commits = Commits(self, self.requests, self.masks, self.encodings, self.transfers)
-        self._reserves = config.enable_kv_cache_events or (
-            config.kv_connector and config.max_frames_in_flight > 1
+        self._commits = Commits(
+            self._end_turn,
+            self._note_ends,
+            self.requests,
+            self.masks,
+            self.encodings,
+            self.transfers,
         )
-        """Whether an event needs room for what it logs, or for the blocks that it frees later."""
 
     def snapshot(self) -> Snapshot:
         """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
@@ -174,7 +143,7 @@ class CompiledEngine(Doors[Frame]):
 
     def capabilities(self) -> frozenset[str]:
         """Return what the engine implements, as the values of conformance's `Capability`."""
-        return COMPILED
+        return HOST
 
     # a step
 
@@ -189,27 +158,21 @@ class CompiledEngine(Doors[Frame]):
     def _commit_in_order(self, event: Commit) -> Outputs | Rejected | None:
         """Commit a frame whose rows are answered in their order with known tokens, which machine
         code checks; None if the event is not like that, or may be invalid in any state."""
-        frame_id, sampled = event.frame_id, event.sampled
+        frame_id = event.frame_id
         if type(frame_id) is not int or next(iter(self.frames), None) != frame_id:
             return None
         if event.transfers is not NO_TRANSFERS or frame_id in self.masks.verifiable:
             return None
-        if type(sampled) is not tuple or {*map(type, sampled)} != {RowTokens}:
+        answer = self.frames[frame_id].read_answer(event.sampled)
+        if answer is None:
             return None
-        names, tokens = [*map(_get_name, sampled)], [*map(_get_tokens, sampled)]
-        if {*map(type, tokens)} != {tuple} or names != self.frames[frame_id].names.tolist():
-            return None
-        flat = [*chain.from_iterable(tokens)]
-        if not {*map(type, flat)} <= {int} or (flat and (min(flat) < 0 or max(flat) > MAX_INT)):
-            return None
-        lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
-        given = np.fromiter(flat, np.int32, len(flat))
-        outputs = self._take(frame_id, given, lengths, NO_TRANSFERS)
+        tokens, flat, lengths = answer
+        outputs = self._take(frame_id, flat, lengths, NO_TRANSFERS)
         if isinstance(outputs, Rejected):
             return outputs
         outputs.kv_events = self.take_events()
         if outputs.counts is None and len(outputs) == len(flat) == len(tokens):
-            return outputs.build_outputs(names, tokens)
+            return outputs.build_outputs(tokens)
         return outputs.build_outputs()
 
     def _schedule(self) -> Plan | Rejected:
@@ -223,8 +186,7 @@ class CompiledEngine(Doors[Frame]):
             assert problem is not None, "the pipeline is full"
             return problem
         is_open = self.pause_state is not PauseState.PAUSED_ALL
-        if self._reserves:
-            self._reserve()
+        self._reserve()
         frame_id = self.next_frame_id
         plan, frame = self._plans.make(
             frame_id,
@@ -287,8 +249,7 @@ class CompiledEngine(Doors[Frame]):
         report: KVTransfers,
     ) -> ArrayOutputs | Rejected:
         """Commit the oldest frame."""
-        if self._reserves:
-            self._reserve()
+        self._reserve()
         outputs = self._commits.take(frame_id, self.frames[frame_id], token_ids, counts, report)
         if isinstance(outputs, Rejected):
             return outputs
@@ -334,13 +295,13 @@ class CompiledEngine(Doors[Frame]):
             rows.append(OutputRow(name, (), FinishReason.ERROR, num_cached_tokens=num_cached))
         return tuple(rows)
 
-    def end_turn(self, slot: int) -> None:
+    def _end_turn(self, slot: int) -> None:
         """End a request that a commit finishes; its blocks may be pinned."""
         if self.turns is not None:
             self.turns.end_turn(slot)
         self._end(slot)
 
-    def note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
+    def _note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
         """Record the requests that this commit has finished."""
         for row in self.requests.state.scratch[:num_ended].tolist():
             at, _, _, verdict = told[:, row].tolist()
@@ -400,10 +361,10 @@ class CompiledEngine(Doors[Frame]):
                     self.transfers.take_offer(event)
 
     def _get_cached_tokens(self, slot: int) -> int:
-        return int(self.requests.state.requests[slot, NUM_CACHED_TOKENS])
+        return int(self.requests.state.requests[slot, c.NUM_CACHED_TOKENS])
 
     def _get_last_frame(self, slot: int) -> FrameId:
-        return int(self.requests.state.requests[slot, LAST_FRAME])
+        return int(self.requests.state.requests[slot, c.LAST_FRAME])
 
     # events between steps
 
@@ -462,13 +423,13 @@ class CompiledEngine(Doors[Frame]):
             if slot is None or not _may_draft(s.requests[slot].tolist()):
                 continue
             drafts = self.masks.cut(row)
-            s.requests[slot, NUM_DRAFTS] = len(drafts)
-            s.drafts[s.requests[slot, SEAT], : len(drafts)] = drafts
+            s.requests[slot, c.NUM_DRAFTS] = len(drafts)
+            s.drafts[s.requests[slot, c.SEAT], : len(drafts)] = drafts
             taken.append(row.request_id)
         return DraftsTaken(tuple(taken))
 
     def _set_grammar_ready(self, slot: int) -> None:
-        self.requests.state.requests[slot, GRAMMAR_READY] = 1
+        self.requests.state.requests[slot, c.GRAMMAR_READY] = 1
 
     def _count_most_blocks(self, request: Request) -> int:
         slots = most_slots(self.config, request)
@@ -495,13 +456,14 @@ class CompiledEngine(Doors[Frame]):
         if reset_running_requests:
             if self.encodings is not None:
                 self.encodings.drop_running()
-            preempt_all(s)
+            for slot in s.lines[: s.scalars[c.NUM_RUNNING], c.RUNNING][::-1].tolist():
+                preempt_one(s, slot)
             may_give = bool(self.sessions.updates) or self.forks is not None
             may_give = may_give or self.transfers is not None
-            while may_give and (giver := find_giver(s, NONE)) != NONE:
+            while may_give and (giver := find_giver(s, c.NONE)) != c.NONE:
                 take_back(s, giver)
             self.previous_names = _NO_NAMES
-        elif s.scalars[NUM_FREE] < self.config.num_usable_blocks and not (
+        elif s.scalars[c.NUM_FREE] < self.config.num_usable_blocks and not (
             self.turns is not None and self.turns.hold_all()
         ):
             return False
@@ -514,7 +476,7 @@ class CompiledEngine(Doors[Frame]):
 def _may_draft(row: list[int]) -> bool:
     """Whether drafts would continue its known tokens: all but the last are computed (P24)."""
     return (
-        row[STATUS] == IS_RUNNING
-        and not row[IS_PREFILL]
-        and row[NUM_COMPUTED] == row[NUM_KNOWN] - 1
+        row[c.STATUS] == c.IS_RUNNING
+        and not row[c.IS_PREFILL]
+        and row[c.NUM_COMPUTED] == row[c.NUM_KNOWN] - 1
     )

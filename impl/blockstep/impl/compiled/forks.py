@@ -9,31 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from blockstep.impl.arrays import ArrayPlan
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.frames import Frame
 from blockstep.impl.compiled.lives import branch
 from blockstep.impl.compiled.masks import Masks
 from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import (
-    IS_PREEMPTED,
-    IS_RUNNING,
-    LAST_FRAME,
-    NEXT_ITEM,
-    NONE,
-    NUM_COMPUTED,
-    NUM_COPIES,
-    STATUS,
-)
 from blockstep.impl.grammars import Matcher, make_matcher
 from blockstep.impl.refusals import bad_fork, fork_problem
-from blockstep.spec.vocabulary import (
-    Ack,
-    BlockCopy,
-    Config,
-    Fork,
-    FrameId,
-    Rejected,
-    RequestId,
-)
+from blockstep.spec.vocabulary import Ack, BlockCopy, Config, Fork, FrameId, Rejected, RequestId
 
 
 class Forks:
@@ -67,7 +50,7 @@ class Forks:
                 return bad_fork(event, "its grammar forbids one of its outputs")
             matcher.position = position
         child = self.requests.branch(parent, event.child_id, event.output_token_ids)
-        if child == NONE:
+        if child == c.NONE:
             return bad_fork(event, "one of its outputs ends it")
         self._begin(parent, child, matcher)
         return Ack()
@@ -75,9 +58,11 @@ class Forks:
     def tell(self, plan: ArrayPlan, num_running: int) -> None:
         """Add to a plan the copies of shared blocks, and the outputs of new branches."""
         s = self.requests.state
-        if not (plan.new_rows or s.scalars[NUM_COPIES]):
+        if not (plan.new_rows or s.scalars[c.NUM_COPIES]):
             return
-        copies = [copy for copy in s.copies[: s.scalars[NUM_COPIES]].tolist() if copy[0] != NONE]
+        copies = [
+            copy for copy in s.copies[: s.scalars[c.NUM_COPIES]].tolist() if copy[0] != c.NONE
+        ]
         plan.block_copies = tuple([BlockCopy(source, own) for _, source, own in copies])
         slots = {*plan.slots[:num_running].tolist()}.intersection([copy[0] for copy in copies])
         plan.remapped_req_ids = tuple(sorted([self.requests.names[slot] for slot in slots]))
@@ -95,17 +80,17 @@ class Forks:
         pairs = enumerate(zip(own, other, strict=False))
         common = next((at for at, (a, b) in pairs if a != b), min(len(own), len(other)))
         branch(self.requests.state, parent, child, common)
-        computed = int(requests[child, NUM_COMPUTED])
-        requests[child, NEXT_ITEM] = self.requests.find_item(request, computed)
+        computed = int(requests[child, c.NUM_COMPUTED])
+        requests[child, c.NEXT_ITEM] = self.requests.find_item(request, computed)
 
     def _find_problem(self, event: Fork) -> Rejected | None:
         """Return why the request cannot be forked, whatever the outputs are, or None."""
         slot = self.requests.slot_of.get(event.request_id)
-        status, last, may_fork = NONE, NONE, False
+        status, last, may_fork = c.NONE, c.NONE, False
         if slot is not None:
-            status, last = self.requests.state.requests[slot, [STATUS, LAST_FRAME]].tolist()
+            status, last = self.requests.state.requests[slot, [c.STATUS, c.LAST_FRAME]].tolist()
             is_session = self.requests.requests[slot].resumable
-            may_fork = status in (IS_RUNNING, IS_PREEMPTED) and not is_session
+            may_fork = status in (c.IS_RUNNING, c.IS_PREEMPTED) and not is_session
         return fork_problem(
             self.config,
             event,

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from blockstep.impl.arrays import SlotNames
-from blockstep.impl.compiled.results import (
-    NEGATIVE_TOKEN,
-    WRONG_COUNTS,
-    WRONG_NUMBER,
-    WRONG_ROW,
-)
-from blockstep.impl.compiled.state import TOLD_DRAFTS, TOLD_SAMPLES, Int32s, Int64s
-from blockstep.spec.vocabulary import RequestId, TokenIds
+from blockstep.impl.compiled import state as c
+from blockstep.impl.compiled.results import NEGATIVE_TOKEN, WRONG_COUNTS, WRONG_NUMBER, WRONG_ROW
+from blockstep.impl.compiled.state import Int32s, Int64s
+from blockstep.spec.vocabulary import MAX_INT, RequestId, RowTokens, TokenIds
 
 
 class RowDrafts(Mapping[int, TokenIds]):
@@ -65,13 +62,33 @@ class Frame:
 
     def build_rows(self) -> dict[RequestId, TokenIds | None]:
         """Return the drafts of each row, None if it does not sample."""
-        drafts = RowDrafts(self.planned[TOLD_DRAFTS], self.ids)
+        drafts = RowDrafts(self.planned[c.TOLD_DRAFTS], self.ids)
         return {
             request_id: drafts.get(row, ()) if samples else None
             for row, (request_id, samples) in enumerate(
-                zip(self.names.tolist(), self.planned[TOLD_SAMPLES].tolist(), strict=True)
+                zip(self.names.tolist(), self.planned[c.TOLD_SAMPLES].tolist(), strict=True)
             )
         }
+
+    def read_answer(
+        self, sampled: tuple[RowTokens, ...]
+    ) -> tuple[list[TokenIds], Int32s, Int32s | None] | None:
+        """Return the tokens of the rows, as they are and in an array, and their numbers (None: one
+        each); None if they are not rows of this frame, in its order, with valid tokens."""
+        if type(sampled) is not tuple or {*map(type, sampled)} != {RowTokens}:
+            return None
+        tokens, names = [row.token_ids for row in sampled], self.names.tolist()
+        if {*map(type, tokens)} != {tuple} or [row.request_id for row in sampled] != names:
+            return None
+        lengths: Int32s | None = None
+        try:
+            flat = [token for (token,) in tokens]
+        except ValueError:  # some row has no token, or several
+            flat = [*chain.from_iterable(tokens)]
+            lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
+        if not {*map(type, flat)} <= {int} or (flat and (min(flat) < 0 or max(flat) > MAX_INT)):
+            return None
+        return tokens, np.fromiter(flat, np.int32, len(flat)), lengths
 
     def describe(self, code: int, detail: int, token_ids: Int32s) -> str:
         """Return what is wrong with a model output in arrays, and the rule."""

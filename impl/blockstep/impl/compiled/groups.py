@@ -10,6 +10,7 @@ token reads; a group of larger blocks names each by the node of its last tokens:
 
 from __future__ import annotations
 
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.blocks import (
     defer_range,
     free_range,
@@ -19,65 +20,7 @@ from blockstep.impl.compiled.blocks import (
     touch,
 )
 from blockstep.impl.compiled.jit import compiled, entry
-from blockstep.impl.compiled.state import (
-    COMMON,
-    COMMON_MOVES,
-    COMMON_RUNNING,
-    DROPPED,
-    FIRST_BLOCK,
-    HAS_CACHE,
-    HAS_FORKS,
-    HAS_SPARE,
-    HAS_STORE,
-    HELD,
-    IS_ALIGNED,
-    IS_CHUNKED,
-    IS_CROSS,
-    IS_FULL,
-    IS_STATE,
-    IS_WINDOW,
-    KIND,
-    LAST_NODE,
-    LEFT,
-    LINKS,
-    MAX_MODEL_LEN,
-    MAY_SHARE,
-    MOST_BLOCKS,
-    MOST_DROPPED,
-    MOST_SLOTS,
-    NONE,
-    NUM_BESIDE,
-    NUM_COMPUTED,
-    NUM_COPIES,
-    NUM_FREE,
-    NUM_FULL,
-    NUM_GROUPS,
-    NUM_IN_DOUBT,
-    NUM_KEPT_FREE,
-    NUM_KNOWN,
-    NUM_LOOKAHEAD,
-    NUM_MOVES,
-    NUM_PINS,
-    NUM_PROMPT,
-    NUM_ROWS,
-    NUM_RUNNING,
-    NUM_SESSIONS,
-    PUBLISHED,
-    REF_COUNT,
-    RESERVES_WHOLE,
-    ROW_BLOCKS,
-    ROW_LOOKS,
-    ROW_NUMBERS,
-    RUNNING,
-    SEAT,
-    SIZE,
-    SPAN,
-    SPARE,
-    STATE_STEP,
-    STEP,
-    UNIT,
-    State,
-)
+from blockstep.impl.compiled.state import State
 from blockstep.spec.vocabulary import NULL_BLOCK
 
 # Blocks of a running request
@@ -86,16 +29,16 @@ from blockstep.spec.vocabulary import NULL_BLOCK
 @compiled
 def find_first_read(s: State, group: int, computed: int) -> int:
     """Return the first block with a token that is read by tokens after the `computed` ones."""
-    kind, read = s.groups[group, KIND], computed
-    if kind <= IS_CROSS:
+    kind, read = s.groups[group, c.KIND], computed
+    if kind <= c.IS_CROSS:
         return 0
-    if kind == IS_WINDOW:
-        read = min(computed, s.groups[group, SPAN] - 1)
-    elif kind == IS_CHUNKED:
-        read = computed % s.groups[group, SPAN]
+    if kind == c.IS_WINDOW:
+        read = min(computed, s.groups[group, c.SPAN] - 1)
+    elif kind == c.IS_CHUNKED:
+        read = computed % s.groups[group, c.SPAN]
     else:
         read = min(computed, 1)
-    return int((computed - read) // s.groups[group, SIZE])
+    return int((computed - read) // s.groups[group, c.SIZE])
 
 
 @compiled
@@ -105,30 +48,30 @@ def leave_blocks(s: State, slot: int) -> None:
     Its drafts in flight may all be rejected; then the next step starts before them (P1, P14). A
     state has a spare block for each draft.
     """
-    for group in range(s.scalars[NUM_GROUPS]):
-        if s.groups[group, KIND] <= IS_CROSS:
+    for group in range(s.scalars[c.NUM_GROUPS]):
+        if s.groups[group, c.KIND] <= c.IS_CROSS:
             continue
-        in_doubt = s.requests[slot, NUM_IN_DOUBT]
-        if s.groups[group, KIND] >= IS_STATE:
-            in_doubt = max(in_doubt, s.groups[group, SPARE])
-        end = find_first_read(s, group, max(s.requests[slot, NUM_COMPUTED] - in_doubt, 0))
-        begin = s.holdings[slot, group, LEFT]
+        in_doubt = s.requests[slot, c.NUM_IN_DOUBT]
+        if s.groups[group, c.KIND] >= c.IS_STATE:
+            in_doubt = max(in_doubt, s.groups[group, c.SPARE])
+        end = find_first_read(s, group, max(s.requests[slot, c.NUM_COMPUTED] - in_doubt, 0))
+        begin = s.holdings[slot, group, c.LEFT]
         if end > begin:
-            seat = s.requests[slot, SEAT]
+            seat = s.requests[slot, c.SEAT]
             if is_fenced(s, slot):
                 defer_range(s, slot, group, begin, end, True)
             else:
                 free_range(s, group, seat, begin, end)
             for index in range(begin, end):
                 s.block_tables[group, seat, index] = NULL_BLOCK
-            s.holdings[slot, group, LEFT] = end
+            s.holdings[slot, group, c.LEFT] = end
 
 
 @compiled
 def count_blocks(s: State, group: int, slots: int) -> int:
     """Return the length of a table with `slots` slots."""
-    size = s.groups[group, SIZE]
-    return int((slots + size - 1) // size + s.groups[group, SPARE])
+    size = s.groups[group, c.SIZE]
+    return int((slots + size - 1) // size + s.groups[group, c.SPARE])
 
 
 @compiled
@@ -146,12 +89,12 @@ def count_missing(
         slots: the same with the lookahead.
         loaded: tokens up to which a store loads; 0 if it loads nothing.
     """
-    if s.groups[group, KIND] != IS_ALIGNED:
-        if slots <= (held - s.groups[group, SPARE]) * s.groups[group, SIZE]:
+    if s.groups[group, c.KIND] != c.IS_ALIGNED:
+        if slots <= (held - s.groups[group, c.SPARE]) * s.groups[group, c.SIZE]:
             return 0
         return count_blocks(s, group, slots) - held
     if has_spare == 0:
-        return int(1 + s.groups[group, SPARE]) + _is_apart(s, group, tokens, loaded)
+        return int(1 + s.groups[group, c.SPARE]) + _is_apart(s, group, tokens, loaded)
     return int(count_blocks(s, group, tokens) > held)  # a token that has not run has no state
 
 
@@ -167,20 +110,20 @@ def _is_apart(s: State, group: int, tokens: int, loaded: int) -> int:
 def find_quiet(s: State, slot: int) -> int:
     """Return the last slot up to which a row of a running request takes, publishes and leaves no
     block, in no group. It stays valid until the request frees its blocks."""
-    quiet, is_cached = s.scalars[MAX_MODEL_LEN], s.scalars[HAS_CACHE] != 0
-    for group in range(s.scalars[NUM_GROUPS]):
-        size, kind, span = s.groups[group, SIZE], s.groups[group, KIND], s.groups[group, SPAN]
-        end = (s.holdings[slot, group, LEFT] + 1) * size
-        if kind != IS_CROSS:
-            held = s.holdings[slot, group, HELD] - s.groups[group, SPARE]
+    quiet, is_cached = s.scalars[c.MAX_MODEL_LEN], s.scalars[c.HAS_CACHE] != 0
+    for group in range(s.scalars[c.NUM_GROUPS]):
+        size, kind, span = s.groups[group, c.SIZE], s.groups[group, c.KIND], s.groups[group, c.SPAN]
+        end = (s.holdings[slot, group, c.LEFT] + 1) * size
+        if kind != c.IS_CROSS:
+            held = s.holdings[slot, group, c.HELD] - s.groups[group, c.SPARE]
             quiet = min(quiet, held * size)
         if is_cached:
-            quiet = min(quiet, (s.holdings[slot, group, PUBLISHED] + 1) * size - 1)
-        if kind == IS_WINDOW:
+            quiet = min(quiet, (s.holdings[slot, group, c.PUBLISHED] + 1) * size - 1)
+        if kind == c.IS_WINDOW:
             quiet = min(quiet, end + span - 2)
-        elif kind == IS_CHUNKED:
+        elif kind == c.IS_CHUNKED:
             quiet = min(quiet, (end + span - 1) // span * span - 1)
-        elif kind >= IS_STATE:
+        elif kind >= c.IS_STATE:
             quiet = min(quiet, end)
     return int(quiet)
 
@@ -189,18 +132,18 @@ def find_quiet(s: State, slot: int) -> int:
 def count_own(s: State, slot: int, group: int, slots: int) -> int:
     """Return the slots that a table needs if the text needs `slots`: cross attention holds the KV
     of the items from admission on, and does not grow with the text."""
-    if s.groups[group, KIND] == IS_CROSS:
-        return int(s.requests[slot, NUM_BESIDE])
+    if s.groups[group, c.KIND] == c.IS_CROSS:
+        return int(s.requests[slot, c.NUM_BESIDE])
     return slots
 
 
 @compiled
 def count_needed(s: State, slot: int, tokens: int) -> int:
     """Return the new blocks of all groups for the scheduled tokens and the lookahead (P8)."""
-    end = s.requests[slot, NUM_COMPUTED] + tokens
-    slots, needed = min(end + s.scalars[NUM_LOOKAHEAD], s.scalars[MAX_MODEL_LEN]), 0
-    for group in range(s.scalars[NUM_GROUPS]):
-        held, has_spare = s.holdings[slot, group, HELD], s.holdings[slot, group, HAS_SPARE]
+    end = s.requests[slot, c.NUM_COMPUTED] + tokens
+    slots, needed = min(end + s.scalars[c.NUM_LOOKAHEAD], s.scalars[c.MAX_MODEL_LEN]), 0
+    for group in range(s.scalars[c.NUM_GROUPS]):
+        held, has_spare = s.holdings[slot, group, c.HELD], s.holdings[slot, group, c.HAS_SPARE]
         own = count_own(s, slot, group, slots)
         needed += count_missing(s, group, held, has_spare, end, own, 0)
     return needed
@@ -210,25 +153,25 @@ def count_needed(s: State, slot: int, tokens: int) -> int:
 def take_needed(s: State, slot: int, end: int, slots: int, loaded: int) -> None:
     """Append to the tables of a request, which gets the next row, what they lack for `end` tokens
     and `slots` slots, of which a store loads the first `loaded`."""
-    row = s.scalars[NUM_ROWS]
-    may_share = s.requests[slot, MAY_SHARE] != 0
-    for group in range(s.scalars[NUM_GROUPS]):
+    row = s.scalars[c.NUM_ROWS]
+    may_share = s.requests[slot, c.MAY_SHARE] != 0
+    for group in range(s.scalars[c.NUM_GROUPS]):
         if may_share:
             _take_own(s, slot, group)
-        held, has_spare = s.holdings[slot, group, HELD], s.holdings[slot, group, HAS_SPARE]
+        held, has_spare = s.holdings[slot, group, c.HELD], s.holdings[slot, group, c.HAS_SPARE]
         own = count_own(s, slot, group, slots)
         missing = count_missing(s, group, held, has_spare, end, own, loaded)
         if missing > 0:
-            if s.groups[group, KIND] == IS_ALIGNED:
+            if s.groups[group, c.KIND] == c.IS_ALIGNED:
                 if has_spare == 0 and _is_apart(s, group, end, loaded) != 0:
-                    s.block_tables[group, s.requests[slot, SEAT], held] = take_block(s)
-                    s.holdings[slot, group, HELD] = held + 1
+                    s.block_tables[group, s.requests[slot, c.SEAT], held] = take_block(s)
+                    s.holdings[slot, group, c.HELD] = held + 1
                     missing -= 1
                 held = _move_spare(s, slot, group, count_blocks(s, group, end))
             for index in range(held, held + missing):
-                s.block_tables[group, s.requests[slot, SEAT], index] = take_block(s)
-            s.holdings[slot, group, HELD] = held + missing
-            s.lines[row, ROW_BLOCKS + ROW_NUMBERS * group + 1] = held + missing
+                s.block_tables[group, s.requests[slot, c.SEAT], index] = take_block(s)
+            s.holdings[slot, group, c.HELD] = held + missing
+            s.lines[row, c.ROW_BLOCKS + c.ROW_NUMBERS * group + 1] = held + missing
 
 
 @compiled
@@ -239,11 +182,11 @@ def _move_spare(s: State, slot: int, group: int, end: int) -> int:
 
         one spare block    7 3    ->    7 3 4    ->    0 3 0 4 5    the last but one is the state
     """
-    seat, held = s.requests[slot, SEAT], s.holdings[slot, group, HELD]
-    spare, place = s.groups[group, SPARE], s.holdings[slot, group, HELD]
+    seat, held = s.requests[slot, c.SEAT], s.holdings[slot, group, c.HELD]
+    spare, place = s.groups[group, c.SPARE], s.holdings[slot, group, c.HELD]
     state = end - 1 - spare
-    first = held - spare if s.holdings[slot, group, HAS_SPARE] != 0 else held
-    s.holdings[slot, group, HAS_SPARE] = 1
+    first = held - spare if s.holdings[slot, group, c.HAS_SPARE] != 0 else held
+    s.holdings[slot, group, c.HAS_SPARE] = 1
     while place < state:
         s.block_tables[group, seat, place] = NULL_BLOCK
         place += 1
@@ -258,9 +201,9 @@ def _move_spare(s: State, slot: int, group: int, end: int) -> int:
 def count_copies(s: State, slot: int) -> int:
     """Return the shared blocks that the next token of a request is written to (P8)."""
     found = 0
-    if s.scalars[HAS_FORKS] != 0 and s.requests[slot, MAY_SHARE] != 0:
-        for group in range(s.scalars[NUM_GROUPS]):
-            found += _find_shared(s, slot, group) != NONE
+    if s.scalars[c.HAS_FORKS] != 0 and s.requests[slot, c.MAY_SHARE] != 0:
+        for group in range(s.scalars[c.NUM_GROUPS]):
+            found += _find_shared(s, slot, group) != c.NONE
     return found
 
 
@@ -268,56 +211,56 @@ def count_copies(s: State, slot: int) -> int:
 def _find_shared(s: State, slot: int, group: int) -> int:
     """Return the index of the shared block that the next token is written to; NONE if it is not
     shared, or full and so not written to any more."""
-    computed, size = s.requests[slot, NUM_COMPUTED], s.groups[group, SIZE]
+    computed, size = s.requests[slot, c.NUM_COMPUTED], s.groups[group, c.SIZE]
     if computed % size == 0:
-        return NONE
-    block = s.block_tables[group, s.requests[slot, SEAT], computed // size]
-    return int(computed // size) if s.blocks[block, REF_COUNT] > 1 else NONE
+        return c.NONE
+    block = s.block_tables[group, s.requests[slot, c.SEAT], computed // size]
+    return int(computed // size) if s.blocks[block, c.REF_COUNT] > 1 else c.NONE
 
 
 @compiled
 def _take_own(s: State, slot: int, group: int) -> None:
     """Copy the shared block that the next token is written to; others hold the source."""
     index = _find_shared(s, slot, group)
-    if index != NONE:
-        seat, at = s.requests[slot, SEAT], s.scalars[NUM_COPIES]
+    if index != c.NONE:
+        seat, at = s.requests[slot, c.SEAT], s.scalars[c.NUM_COPIES]
         source, own = s.block_tables[group, seat, index], take_block(s)
-        s.blocks[source, REF_COUNT] -= 1
+        s.blocks[source, c.REF_COUNT] -= 1
         s.block_tables[group, seat, index] = own
         s.copies[at, 0], s.copies[at, 1], s.copies[at, 2] = slot, source, own
-        s.scalars[NUM_COPIES] = at + 1
+        s.scalars[c.NUM_COPIES] = at + 1
 
 
 @compiled
 def mark_known(s: State, slot: int) -> None:
     """Note the lengths of the tables before the next row of the step takes blocks."""
-    row = s.scalars[NUM_ROWS]
-    s.lines[row, ROW_LOOKS] = 1
-    for group in range(s.scalars[NUM_GROUPS]):
-        at, held = ROW_BLOCKS + ROW_NUMBERS * group, s.holdings[slot, group, HELD]
+    row = s.scalars[c.NUM_ROWS]
+    s.lines[row, c.ROW_LOOKS] = 1
+    for group in range(s.scalars[c.NUM_GROUPS]):
+        at, held = c.ROW_BLOCKS + c.ROW_NUMBERS * group, s.holdings[slot, group, c.HELD]
         s.lines[row, at] = s.lines[row, at + 1] = s.lines[row, at + 2] = held
 
 
 @compiled
 def tell_all_blocks(s: State) -> None:
     """Let the plan list all blocks of the next row, and not only its new ones."""
-    for group in range(s.scalars[NUM_GROUPS]):
-        s.lines[s.scalars[NUM_ROWS], ROW_BLOCKS + ROW_NUMBERS * group] = 0
+    for group in range(s.scalars[c.NUM_GROUPS]):
+        s.lines[s.scalars[c.NUM_ROWS], c.ROW_BLOCKS + c.ROW_NUMBERS * group] = 0
 
 
 @compiled
 def align(s: State, slot: int, computed: int, tokens: int) -> int:
     """Return the length of a row, shortened so that its chunk ends at a block of states if
     possible."""
-    known = s.requests[slot, NUM_KNOWN]
-    if computed >= max(s.requests[slot, NUM_PROMPT], known - 1):
+    known = s.requests[slot, c.NUM_KNOWN]
+    if computed >= max(s.requests[slot, c.NUM_PROMPT], known - 1):
         return int(tokens)
-    unit, end = s.scalars[UNIT], computed + tokens
-    last = (known - s.scalars[MOST_DROPPED]) // unit * unit
-    for group in range(s.scalars[NUM_GROUPS]):
-        begun = computed % s.groups[group, SIZE]
-        if s.groups[group, KIND] == IS_ALIGNED and begun > 0:
-            end = min(end, computed - begun + s.groups[group, SIZE])
+    unit, end = s.scalars[c.UNIT], computed + tokens
+    last = (known - s.scalars[c.MOST_DROPPED]) // unit * unit
+    for group in range(s.scalars[c.NUM_GROUPS]):
+        begun = computed % s.groups[group, c.SIZE]
+        if s.groups[group, c.KIND] == c.IS_ALIGNED and begun > 0:
+            end = min(end, computed - begun + s.groups[group, c.SIZE])
     if end < last and end // unit * unit > computed:
         end = end // unit * unit
     elif computed < last < end:
@@ -332,11 +275,11 @@ def align(s: State, slot: int, computed: int, tokens: int) -> int:
 def _find(s: State, group: int, index: int) -> int:
     """Return a block with the content of block `index` of this group, or NONE; `scratch` has the
     nodes of the request."""
-    node = s.scratch[(index + 1) * s.groups[group, LINKS] - 1]
-    block = s.carriers[node, group, FIRST_BLOCK]
-    if block == NONE or s.groups[group, KIND] < IS_STATE:
+    node = s.scratch[(index + 1) * s.groups[group, c.LINKS] - 1]
+    block = s.carriers[node, group, c.FIRST_BLOCK]
+    if block == c.NONE or s.groups[group, c.KIND] < c.IS_STATE:
         return int(block)
-    return NONE if s.blocks[block, STATE_STEP] == s.scalars[STEP] else int(block)
+    return c.NONE if s.blocks[block, c.STATE_STEP] == s.scalars[c.STEP] else int(block)
 
 
 @compiled
@@ -347,22 +290,22 @@ def find_hits(s: State, slot: int) -> int:
     The length is lowered until every group has all blocks that it needs. An EAGLE head needs the
     last hit block computed again (seed 001, "find_longest_cache_hit").
     """
-    list_nodes(s, s.requests[slot, LAST_NODE], s.requests[slot, NUM_FULL], s.scratch)
-    longest, unit = s.requests[slot, NUM_KNOWN], s.scalars[UNIT]
-    for group in range(s.scalars[NUM_GROUPS]):
-        size, dropped = s.groups[group, SIZE], s.groups[group, DROPPED]
-        most = (s.requests[slot, NUM_KNOWN] - 1) // size
-        if s.groups[group, KIND] == IS_FULL:
+    list_nodes(s, s.requests[slot, c.LAST_NODE], s.requests[slot, c.NUM_FULL], s.scratch)
+    longest, unit = s.requests[slot, c.NUM_KNOWN], s.scalars[c.UNIT]
+    for group in range(s.scalars[c.NUM_GROUPS]):
+        size, dropped = s.groups[group, c.SIZE], s.groups[group, c.DROPPED]
+        most = (s.requests[slot, c.NUM_KNOWN] - 1) // size
+        if s.groups[group, c.KIND] == c.IS_FULL:
             found = 0
-            while found < most and _find(s, group, found) != NONE:
+            while found < most and _find(s, group, found) != c.NONE:
                 found += 1
             most = found
         longest = min(longest, (most - dropped) * size)
     length = longest // unit * unit
     while length > 0:
         longest = length
-        for group in range(s.scalars[NUM_GROUPS]):
-            if s.groups[group, KIND] != IS_FULL:
+        for group in range(s.scalars[c.NUM_GROUPS]):
+            if s.groups[group, c.KIND] != c.IS_FULL:
                 longest = min(longest, _shorten(s, group, length))
         if longest == length:
             return int(length)
@@ -374,9 +317,9 @@ def find_hits(s: State, slot: int) -> int:
 def _shorten(s: State, group: int, length: int) -> int:
     """Return `length` if it is a valid hit of the group, else an upper bound of the shorter ones:
     all longer hits that include the missing block need it, too."""
-    size, dropped = s.groups[group, SIZE], s.groups[group, DROPPED]
+    size, dropped = s.groups[group, c.SIZE], s.groups[group, c.DROPPED]
     for index in range(length // size + dropped - 1, find_first_read(s, group, length) - 1, -1):
-        if _find(s, group, index) == NONE:
+        if _find(s, group, index) == c.NONE:
             return int((index - dropped) * size)
     return int(length)
 
@@ -391,38 +334,37 @@ def fits(s: State, slot: int, hit: int, start: int, tokens: int) -> bool:
     A hit that others hold too saves no block once a window has moved past it: they keep it, and the
     following blocks come from the free ones.
     """
-    needed, whole, known, free = 0, 0, s.requests[slot, NUM_KNOWN], count_free(s)
-    for group in range(s.scalars[NUM_GROUPS]):
-        hits, first, unheld = hit // s.groups[group, SIZE], find_first_read(s, group, start), 0
+    needed, whole, known, free = 0, 0, s.requests[slot, c.NUM_KNOWN], count_free(s)
+    for group in range(s.scalars[c.NUM_GROUPS]):
+        hits, first, unheld = hit // s.groups[group, c.SIZE], find_first_read(s, group, start), 0
         for index in range(first, hits):
-            unheld += s.blocks[_find(s, group, index), REF_COUNT] == 0
+            unheld += s.blocks[_find(s, group, index), c.REF_COUNT] == 0
         held, own = max(hits, first), count_own(s, slot, group, start + tokens)
         loaded = start if start > hit else 0
         needed += count_missing(s, group, held, 0, start + tokens, own, loaded) + unheld
         all_own = count_own(s, slot, group, known)
-        most = count_blocks(s, group, min(all_own, s.groups[group, MOST_SLOTS]))
-        most = min(most, s.groups[group, MOST_BLOCKS])
+        most = count_blocks(s, group, min(all_own, s.groups[group, c.MOST_SLOTS]))
+        most = min(most, s.groups[group, c.MOST_BLOCKS])
         whole += min(count_blocks(s, group, all_own) - held + unheld, most)
-    if s.scalars[RESERVES_WHOLE] != 0 and whole > free:
-        return False
-    return bool(needed <= free)
+    reserved = whole if s.scalars[c.RESERVES_WHOLE] != 0 else 0
+    return bool(max(needed, reserved) <= free)
 
 
 @compiled
 def count_free(s: State) -> int:
     """Return the free blocks that an admission may take."""
-    kept = s.scalars[NUM_KEPT_FREE] if s.scalars[NUM_RUNNING] > 0 else 0
-    return int(s.scalars[NUM_FREE] - kept)
+    kept = s.scalars[c.NUM_KEPT_FREE] if s.scalars[c.NUM_RUNNING] > 0 else 0
+    return int(s.scalars[c.NUM_FREE] - kept)
 
 
 @compiled
 def adopt(s: State, slot: int, hit: int, start: int) -> None:
     """Hold the hits that are read behind the first `start` tokens, of all groups, before any group
     takes a new block: the head of the free queue could be a hit (upstream #33775)."""
-    seat, row = s.requests[slot, SEAT], s.scalars[NUM_ROWS]
-    s.lines[row, ROW_LOOKS] = 1
-    for group in range(s.scalars[NUM_GROUPS]):
-        hits, first = hit // s.groups[group, SIZE], find_first_read(s, group, start)
+    seat, row = s.requests[slot, c.SEAT], s.scalars[c.NUM_ROWS]
+    s.lines[row, c.ROW_LOOKS] = 1
+    for group in range(s.scalars[c.NUM_GROUPS]):
+        hits, first = hit // s.groups[group, c.SIZE], find_first_read(s, group, start)
         held = max(hits, first)
         for index in range(held):
             block = NULL_BLOCK
@@ -430,9 +372,9 @@ def adopt(s: State, slot: int, hit: int, start: int) -> None:
                 block = _find(s, group, index)
                 touch(s, block)
             s.block_tables[group, seat, index] = block
-        s.holdings[slot, group, HELD], s.holdings[slot, group, PUBLISHED] = held, hits
-        s.holdings[slot, group, LEFT] = first
-        at = ROW_BLOCKS + ROW_NUMBERS * group
+        s.holdings[slot, group, c.HELD], s.holdings[slot, group, c.PUBLISHED] = held, hits
+        s.holdings[slot, group, c.LEFT] = first
+        at = c.ROW_BLOCKS + c.ROW_NUMBERS * group
         s.lines[row, at], s.lines[row, at + 1], s.lines[row, at + 2] = 0, held, held
 
 
@@ -440,30 +382,29 @@ def adopt(s: State, slot: int, hit: int, start: int) -> None:
 def fits_behind(s: State, slot: int, tokens: int) -> bool:
     """Whether there are blocks for `tokens` tokens of a session or branch behind its computed ones,
     and for all of its known ones if its config asks for that (P7, P11, P15)."""
-    computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
-    seat, free = s.requests[slot, SEAT], count_free(s)
+    computed, known = s.requests[slot, c.NUM_COMPUTED], s.requests[slot, c.NUM_KNOWN]
+    seat, free = s.requests[slot, c.SEAT], count_free(s)
     needed, whole, end = count_copies(s, slot), 0, computed + tokens
     has_fence = is_fenced(s, slot)
-    for group in range(s.scalars[NUM_GROUPS]):
-        held, first = s.holdings[slot, group, HELD], find_first_read(s, group, computed)
-        for index in range(s.holdings[slot, group, LEFT], 0 if has_fence else first):
-            free += s.blocks[s.block_tables[group, seat, index], REF_COUNT] == 1
-        slots, has_spare = count_own(s, slot, group, end), s.holdings[slot, group, HAS_SPARE]
+    for group in range(s.scalars[c.NUM_GROUPS]):
+        held, first = s.holdings[slot, group, c.HELD], find_first_read(s, group, computed)
+        for index in range(s.holdings[slot, group, c.LEFT], 0 if has_fence else first):
+            free += s.blocks[s.block_tables[group, seat, index], c.REF_COUNT] == 1
+        slots, has_spare = count_own(s, slot, group, end), s.holdings[slot, group, c.HAS_SPARE]
         needed += count_missing(s, group, held, has_spare, end, slots, 0)
         own = 0
         for index in range(first, held):
-            own += s.blocks[s.block_tables[group, seat, index], REF_COUNT] == 1
-        if s.groups[group, KIND] == IS_CROSS:
+            own += s.blocks[s.block_tables[group, seat, index], c.REF_COUNT] == 1
+        if s.groups[group, c.KIND] == c.IS_CROSS:
             continue  # all its blocks are held already
-        most = count_blocks(s, group, min(known, s.groups[group, MOST_SLOTS]))
-        most = min(most, s.groups[group, MOST_BLOCKS])
+        most = count_blocks(s, group, min(known, s.groups[group, c.MOST_SLOTS]))
+        most = min(most, s.groups[group, c.MOST_BLOCKS])
         later = count_blocks(s, group, known) - held
-        if s.requests[slot, MAY_SHARE] != 0:
-            later += _find_shared(s, slot, group) != NONE
+        if s.requests[slot, c.MAY_SHARE] != 0:
+            later += _find_shared(s, slot, group) != c.NONE
         whole += max(min(later, most - own), 0)
-    if s.scalars[RESERVES_WHOLE] != 0 and whole > free:
-        return False
-    return bool(needed <= free)
+    reserved = whole if s.scalars[c.RESERVES_WHOLE] != 0 else 0
+    return bool(max(needed, reserved) <= free)
 
 
 # The common prefix
@@ -478,41 +419,41 @@ def count_common(s: State, group: int) -> int:
     requests run is in all tables. Blocks taken later are not shared, so the count stays until a
     request starts or ceases to hold a cached block.
     """
-    running = s.scalars[NUM_RUNNING]
-    if running == 0 or s.groups[group, KIND] != IS_FULL or s.scalars[HAS_CACHE] == 0:
+    running = s.scalars[c.NUM_RUNNING]
+    if running == 0 or s.groups[group, c.KIND] != c.IS_FULL or s.scalars[c.HAS_CACHE] == 0:
         return 0
-    slot = s.lines[0, RUNNING]
-    held, seat = s.holdings[slot, group, HELD], s.requests[slot, SEAT]
+    slot = s.lines[0, c.RUNNING]
+    held, seat = s.holdings[slot, group, c.HELD], s.requests[slot, c.SEAT]
     if running == 1:
         return int(held)
-    if s.scalars[NUM_SESSIONS] + s.scalars[NUM_PINS] > 0 or (
-        s.scalars[HAS_FORKS] + s.scalars[HAS_STORE] > 0
+    if s.scalars[c.NUM_SESSIONS] + s.scalars[c.NUM_PINS] > 0 or (
+        s.scalars[c.HAS_FORKS] + s.scalars[c.HAS_STORE] > 0
     ):
         return _compare_tables(s, group)
-    moves = s.scalars[NUM_MOVES]
-    known = s.groups[group, COMMON_RUNNING] == running
-    if not known or s.groups[group, COMMON_MOVES] != moves:
+    moves = s.scalars[c.NUM_MOVES]
+    known = s.groups[group, c.COMMON_RUNNING] == running
+    if not known or s.groups[group, c.COMMON_MOVES] != moves:
         found = 0
         while found < held:
-            if s.blocks[s.block_tables[group, seat, found], REF_COUNT] != running:
+            if s.blocks[s.block_tables[group, seat, found], c.REF_COUNT] != running:
                 break
             found += 1
-        s.groups[group, COMMON] = found
-        s.groups[group, COMMON_RUNNING], s.groups[group, COMMON_MOVES] = running, moves
-    return int(s.groups[group, COMMON])
+        s.groups[group, c.COMMON] = found
+        s.groups[group, c.COMMON_RUNNING], s.groups[group, c.COMMON_MOVES] = running, moves
+    return int(s.groups[group, c.COMMON])
 
 
 @compiled
 def _compare_tables(s: State, group: int) -> int:
     """Return the same where others hold blocks, too."""
-    first = s.lines[0, RUNNING]
-    common = s.holdings[first, group, HELD]
-    for position in range(1, s.scalars[NUM_RUNNING]):
+    first = s.lines[0, c.RUNNING]
+    common = s.holdings[first, group, c.HELD]
+    for position in range(1, s.scalars[c.NUM_RUNNING]):
         if common == 0:
             break
-        slot, found = s.lines[position, RUNNING], 0
-        common = min(common, s.holdings[slot, group, HELD])
-        one, other = s.requests[first, SEAT], s.requests[slot, SEAT]
+        slot, found = s.lines[position, c.RUNNING], 0
+        common = min(common, s.holdings[slot, group, c.HELD])
+        one, other = s.requests[first, c.SEAT], s.requests[slot, c.SEAT]
         while found < common:
             if s.block_tables[group, one, found] != s.block_tables[group, other, found]:
                 break

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +17,8 @@ from blockstep.impl.compiled.state import make_state
 from blockstep.spec.vocabulary import Config
 
 F = TypeVar("F", bound=Callable[..., Any])
+SECONDS_BETWEEN_LINES: Final = 5.0
+"""Between two lines that say how much is compiled."""
 
 
 def _find_numba() -> Any:
@@ -33,11 +37,14 @@ SLOW_BECAUSE: Final = (
     ""
     if IS_COMPILED
     else "the compiled engine runs as plain Python here, a hundred times slower, because numba is "
-    "not installed or NUMBA_DISABLE_JIT is set: pip install 'blockstep[compiled]', or take host"
+    "not installed or NUMBA_DISABLE_JIT is set: pip install 'blockstep[compiled]'"
 )
 """A warning about the uncompiled engine; empty if it is compiled."""
 
 
+_INNER: Final = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Options of functions that no Python calls: a wrapper would take longer to compile than most of
+them. Their machine code is kept in that of the entries."""
 _ENTRIES: Final[list[tuple[Any, tuple[str, ...]]]] = []
 
 
@@ -47,17 +54,17 @@ def compiled(function: F) -> F:
     It uses only integers and arrays, so that it does the same in Python. It makes no array: numba
     does not count references then, which in functions this small would cost more than all they do.
     """
-    return _compile(function, _nrt=False, forceinline=True)  # no reference counts, no calls
+    return _compile(function, _nrt=False, forceinline=True, **_INNER)  # no counts, no calls
 
 
 def rarely(function: F) -> F:
     """Mark a function like `compiled` that few rows need: it is called, and not inlined."""
-    return _compile(function, _nrt=False)
+    return _compile(function, _nrt=False, **_INNER)
 
 
 def making_arrays(function: F) -> F:
     """Mark a function like `compiled` that may make arrays; best called once in a step."""
-    return _compile(function)
+    return _compile(function, **_INNER)
 
 
 def entry(*kinds: str) -> Callable[[F], F]:
@@ -70,7 +77,7 @@ def entry(*kinds: str) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        made = _compile(function)
+        made = _compile(function, cache=True, no_cfunc_wrapper=True)
         _ENTRIES.append((made, kinds))
         return made
 
@@ -83,7 +90,7 @@ def _compile(function: F, **options: bool) -> F:
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(_find_cache())
     try:
-        made: F = numba.njit(cache=True, error_model="numpy", **options)(function)
+        made: F = numba.njit(error_model="numpy", **options)(function)
     finally:
         numba.config.CACHE_DIR = before
     return made
@@ -96,15 +103,31 @@ def warn_if_slow() -> None:
         warnings.warn(SLOW_BECAUSE, RuntimeWarning, stacklevel=3)
 
 
+@cache
 def compile_entries() -> None:
     """Compile all entries, or load them from files, for their declared argument types only.
 
-    This is done at import, so that no step waits for a compiler.
+    The first engine of a process does this, so that no step waits for a compiler. Without files it
+    takes most of a minute, and lines on standard error say how far it is.
     """
-    if IS_COMPILED:
-        for function, kinds in _ENTRIES:
-            function.compile(tuple(map(_type_of, kinds)))
-            function.disable_compile()
+    if not IS_COMPILED:
+        return
+    shown = start = time.monotonic()
+    is_new = sum(1 for _ in _find_cache().rglob("*.nbi")) < len(_ENTRIES)
+    if is_new:
+        _tell("compiling the engine for this machine, once: about a minute of processor time")
+    for number, (function, kinds) in enumerate(_ENTRIES):
+        function.compile(tuple(map(_type_of, kinds)))
+        function.disable_compile()
+        if is_new and time.monotonic() - shown > SECONDS_BETWEEN_LINES:
+            shown = time.monotonic()
+            _tell(f"{number + 1} of {len(_ENTRIES)} functions compiled, {shown - start:.0f} s")
+
+
+def _tell(text: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(f"blockstep: {text}\n")
+        sys.stderr.flush()
 
 
 @cache

@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import (
-    CLEARED,
-    LINKS,
-    NODE_EXTRAS,
-    NONE,
-    NUM_LOGGED,
-    PARENT,
-    REMOVED,
-    SERIAL,
-    SIZE,
-    STORED_NEXT,
-)
-from blockstep.spec.vocabulary import (
-    AllBlocksCleared,
-    BlockKey,
-    BlockRemoved,
-    BlockStored,
-    KVEvent,
-)
+from blockstep.spec.vocabulary import AllBlocksCleared, BlockKey, BlockRemoved, BlockStored, KVEvent
 
 
 class Keys:
@@ -41,54 +24,54 @@ class Keys:
         """Return the structural key of a node; the same object each time."""
         s, missing = self.requests.state, []
         parent: BlockKey | None = None
-        while node != NONE:
-            serial, parent = self._keys.get(node, (NONE, None))
-            if serial == s.nodes[node, SERIAL]:
+        while node != c.NONE:
+            serial, parent = self._keys.get(node, (c.NONE, None))
+            if serial == s.nodes[node, c.SERIAL]:
                 break
             parent = None
             missing.append(node)
-            node = int(s.nodes[node, PARENT])
+            node = int(s.nodes[node, c.PARENT])
         for node in reversed(missing):
-            extras = self.requests.extras.values[s.nodes[node, NODE_EXTRAS]]
+            extras = self.requests.extras.values[s.nodes[node, c.NODE_EXTRAS]]
             adapter, salt, items, embeds = extras
             tokens = tuple(s.node_tokens[node].tolist())
             parent = BlockKey(parent, tokens, adapter, salt, items, embeds=embeds)
-            self._keys[node] = (int(s.nodes[node, SERIAL]), parent)
+            self._keys[node] = (int(s.nodes[node, c.SERIAL]), parent)
         assert parent is not None, "a node has a key"
         return parent
 
     def list_events(self) -> tuple[KVEvent, ...]:
         """Return the logged KV events; blocks published behind one another are one event (P20)."""
         s, found = self.requests.state, list[KVEvent]()
-        log = s.log[: s.scalars[NUM_LOGGED]].tolist()
+        log = s.log[: s.scalars[c.NUM_LOGGED]].tolist()
         at = 0
         while at < len(log):
             kind, node, group = log[at]
             end = at + 1
-            if kind == CLEARED:
+            if kind == c.CLEARED:
                 found.append(AllBlocksCleared())
-            elif kind == REMOVED:
+            elif kind == c.REMOVED:
                 found.append(BlockRemoved((self.key_in(node, group),)))
             else:
-                while end < len(log) and log[end][0] == STORED_NEXT:
+                while end < len(log) and log[end][0] == c.STORED_NEXT:
                     end += 1
                 found.append(self._stored([entry[1] for entry in log[at:end]], group))
             at = end
         return tuple(found)
 
     def _stored(self, nodes: list[int], group: int) -> BlockStored:
-        s, links = self.requests.state, int(self.requests.state.groups[group, LINKS])
+        s, links = self.requests.state, int(self.requests.state.groups[group, c.LINKS])
         tokens: list[int] = []
-        parent = NONE
+        parent = c.NONE
         for node in reversed(nodes):
             parent = node
             for _ in range(links):
                 tokens[:0] = s.node_tokens[parent].tolist()
-                parent = int(s.nodes[parent, PARENT])
+                parent = int(s.nodes[parent, c.PARENT])
         return BlockStored(
             tuple([self.key_in(node, group) for node in nodes]),
-            None if parent == NONE else self.key_in(parent, group),
+            None if parent == c.NONE else self.key_in(parent, group),
             tuple(tokens),
-            int(s.groups[group, SIZE]),
-            self.requests.extras.values[s.nodes[nodes[0], NODE_EXTRAS]][0],
+            int(s.groups[group, c.SIZE]),
+            self.requests.extras.values[s.nodes[nodes[0], c.NODE_EXTRAS]][0],
         )

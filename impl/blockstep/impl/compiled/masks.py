@@ -6,18 +6,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.frames import Frame
 from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import (
-    BIRTH,
-    DRAFTS_SCHEDULED,
-    HAS_GRAMMAR,
-    NUM_PROMISED,
-    TOLD_DRAFTS,
-    TOLD_SAMPLES,
-    Int32s,
-    Int64s,
-)
+from blockstep.impl.compiled.state import Int32s, Int64s
 from blockstep.impl.grammars import Matcher, make_matcher
 from blockstep.impl.refusals import grammar_behind, mask_problem
 from blockstep.spec.vocabulary import (
@@ -63,11 +55,11 @@ class Masks:
         """Return whether the bitmask of a new frame has rows, and whether some grammar is behind
         its row, as older frames have placeholders of its request."""
         requests = self.requests.state.requests
-        masked = (requests[slots, HAS_GRAMMAR] != 0) & (told[TOLD_SAMPLES] != 0)
+        masked = (requests[slots, c.HAS_GRAMMAR] != 0) & (told[c.TOLD_SAMPLES] != 0)
         if not self.config.async_scheduling:
             return bool(masked.any()), False
-        own = 1 + told[TOLD_DRAFTS]
-        return bool(masked.any()), bool((requests[slots, NUM_PROMISED] > own)[masked].any())
+        own = 1 + told[c.TOLD_DRAFTS]
+        return bool(masked.any()), bool((requests[slots, c.NUM_PROMISED] > own)[masked].any())
 
     def make_mask(self, event: GrammarBitmask) -> GrammarOutput | Rejected:
         """Return the bitmask of a frame, and its drafts cut at the first that the grammar
@@ -141,13 +133,13 @@ class Masks:
             assert position is not None, "a commit with forbidden tokens is rejected"
             self.matchers[name].position = position
             if name in cut:
-                left_out = int(frame.planned[TOLD_DRAFTS, row]) - len(cut[name])
-                self.requests.state.scalars[DRAFTS_SCHEDULED] -= left_out
+                left_out = int(frame.planned[c.TOLD_DRAFTS, row]) - len(cut[name])
+                self.requests.state.scalars[c.DRAFTS_SCHEDULED] -= left_out
 
     def _list_masked(self, frame: Frame) -> Iterator[tuple[int, RequestId]]:
         """Yield the sampling rows that are not discarded, of requests with a grammar."""
         slots, births = frame.who
         requests = self.requests.state.requests
-        masked = (requests[slots, HAS_GRAMMAR] != 0) & (requests[slots, BIRTH] == births)
-        for row in (masked & (frame.planned[TOLD_SAMPLES] != 0)).nonzero()[0].tolist():
+        masked = (requests[slots, c.HAS_GRAMMAR] != 0) & (requests[slots, c.BIRTH] == births)
+        for row in (masked & (frame.planned[c.TOLD_SAMPLES] != 0)).nonzero()[0].tolist():
             yield row, frame.names.get(row)

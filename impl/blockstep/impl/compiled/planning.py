@@ -6,6 +6,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.blocks import is_fenced, publish
 from blockstep.impl.compiled.groups import (
     adopt,
@@ -33,118 +34,13 @@ from blockstep.impl.compiled.lives import (
     unpark,
 )
 from blockstep.impl.compiled.queues import (
-    get_head,
     goes_before,
     leave_queue,
     pass_over,
     return_passed,
-    select_queue,
+    select_head,
 )
-from blockstep.impl.compiled.state import (
-    ADAPTER,
-    AWAITS_ANSWER,
-    AWAITS_GRAMMAR,
-    BEGINS_ANEW,
-    BIRTH,
-    BUDGET,
-    END_BY_MAX_TOKENS,
-    EXTERNAL_HITS,
-    EXTERNAL_QUERIES,
-    GOES_ON,
-    GRAMMAR_READY,
-    HAS_ALIGNED,
-    HAS_CACHE,
-    HAS_CHUNKS,
-    HAS_FENCES,
-    HAS_FORKS,
-    HAS_ITEMS,
-    HAS_LOADED,
-    HAS_STATES,
-    HAS_STORE,
-    HIGH_FREE,
-    HITS,
-    IS_ASYNC,
-    IS_CLOSED,
-    IS_DUE,
-    IS_LOADING,
-    IS_OFFER_ASYNC,
-    IS_PREEMPTED,
-    IS_PREFILL,
-    IS_PRIORITY,
-    IS_REFUSED,
-    IS_RESTING,
-    IS_SHORT,
-    IS_STATE,
-    IS_WAITING,
-    IS_WARM,
-    KIND,
-    LAST_FRAME,
-    LAST_SAMPLE,
-    LOW_FREE,
-    MAX_LORAS,
-    MAX_MODEL_LEN,
-    MAX_NUM_SEQS,
-    MAX_TOKENS_PER_ROW,
-    MAY_SHARE,
-    NEXT_ITEM,
-    NONE,
-    NUM_ADAPTERS,
-    NUM_CACHED_TOKENS,
-    NUM_COMPUTED,
-    NUM_COPIES,
-    NUM_DRAFTS,
-    NUM_FREE,
-    NUM_GROUPS,
-    NUM_IN_DOUBT,
-    NUM_KNOWN,
-    NUM_LOADS,
-    NUM_LOOKAHEAD,
-    NUM_PINS,
-    NUM_PLACEHOLDERS,
-    NUM_PREEMPTED,
-    NUM_PROMISED,
-    NUM_PROMPT,
-    NUM_RECEIVED,
-    NUM_ROWS,
-    NUM_RUNNING,
-    NUM_SAVES,
-    NUM_SESSIONS,
-    OFFERED,
-    PARKED_AS,
-    QUERIES,
-    QUIET,
-    ROW,
-    ROW_BLOCKS,
-    ROW_DRAFTS,
-    ROW_LOOKS,
-    ROW_NUMBERS,
-    ROW_SLOT,
-    ROW_TOKENS,
-    RUNNING,
-    SEAT,
-    SKIPS_BLOCKS,
-    SKIPS_CACHE,
-    STATUS,
-    STEP,
-    STOP_POSITION,
-    STOP_SLOT,
-    STOP_START,
-    STOP_TOKENS,
-    STOPPED,
-    SWAP_MIN,
-    TOLD_COLUMNS,
-    TOLD_COMPUTED,
-    TOLD_DRAFTS,
-    TOLD_OUTPUTS,
-    TOLD_SAMPLES,
-    TOLD_SCHEDULED,
-    UNIT,
-    UNSETTLED,
-    WAS_PREEMPTED,
-    Int32s,
-    Int64s,
-    State,
-)
+from blockstep.impl.compiled.state import Int32s, Int64s, State
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER
 
 REFUSED: Final = 0
@@ -163,46 +59,42 @@ def run_rows(s: State, position: int, given: int) -> int:
     `given`: NONE, or tokens of the request at `position`; then only that is scheduled, and the next
     position is returned.
     """
-    s.scalars[STOPPED] = GOES_ON
-    while 0 <= position < s.scalars[NUM_RUNNING] and s.scalars[BUDGET] > 0:
-        slot = s.lines[position, RUNNING]
-        tokens = _tokens_to_run(s, slot) if given == NONE else given
-        is_asked = s.scalars[HAS_ITEMS] != 0 and given == NONE
-        if is_asked and tokens > 0 and _is_due(s, slot, tokens):
-            s.scalars[STOPPED], s.scalars[STOP_TOKENS] = IS_DUE, tokens
+    s.scalars[c.STOPPED] = c.GOES_ON
+    while 0 <= position < s.scalars[c.NUM_RUNNING] and s.scalars[c.BUDGET] > 0:
+        slot = s.lines[position, c.RUNNING]
+        tokens = _tokens_to_run(s, slot) if given == c.NONE else given
+        is_asked = s.scalars[c.HAS_ITEMS] != 0 and given == c.NONE
+        end = s.requests[slot, c.NUM_COMPUTED] + tokens
+        if is_asked and tokens > 0 and end > s.requests[slot, c.NEXT_ITEM]:
+            s.scalars[c.STOPPED], s.scalars[c.STOP_TOKENS] = c.IS_DUE, tokens
             return position
         position = _run_row(s, slot, tokens, position)
-        if given != NONE:
+        if given != c.NONE:
             return position
-    return int(s.scalars[STOP_POSITION]) if s.scalars[STOPPED] == IS_SHORT else NONE
-
-
-@compiled
-def _is_due(s: State, slot: int, tokens: int) -> bool:
-    return bool(s.requests[slot, NUM_COMPUTED] + tokens > s.requests[slot, NEXT_ITEM])
+    return int(s.scalars[c.STOP_POSITION]) if s.scalars[c.STOPPED] == c.IS_SHORT else c.NONE
 
 
 @compiled
 def _run_row(s: State, slot: int, tokens: int, position: int) -> int:
     """Schedule a running request, with up to `tokens` tokens; return the next position, or NONE."""
-    if tokens > 0 and s.scalars[HAS_ALIGNED] != 0:
-        tokens = align(s, slot, s.requests[slot, NUM_COMPUTED], tokens)
+    if tokens > 0 and s.scalars[c.HAS_ALIGNED] != 0:
+        tokens = align(s, slot, s.requests[slot, c.NUM_COMPUTED], tokens)
     if tokens <= 0:
         return position + 1
-    slots = s.requests[slot, NUM_COMPUTED] + tokens + s.scalars[NUM_LOOKAHEAD]
-    may_copy = s.scalars[HAS_FORKS] != 0 and s.requests[slot, MAY_SHARE] != 0
-    if slots > s.requests[slot, QUIET] or may_copy:
+    slots = s.requests[slot, c.NUM_COMPUTED] + tokens + s.scalars[c.NUM_LOOKAHEAD]
+    may_copy = s.scalars[c.HAS_FORKS] != 0 and s.requests[slot, c.MAY_SHARE] != 0
+    if slots > s.requests[slot, c.QUIET] or may_copy:
         position = _look(s, slot, tokens, position)
         if position < 0:
-            s.scalars[STOP_TOKENS] = tokens
-            return NONE
+            s.scalars[c.STOP_TOKENS] = tokens
+            return c.NONE
     else:
-        s.lines[s.scalars[NUM_ROWS], ROW_LOOKS] = 0
+        s.lines[s.scalars[c.NUM_ROWS], c.ROW_LOOKS] = 0
     drafts = 0
-    if s.requests[slot, NUM_DRAFTS] > 0:  # drafts that do not fit are dropped (P24)
-        before = s.requests[slot, NUM_KNOWN] + s.requests[slot, NUM_PROMISED]
-        drafts = s.requests[slot, NUM_COMPUTED] + tokens - before
-        s.requests[slot, NUM_DRAFTS] = 0
+    if s.requests[slot, c.NUM_DRAFTS] > 0:  # drafts that do not fit are dropped (P24)
+        before = s.requests[slot, c.NUM_KNOWN] + s.requests[slot, c.NUM_PROMISED]
+        drafts = s.requests[slot, c.NUM_COMPUTED] + tokens - before
+        s.requests[slot, c.NUM_DRAFTS] = 0
     _add_row(s, slot, tokens, drafts)
     return position + 1
 
@@ -211,36 +103,36 @@ def _run_row(s: State, slot: int, tokens: int, position: int) -> int:
 def _look(s: State, slot: int, tokens: int, position: int) -> int:
     """Leave, take and publish the blocks that a running request leaves, needs and fills with
     `tokens` tokens; return its position then, or -1 as `_make_room` does."""
-    if s.scalars[SKIPS_BLOCKS] != 0:
+    if s.scalars[c.SKIPS_BLOCKS] != 0:
         leave_blocks(s, slot)
     needed = count_needed(s, slot, tokens) + count_copies(s, slot)
-    if needed > s.scalars[NUM_FREE]:
+    if needed > s.scalars[c.NUM_FREE]:
         position = _make_room(s, slot, needed, position)
         if position < 0:
             return -1
     mark_known(s, slot)
-    computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
+    computed, known = s.requests[slot, c.NUM_COMPUTED], s.requests[slot, c.NUM_KNOWN]
     if needed > 0:
-        slots = min(computed + tokens + s.scalars[NUM_LOOKAHEAD], s.scalars[MAX_MODEL_LEN])
-        num_copies = s.scalars[NUM_COPIES]
+        slots = min(computed + tokens + s.scalars[c.NUM_LOOKAHEAD], s.scalars[c.MAX_MODEL_LEN])
+        num_copies = s.scalars[c.NUM_COPIES]
         take_needed(s, slot, computed + tokens, slots, 0)
-        if s.scalars[NUM_COPIES] > num_copies:
+        if s.scalars[c.NUM_COPIES] > num_copies:
             tell_all_blocks(s)
-    if s.scalars[HAS_FORKS] != 0:
-        s.requests[slot, MAY_SHARE] = 0
+    if s.scalars[c.HAS_FORKS] != 0:
+        s.requests[slot, c.MAY_SHARE] = 0
     publish(s, slot, computed, min(computed + tokens, known))
-    s.requests[slot, QUIET] = find_quiet(s, slot)
+    s.requests[slot, c.QUIET] = find_quiet(s, slot)
     return position
 
 
 @compiled
 def _add_row(s: State, slot: int, tokens: int, drafts: int) -> None:
-    row = s.scalars[NUM_ROWS]
-    s.lines[row, ROW_SLOT], s.lines[row, ROW_TOKENS] = slot, tokens
-    s.lines[row, ROW_DRAFTS] = drafts
-    s.requests[slot, ROW] = row
-    s.scalars[NUM_ROWS] = row + 1
-    s.scalars[BUDGET] -= tokens
+    row = s.scalars[c.NUM_ROWS]
+    s.lines[row, c.ROW_SLOT], s.lines[row, c.ROW_TOKENS] = slot, tokens
+    s.lines[row, c.ROW_DRAFTS] = drafts
+    s.requests[slot, c.ROW] = row
+    s.scalars[c.NUM_ROWS] = row + 1
+    s.scalars[c.BUDGET] -= tokens
 
 
 @compiled
@@ -253,12 +145,12 @@ def _tokens_to_run(s: State, slot: int) -> int:
     A request that its placeholders will end by `max_tokens` has no row (seed 001, "Async scheduling
     skip-ahead"): one of them is certain, the others may be rejected drafts.
     """
-    computed, promised = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_PROMISED]
-    if promised > 0 and computed + 2 - promised >= s.requests[slot, END_BY_MAX_TOKENS]:
+    computed, promised = s.requests[slot, c.NUM_COMPUTED], s.requests[slot, c.NUM_PROMISED]
+    if promised > 0 and computed + 2 - promised >= s.requests[slot, c.END_BY_MAX_TOKENS]:
         return 0
-    gap = s.requests[slot, NUM_KNOWN] + promised + s.requests[slot, NUM_DRAFTS] - computed
-    most = min(s.scalars[MAX_TOKENS_PER_ROW], s.scalars[BUDGET])
-    return int(min(gap, most, s.scalars[MAX_MODEL_LEN] - 1 - computed))
+    gap = s.requests[slot, c.NUM_KNOWN] + promised + s.requests[slot, c.NUM_DRAFTS] - computed
+    most = min(s.scalars[c.MAX_TOKENS_PER_ROW], s.scalars[c.BUDGET])
+    return int(min(gap, most, s.scalars[c.MAX_MODEL_LEN] - 1 - computed))
 
 
 @rarely
@@ -270,33 +162,33 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
     request holds it.
     """
     needed -= count_copies(s, slot)
-    while needed + count_copies(s, slot) > s.scalars[NUM_FREE]:
-        if s.scalars[NUM_RUNNING] == 1:
-            if s.scalars[NUM_PINS] > 0:
-                s.scalars[STOPPED], s.scalars[STOP_POSITION] = IS_SHORT, position
+    while needed + count_copies(s, slot) > s.scalars[c.NUM_FREE]:
+        if s.scalars[c.NUM_RUNNING] == 1:
+            if s.scalars[c.NUM_PINS] > 0:
+                s.scalars[c.STOPPED], s.scalars[c.STOP_POSITION] = c.IS_SHORT, position
                 return -1
             if take_back_one(s, slot):
                 continue
         at = _select_victim(s)
-        victim = s.lines[at, RUNNING]
-        if s.scalars[HAS_FENCES] != 0 and _gains_nothing(s, victim):
-            s.scalars[AWAITS_ANSWER] = 1
+        victim = s.lines[at, c.RUNNING]
+        if s.scalars[c.HAS_FENCES] != 0 and _gains_nothing(s, victim):
+            s.scalars[c.AWAITS_ANSWER] = 1
             return -1
         leave_running(s, at)
         if at < position:
             position -= 1
-        row = s.requests[victim, ROW]
-        if row != NONE:  # its tokens return to the budget
-            s.scalars[BUDGET] += s.lines[row, ROW_TOKENS]
-            s.lines[row, ROW_SLOT] = NONE
-            for at in range(s.scalars[NUM_COPIES]):
+        row = s.requests[victim, c.ROW]
+        if row != c.NONE:  # its tokens return to the budget
+            s.scalars[c.BUDGET] += s.lines[row, c.ROW_TOKENS]
+            s.lines[row, c.ROW_SLOT] = c.NONE
+            for at in range(s.scalars[c.NUM_COPIES]):
                 if s.copies[at, 0] == victim:
-                    s.copies[at, 0] = NONE
-        if s.scalars[SWAP_MIN] > 0:
+                    s.copies[at, 0] = c.NONE
+        if s.scalars[c.SWAP_MIN] > 0:
             _save(s, victim)
         preempt(s, victim)
-        s.scratch[s.scalars[NUM_PREEMPTED]] = victim
-        s.scalars[NUM_PREEMPTED] += 1
+        s.scratch[s.scalars[c.NUM_PREEMPTED]] = victim
+        s.scalars[c.NUM_PREEMPTED] += 1
         if victim == slot:
             return -1
     return position
@@ -309,21 +201,21 @@ def _save(s: State, victim: int) -> None:
     Its row of this step was removed. Drafts and placeholders are not saved, as their tokens are not
     known. A victim with an unconfirmed load saves nothing (P19).
     """
-    settled = min(s.requests[victim, NUM_COMPUTED], s.requests[victim, NUM_KNOWN])
-    tokens, at = settled // s.scalars[UNIT] * s.scalars[UNIT], s.scalars[NUM_SAVES]
-    if tokens < s.scalars[SWAP_MIN] or s.requests[victim, UNSETTLED] != 0:
+    settled = min(s.requests[victim, c.NUM_COMPUTED], s.requests[victim, c.NUM_KNOWN])
+    tokens, at = settled // s.scalars[c.UNIT] * s.scalars[c.UNIT], s.scalars[c.NUM_SAVES]
+    if tokens < s.scalars[c.SWAP_MIN] or s.requests[victim, c.UNSETTLED] != 0:
         return
-    s.loads[at, 0], s.loads[at, 1], s.loads[at, 2] = victim, s.requests[victim, SEAT], tokens
-    s.scalars[NUM_SAVES] = at + 1
+    s.loads[at, 0], s.loads[at, 1], s.loads[at, 2] = victim, s.requests[victim, c.SEAT], tokens
+    s.scalars[c.NUM_SAVES] = at + 1
 
 
 @compiled
 def _gains_nothing(s: State, victim: int) -> bool:
     """Whether the victim's blocks, or those of a request that would give up its blocks first, are
     not free at once, as they wait for the commit of a frame (P17)."""
-    if s.scalars[NUM_RUNNING] == 1:
-        giver = find_giver(s, NONE)
-        if giver != NONE and is_fenced(s, giver):
+    if s.scalars[c.NUM_RUNNING] == 1:
+        giver = find_giver(s, c.NONE)
+        if giver != c.NONE and is_fenced(s, giver):
             return True
     return is_fenced(s, victim)
 
@@ -336,14 +228,14 @@ def _select_victim(s: State) -> int:
     the one that would wait longest, in the order of the queues; any other choice among equals lets
     two requests preempt each other for ever (P10).
     """
-    found = s.scalars[NUM_RUNNING] - 1
-    if s.scalars[NUM_PINS] > 0:
+    found = s.scalars[c.NUM_RUNNING] - 1
+    if s.scalars[c.NUM_PINS] > 0:
         for position in range(found, -1, -1):
-            if s.requests[s.lines[position, RUNNING], IS_WARM] == 0:
+            if s.requests[s.lines[position, c.RUNNING], c.IS_WARM] == 0:
                 return int(position)
-    if s.scalars[IS_PRIORITY]:
+    if s.scalars[c.IS_PRIORITY]:
         for position in range(found - 1, -1, -1):
-            if goes_before(s, s.lines[found, RUNNING], s.lines[position, RUNNING]):
+            if goes_before(s, s.lines[found, c.RUNNING], s.lines[position, c.RUNNING]):
                 found = position
     return int(found)
 
@@ -354,55 +246,52 @@ def _select_victim(s: State) -> int:
 @entry("state", "int")
 def admit_rows(s: State, oldest_id: int) -> int:
     """Admit waiting requests; return the first that needs Python, NONE if there is none."""
-    s.scalars[STOPPED] = GOES_ON
-    while s.scalars[BUDGET] > 0 and s.scalars[NUM_RUNNING] < s.scalars[MAX_NUM_SEQS]:
-        slot = get_head(s, select_queue(s))
-        if slot == NONE:
+    s.scalars[c.STOPPED] = c.GOES_ON
+    while s.scalars[c.BUDGET] > 0 and s.scalars[c.NUM_RUNNING] < s.scalars[c.MAX_NUM_SEQS]:
+        slot = select_head(s)
+        if slot == c.NONE:
             break
-        if _is_passed_over(s, slot, oldest_id):
+        if is_passed_over(s, slot, oldest_id):
             pass_over(s, slot)
             continue
-        if s.requests[slot, STATUS] == HAS_LOADED and s.requests[slot, NUM_COMPUTED] == 0:
-            s.scalars[STOPPED] = BEGINS_ANEW
+        if s.requests[slot, c.STATUS] == c.HAS_LOADED and s.requests[slot, c.NUM_COMPUTED] == 0:
+            s.scalars[c.STOPPED] = c.BEGINS_ANEW
             return slot
         found = REFUSED
         while found == REFUSED:
-            found = _try_admit(s, slot, NONE)
+            found = try_admit(s, slot, c.NONE)
             if found == REFUSED and not may_try_again(s, slot):
-                if s.scalars[STOPPED] == GOES_ON and s.scalars[NUM_RECEIVED] > 0:
-                    s.scalars[STOPPED] = IS_REFUSED
-                return slot if s.scalars[STOPPED] != GOES_ON else NONE
+                if s.scalars[c.STOPPED] == c.GOES_ON and s.scalars[c.NUM_RECEIVED] > 0:
+                    s.scalars[c.STOPPED] = c.IS_REFUSED
+                return slot if s.scalars[c.STOPPED] != c.GOES_ON else c.NONE
         if found == DUE:
-            s.scalars[STOPPED] = IS_DUE
+            s.scalars[c.STOPPED] = c.IS_DUE
             return slot
         if found == PARKED:
             pass_over(s, slot)
-    return NONE
+    return c.NONE
 
 
 @entry("state", "int", "int")
 def is_passed_over(s: State, slot: int, oldest_id: int) -> bool:
     """Whether a request cannot be admitted now, and the next one is tried."""
-    return _is_passed_over(s, slot, oldest_id)
-
-
-@compiled
-def _is_passed_over(s: State, slot: int, oldest_id: int) -> bool:
-    if not _is_ready(s, slot) or _awaits_token(s, slot, oldest_id):
+    # While a frame in flight samples for it, the position after its known tokens would be sampled
+    # twice if it was admitted again (ours, P13; upstream #48245).
+    if not _is_ready(s, slot) or s.requests[slot, c.LAST_SAMPLE] >= oldest_id:
         return True
-    if s.requests[slot, OFFERED] == NONE and s.requests[slot, NUM_COMPUTED] == 0:
+    if s.requests[slot, c.OFFERED] == c.NONE and s.requests[slot, c.NUM_COMPUTED] == 0:
         return True
-    return bool(s.scalars[MAX_LORAS] > 0 and not _has_lora_slot(s, slot))
+    return bool(s.scalars[c.MAX_LORAS] > 0 and not _has_lora_slot(s, slot))
 
 
 @entry("state", "int")
 def may_try_again(s: State, slot: int) -> bool:
     """Whether blocks were freed for a request that does not fit although no request runs; machine
     code stops if a pin has to end."""
-    if s.scalars[NUM_RUNNING] > 0:
+    if s.scalars[c.NUM_RUNNING] > 0:
         return False
-    if s.scalars[NUM_PINS] > 0:
-        s.scalars[STOPPED] = IS_SHORT
+    if s.scalars[c.NUM_PINS] > 0:
+        s.scalars[c.STOPPED] = c.IS_SHORT
         return False
     return take_back_one(s, slot)
 
@@ -410,10 +299,10 @@ def may_try_again(s: State, slot: int) -> bool:
 @compiled
 def take_back_one(s: State, needy: int) -> bool:
     """Free the blocks of a request other than `needy` that does not run, if there is one."""
-    if s.scalars[NUM_SESSIONS] + s.scalars[HAS_FORKS] + s.scalars[NUM_RECEIVED] == 0:
+    if s.scalars[c.NUM_SESSIONS] + s.scalars[c.HAS_FORKS] + s.scalars[c.NUM_RECEIVED] == 0:
         return False
     giver = find_giver(s, needy)
-    if giver == NONE or is_fenced(s, giver):
+    if giver == c.NONE or is_fenced(s, giver):
         return False
     take_back(s, giver)
     return True
@@ -422,79 +311,63 @@ def take_back_one(s: State, needy: int) -> bool:
 @compiled
 def _is_ready(s: State, slot: int) -> bool:
     """Whether the request may be admitted; if its grammar is ready, its status becomes waiting."""
-    if s.requests[slot, STATUS] == IS_RESTING or s.requests[slot, STATUS] == IS_LOADING:
+    if s.requests[slot, c.STATUS] == c.IS_RESTING or s.requests[slot, c.STATUS] == c.IS_LOADING:
         return False
-    if s.requests[slot, STATUS] != AWAITS_GRAMMAR:
+    if s.requests[slot, c.STATUS] != c.AWAITS_GRAMMAR:
         return True
-    if not s.requests[slot, GRAMMAR_READY]:
+    if not s.requests[slot, c.GRAMMAR_READY]:
         return False
-    s.requests[slot, STATUS] = IS_WAITING
+    s.requests[slot, c.STATUS] = c.IS_WAITING
     return True
-
-
-@compiled
-def _awaits_token(s: State, slot: int, oldest_id: int) -> bool:
-    """Whether it was preempted, and a frame in flight samples for it.
-
-    If it were admitted now, the position after its known tokens would be sampled twice (ours, P13;
-    upstream #48245).
-    """
-    return bool(s.requests[slot, LAST_SAMPLE] >= oldest_id)
 
 
 @compiled
 def _has_lora_slot(s: State, slot: int) -> bool:
     """Whether the request may run, as its adapter is one of few running adapters (P9)."""
-    adapter = s.requests[slot, ADAPTER]
+    adapter = s.requests[slot, c.ADAPTER]
     if adapter == 0 or s.adapters[adapter] > 0:
         return True
-    return bool(s.scalars[NUM_ADAPTERS] < s.scalars[MAX_LORAS])
+    return bool(s.scalars[c.NUM_ADAPTERS] < s.scalars[c.MAX_LORAS])
 
 
 @entry("state", "int", "int")
 def try_admit(s: State, slot: int, given: int) -> int:
-    """See `_try_admit`."""
-    return _try_admit(s, slot, given)
-
-
-@compiled
-def _try_admit(s: State, slot: int, given: int) -> int:
     """Admit the request, or change nothing and return why not (P7).
 
     A request with blocks continues after its computed tokens; any other one after its hits and what
     a store loads. `given`: the most tokens; NONE: as many as possible, unless its next item is due.
     """
-    known, hit = s.requests[slot, NUM_KNOWN], s.requests[slot, NUM_COMPUTED]
+    known, hit = s.requests[slot, c.NUM_KNOWN], s.requests[slot, c.NUM_COMPUTED]
     has_blocks = hit > 0
-    asks = s.scalars[HAS_CACHE] != 0 and s.requests[slot, SKIPS_CACHE] == 0 and not has_blocks
+    asks = s.scalars[c.HAS_CACHE] != 0 and s.requests[slot, c.SKIPS_CACHE] == 0 and not has_blocks
     if asks:
         hit = find_hits(s, slot)
     start = hit
-    if s.scalars[HAS_STORE] != 0 and not has_blocks:
+    if s.scalars[c.HAS_STORE] != 0 and not has_blocks:
         start += _find_load(s, slot, hit)
-        if start > hit and s.requests[slot, IS_OFFER_ASYNC] != 0:
+        if start > hit and s.requests[slot, c.IS_OFFER_ASYNC] != 0:
             return _try_park(s, slot, hit, start, asks)
     tokens = given
-    if given == NONE:
-        tokens = min(known - start, s.scalars[MAX_TOKENS_PER_ROW])
-        if tokens > s.scalars[BUDGET]:
-            if not s.scalars[HAS_CHUNKS]:
+    if given == c.NONE:
+        tokens = min(known - start, s.scalars[c.MAX_TOKENS_PER_ROW])
+        if tokens > s.scalars[c.BUDGET]:
+            if not s.scalars[c.HAS_CHUNKS]:
                 return REFUSED
-            tokens = s.scalars[BUDGET]
-        if start + tokens > s.requests[slot, NEXT_ITEM]:
-            s.scalars[STOP_START], s.scalars[STOP_TOKENS] = start, tokens
+            tokens = s.scalars[c.BUDGET]
+        if start + tokens > s.requests[slot, c.NEXT_ITEM]:
+            s.scalars[c.STOP_START], s.scalars[c.STOP_TOKENS] = start, tokens
             return DUE
-    if s.scalars[HAS_ALIGNED] != 0 and tokens > 0:
+    if s.scalars[c.HAS_ALIGNED] != 0 and tokens > 0:
         tokens = align(s, slot, start, tokens)
     if tokens <= 0:
         return REFUSED
     if not (fits_behind(s, slot, tokens) if has_blocks else fits(s, slot, hit, start, tokens)):
         return REFUSED
     leave_queue(s, slot)
-    has_loaded = s.requests[slot, STATUS] == HAS_LOADED
+    has_loaded = s.requests[slot, c.STATUS] == c.HAS_LOADED
     if has_loaded:
         unpark(s, slot)
-    s.requests[slot, WAS_PREEMPTED] = s.requests[slot, STATUS] == IS_PREEMPTED
+    s.requests[slot, c.WAS_PREEMPTED] = s.requests[slot, c.STATUS] == c.IS_PREEMPTED
     seat(s, slot)
     if has_blocks:
         if has_loaded:
@@ -506,15 +379,15 @@ def _try_admit(s: State, slot: int, given: int) -> int:
         adopt(s, slot, hit, start)
         _count_hits(s, slot, hit, start, asks)
         if start > hit:
-            s.requests[slot, UNSETTLED] = s.scalars[STEP] + 1
+            s.requests[slot, c.UNSETTLED] = s.scalars[c.STEP] + 1
             _note_load(s, slot, hit, start, 0)
     loaded = start if start > hit else 0
     take_needed(s, slot, start + tokens, start + tokens, loaded)  # there is no lookahead yet
-    s.requests[slot, NUM_COMPUTED], s.requests[slot, MAY_SHARE] = start, 0
+    s.requests[slot, c.NUM_COMPUTED], s.requests[slot, c.MAY_SHARE] = start, 0
     publish(s, slot, start, min(start + tokens, known))
     _add_row(s, slot, tokens, 0)
-    if s.requests[slot, NUM_CACHED_TOKENS] < 0:
-        s.requests[slot, NUM_CACHED_TOKENS] = start
+    if s.requests[slot, c.NUM_CACHED_TOKENS] < 0:
+        s.requests[slot, c.NUM_CACHED_TOKENS] = start
     return ADMITTED
 
 
@@ -528,8 +401,8 @@ def _find_load(s: State, slot: int, hit: int) -> int:
     The last known token is always computed, as the next token is sampled from it. A state is that
     after the last token of an offer, so with states a longer offer cannot be used (P3).
     """
-    offered, known = s.requests[slot, OFFERED], s.requests[slot, NUM_KNOWN]
-    if s.scalars[HAS_STATES] != 0 and offered >= known:
+    offered, known = s.requests[slot, c.OFFERED], s.requests[slot, c.NUM_KNOWN]
+    if s.scalars[c.HAS_STATES] != 0 and offered >= known:
         return 0
     return int(max(min(offered, known - 1) - hit, 0))
 
@@ -544,30 +417,33 @@ def _try_park(s: State, slot: int, hit: int, start: int, asks: bool) -> int:
     adopt(s, slot, hit, start)
     take_needed(s, slot, start, start, start)
     _count_hits(s, slot, hit, start, asks)
-    s.requests[slot, NUM_COMPUTED] = start
-    s.requests[slot, PARKED_AS], s.requests[slot, STATUS] = s.requests[slot, STATUS], IS_LOADING
+    s.requests[slot, c.NUM_COMPUTED] = start
+    s.requests[slot, c.PARKED_AS], s.requests[slot, c.STATUS] = (
+        s.requests[slot, c.STATUS],
+        c.IS_LOADING,
+    )
     _note_load(s, slot, hit, start, 1)
     return PARKED
 
 
 @compiled
 def _note_load(s: State, slot: int, hit: int, start: int, is_async: int) -> None:
-    at = s.scalars[NUM_LOADS]
+    at = s.scalars[c.NUM_LOADS]
     s.loads[at, 0], s.loads[at, 1] = slot, hit
     s.loads[at, 2], s.loads[at, 3] = start - hit, is_async
-    s.scalars[NUM_LOADS] = at + 1
+    s.scalars[c.NUM_LOADS] = at + 1
 
 
 @compiled
 def _count_hits(s: State, slot: int, hit: int, start: int, asks: bool) -> None:
     """Count the queries and hits of the caches for a request that was given blocks (P21)."""
-    known = s.requests[slot, NUM_KNOWN]
+    known = s.requests[slot, c.NUM_KNOWN]
     if asks:
-        s.scalars[QUERIES] += known
-        s.scalars[HITS] += hit
-    if s.scalars[HAS_STORE] != 0 and s.requests[slot, SKIPS_CACHE] == 0:
-        s.scalars[EXTERNAL_QUERIES] += known - hit
-        s.scalars[EXTERNAL_HITS] += start - hit
+        s.scalars[c.QUERIES] += known
+        s.scalars[c.HITS] += hit
+    if s.scalars[c.HAS_STORE] != 0 and s.requests[slot, c.SKIPS_CACHE] == 0:
+        s.scalars[c.EXTERNAL_QUERIES] += known - hit
+        s.scalars[c.EXTERNAL_HITS] += start - hit
 
 
 # The plan
@@ -583,11 +459,11 @@ preempted first); the leading blocks that all running requests share in the firs
 @entry("state")
 def end_running(s: State) -> int:
     """End the running phase; return the number of its rows."""
-    if s.scalars[NUM_PREEMPTED] > 0:
+    if s.scalars[c.NUM_PREEMPTED] > 0:
         _close_gaps(s)
-    if s.scalars[HIGH_FREE] > 0:
-        s.scalars[IS_CLOSED] = _is_closed_behind(s)
-    return int(s.scalars[NUM_ROWS])
+    if s.scalars[c.HIGH_FREE] > 0:
+        s.scalars[c.IS_CLOSED] = _is_closed_behind(s)
+    return int(s.scalars[c.NUM_ROWS])
 
 
 @compiled
@@ -598,15 +474,15 @@ def _is_closed_behind(s: State) -> bool:
     (seed 002, "Memory Pressure Signals"). Running requests finish, and with none admission is open
     (P10).
     """
-    enough = s.scalars[HIGH_FREE] if s.scalars[IS_CLOSED] != 0 else s.scalars[LOW_FREE]
-    is_short = s.scalars[NUM_PREEMPTED] > 0 or s.scalars[NUM_FREE] < enough
-    return bool(s.scalars[NUM_RUNNING] > 0 and is_short)
+    enough = s.scalars[c.HIGH_FREE] if s.scalars[c.IS_CLOSED] != 0 else s.scalars[c.LOW_FREE]
+    is_short = s.scalars[c.NUM_PREEMPTED] > 0 or s.scalars[c.NUM_FREE] < enough
+    return bool(s.scalars[c.NUM_RUNNING] > 0 and is_short)
 
 
 @entry("state")
 def may_admit(s: State) -> bool:
     """Whether requests are admitted behind the running phase."""
-    held_off = s.scalars[NUM_PREEMPTED] + s.scalars[AWAITS_ANSWER] + s.scalars[IS_CLOSED]
+    held_off = s.scalars[c.NUM_PREEMPTED] + s.scalars[c.AWAITS_ANSWER] + s.scalars[c.IS_CLOSED]
     return bool(held_off == 0)
 
 
@@ -614,29 +490,29 @@ def may_admit(s: State) -> bool:
 def _close_gaps(s: State) -> None:
     """Remove the rows of preempted requests."""
     kept = 0
-    for row in range(s.scalars[NUM_ROWS]):
-        if s.lines[row, ROW_SLOT] == NONE:
+    for row in range(s.scalars[c.NUM_ROWS]):
+        if s.lines[row, c.ROW_SLOT] == c.NONE:
             continue
-        for column in range(ROW_SLOT, s.lines.shape[1]):
+        for column in range(c.ROW_SLOT, s.lines.shape[1]):
             s.lines[kept, column] = s.lines[row, column]
         kept += 1
-    s.scalars[NUM_ROWS] = kept
+    s.scalars[c.NUM_ROWS] = kept
 
 
 @entry("state", "int", "int", "int")
 def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanArrays:
     """Write the plan's differences (P26), and count scheduled tokens as computed."""
     return_passed(s)
-    rows, num_blocks, num_zeroed, num_drafts = s.scalars[NUM_ROWS], 0, 0, 0
-    groups = s.scalars[NUM_GROUPS]
+    rows, num_blocks, num_zeroed, num_drafts = s.scalars[c.NUM_ROWS], 0, 0, 0
+    groups = s.scalars[c.NUM_GROUPS]
     for row in range(rows):
-        for group in range(groups if s.lines[row, ROW_LOOKS] != 0 else 0):
-            at = ROW_BLOCKS + ROW_NUMBERS * group
+        for group in range(groups if s.lines[row, c.ROW_LOOKS] != 0 else 0):
+            at = c.ROW_BLOCKS + c.ROW_NUMBERS * group
             num_blocks += s.lines[row, at + 1] - s.lines[row, at]
-            if s.scalars[HAS_STATES] != 0 and s.groups[group, KIND] < IS_STATE:
+            if s.scalars[c.HAS_STATES] != 0 and s.groups[group, c.KIND] < c.IS_STATE:
                 num_zeroed += s.lines[row, at + 1] - s.lines[row, at + 2]
-        num_drafts += s.lines[row, ROW_DRAFTS]
-    who, told = np.empty((2, rows), np.int64), np.empty((TOLD_COLUMNS, rows), np.int32)
+        num_drafts += s.lines[row, c.ROW_DRAFTS]
+    who, told = np.empty((2, rows), np.int64), np.empty((c.TOLD_COLUMNS, rows), np.int32)
     sections = 2 if groups == 1 else 3
     ids = np.empty(sections * num_blocks + num_zeroed + num_drafts, np.int32)
     if num_zeroed > 0:
@@ -644,11 +520,11 @@ def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanAr
     num_samples, num_missed = _fill_plan(
         s, frame_id, previous_id, num_running, who, told, ids, num_blocks, len(ids) - num_drafts
     )
-    if s.scalars[NUM_PLACEHOLDERS] > 0:
+    if s.scalars[c.NUM_PLACEHOLDERS] > 0:
         _drop_unused_placeholders(s, frame_id)
     return (
         who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
-        int(s.scalars[NUM_PREEMPTED]), count_common(s, 0),
+        int(s.scalars[c.NUM_PREEMPTED]), count_common(s, 0),
     )  # fmt: skip
 
 
@@ -656,14 +532,14 @@ def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanAr
 def _list_zeroed(s: State, ids: Int32s, at: int) -> None:
     """List the blocks that attention groups take in this step, group by group, as the bits of a
     state left in one may read as NaN."""
-    for group in range(s.scalars[NUM_GROUPS]):
-        if s.groups[group, KIND] >= IS_STATE:
+    for group in range(s.scalars[c.NUM_GROUPS]):
+        if s.groups[group, c.KIND] >= c.IS_STATE:
             continue
-        for row in range(s.scalars[NUM_ROWS]):
-            if s.lines[row, ROW_LOOKS] == 0:
+        for row in range(s.scalars[c.NUM_ROWS]):
+            if s.lines[row, c.ROW_LOOKS] == 0:
                 continue
-            slot = s.lines[row, ROW_SLOT]
-            seated, last = s.requests[slot, SEAT], ROW_BLOCKS + ROW_NUMBERS * group + 1
+            slot = s.lines[row, c.ROW_SLOT]
+            seated, last = s.requests[slot, c.SEAT], c.ROW_BLOCKS + c.ROW_NUMBERS * group + 1
             for index in range(s.lines[row, last + 1], s.lines[row, last]):
                 ids[at] = s.block_tables[group, seated, index]
                 at += 1
@@ -682,51 +558,51 @@ def _fill_plan(
     at_draft: int,
 ) -> tuple[int, int]:
     """Return the number of rows that sample, and of running ones that the previous plan lacked."""
-    rows, groups = s.scalars[NUM_ROWS], s.scalars[NUM_GROUPS]
-    at_block, num_samples, at_missed = 0, 0, s.scalars[NUM_PREEMPTED]
+    rows, groups = s.scalars[c.NUM_ROWS], s.scalars[c.NUM_GROUPS]
+    at_block, num_samples, at_missed = 0, 0, s.scalars[c.NUM_PREEMPTED]
     for row in range(rows):
-        slot, drafts = s.lines[row, ROW_SLOT], s.lines[row, ROW_DRAFTS]
-        seated = s.requests[slot, SEAT]
-        who[0, row], who[1, row] = slot, s.requests[slot, BIRTH]
-        for group in range(groups if s.lines[row, ROW_LOOKS] != 0 else 0):
-            first = ROW_BLOCKS + ROW_NUMBERS * group
+        slot, drafts = s.lines[row, c.ROW_SLOT], s.lines[row, c.ROW_DRAFTS]
+        seated = s.requests[slot, c.SEAT]
+        who[0, row], who[1, row] = slot, s.requests[slot, c.BIRTH]
+        for group in range(groups if s.lines[row, c.ROW_LOOKS] != 0 else 0):
+            first = c.ROW_BLOCKS + c.ROW_NUMBERS * group
             for index in range(s.lines[row, first], s.lines[row, first + 1]):
                 ids[at_block] = row
                 ids[num_blocks + at_block] = s.block_tables[group, seated, index]
                 if groups > 1:
                     ids[2 * num_blocks + at_block] = group
                 at_block += 1
-        is_known = s.scalars[IS_ASYNC] == 0
+        is_known = s.scalars[c.IS_ASYNC] == 0
         for index in range(drafts):
             ids[at_draft] = s.drafts[seated, index] if is_known else DRAFT_PLACEHOLDER
             at_draft += 1
-        if row < num_running and s.requests[slot, LAST_FRAME] != previous_id:
+        if row < num_running and s.requests[slot, c.LAST_FRAME] != previous_id:
             s.scratch[at_missed] = row
             at_missed += 1
         num_samples += _advance(s, slot, row, told)
-        s.requests[slot, LAST_FRAME] = frame_id
-        s.requests[slot, ROW] = NONE
-    return num_samples, at_missed - s.scalars[NUM_PREEMPTED]
+        s.requests[slot, c.LAST_FRAME] = frame_id
+        s.requests[slot, c.ROW] = c.NONE
+    return num_samples, at_missed - s.scalars[c.NUM_PREEMPTED]
 
 
 @compiled
 def _advance(s: State, slot: int, row: int, told: Int32s) -> int:
     """Write a row's data, and advance its request; return whether the row samples."""
-    computed, tokens = s.requests[slot, NUM_COMPUTED], s.lines[row, ROW_TOKENS]
-    known = s.requests[slot, NUM_KNOWN] + s.requests[slot, NUM_PROMISED]
-    drafts = s.lines[row, ROW_DRAFTS]
+    computed, tokens = s.requests[slot, c.NUM_COMPUTED], s.lines[row, c.ROW_TOKENS]
+    known = s.requests[slot, c.NUM_KNOWN] + s.requests[slot, c.NUM_PROMISED]
+    drafts = s.lines[row, c.ROW_DRAFTS]
     samples = int(computed + tokens >= known)
-    told[TOLD_COMPUTED, row], told[TOLD_SCHEDULED, row] = computed, tokens
-    told[TOLD_OUTPUTS, row] = known - s.requests[slot, NUM_PROMPT]
-    told[TOLD_SAMPLES, row], told[TOLD_DRAFTS, row] = samples, drafts
-    s.requests[slot, NUM_COMPUTED] = computed + tokens
-    s.requests[slot, IS_PREFILL] = 1 - samples
+    told[c.TOLD_COMPUTED, row], told[c.TOLD_SCHEDULED, row] = computed, tokens
+    told[c.TOLD_OUTPUTS, row] = known - s.requests[slot, c.NUM_PROMPT]
+    told[c.TOLD_SAMPLES, row], told[c.TOLD_DRAFTS, row] = samples, drafts
+    s.requests[slot, c.NUM_COMPUTED] = computed + tokens
+    s.requests[slot, c.IS_PREFILL] = 1 - samples
     if samples:
-        s.requests[slot, LAST_SAMPLE] = s.scalars[STEP]
-    if samples and s.scalars[IS_ASYNC] != 0:  # placeholders (P12)
-        s.requests[slot, NUM_PROMISED] += 1 + drafts
-        s.requests[slot, NUM_IN_DOUBT] += drafts
-        s.requests[slot, NUM_DRAFTS] = s.scalars[NUM_PLACEHOLDERS]
+        s.requests[slot, c.LAST_SAMPLE] = s.scalars[c.STEP]
+    if samples and s.scalars[c.IS_ASYNC] != 0:  # placeholders (P12)
+        s.requests[slot, c.NUM_PROMISED] += 1 + drafts
+        s.requests[slot, c.NUM_IN_DOUBT] += drafts
+        s.requests[slot, c.NUM_DRAFTS] = s.scalars[c.NUM_PLACEHOLDERS]
     return samples
 
 
@@ -737,10 +613,10 @@ def _drop_unused_placeholders(s: State, frame_id: int) -> None:
     They are what the worker proposed after the previous plan, and the worker proposes nothing for a
     request that it does not run (upstream #46899).
     """
-    for position in range(s.scalars[NUM_RUNNING]):
-        slot = s.lines[position, RUNNING]
-        if s.requests[slot, LAST_FRAME] != frame_id:
-            s.requests[slot, NUM_DRAFTS] = 0
+    for position in range(s.scalars[c.NUM_RUNNING]):
+        slot = s.lines[position, c.RUNNING]
+        if s.requests[slot, c.LAST_FRAME] != frame_id:
+            s.requests[slot, c.NUM_DRAFTS] = 0
 
 
 @entry("state", "int", "int", "int", "int", "bool")
@@ -757,17 +633,17 @@ def plan_step(
         budget: tokens.
         admits: whether to run the waiting phase, unless a request is preempted.
     """
-    s.scalars[BUDGET] = budget
-    s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = s.scalars[NUM_COPIES] = 0
-    s.scalars[STEP] = frame_id
-    s.scalars[NUM_LOADS] = s.scalars[NUM_SAVES] = s.scalars[AWAITS_ANSWER] = 0
-    s.scalars[STOP_POSITION], s.scalars[STOP_SLOT] = run_rows(s, 0, NONE), NONE
+    s.scalars[c.BUDGET] = budget
+    s.scalars[c.NUM_ROWS] = s.scalars[c.NUM_PREEMPTED] = s.scalars[c.NUM_COPIES] = 0
+    s.scalars[c.STEP] = frame_id
+    s.scalars[c.NUM_LOADS] = s.scalars[c.NUM_SAVES] = s.scalars[c.AWAITS_ANSWER] = 0
+    s.scalars[c.STOP_POSITION], s.scalars[c.STOP_SLOT] = run_rows(s, 0, c.NONE), c.NONE
     num_running = 0
-    if s.scalars[STOP_POSITION] == NONE:
+    if s.scalars[c.STOP_POSITION] == c.NONE:
         num_running = end_running(s)
         if admits and may_admit(s):
-            s.scalars[STOP_SLOT] = admit_rows(s, oldest_id)
-    if s.scalars[STOPPED] != GOES_ON:
-        who, told = np.empty((2, 0), np.int64), np.empty((TOLD_COLUMNS, 0), np.int32)
+            s.scalars[c.STOP_SLOT] = admit_rows(s, oldest_id)
+    if s.scalars[c.STOPPED] != c.GOES_ON:
+        who, told = np.empty((2, 0), np.int64), np.empty((c.TOLD_COLUMNS, 0), np.int32)
         return who, told, np.empty(0, np.int32), 0, 0, 0, num_running, 0, 0, 0
     return issue(s, frame_id, previous_id, num_running)

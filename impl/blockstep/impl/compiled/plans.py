@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from blockstep.impl.arrays import ArrayPlan, SlotNames
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.encodings import Encodings
 from blockstep.impl.compiled.forks import Forks
 from blockstep.impl.compiled.frames import Frame, RowDrafts
@@ -10,15 +11,7 @@ from blockstep.impl.compiled.groups import count_common
 from blockstep.impl.compiled.masks import Masks
 from blockstep.impl.compiled.planning import plan_step
 from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import (
-    TOLD_COMPUTED,
-    TOLD_DRAFTS,
-    TOLD_OUTPUTS,
-    TOLD_SAMPLES,
-    TOLD_SCHEDULED,
-    WAS_PREEMPTED,
-    Int32s,
-)
+from blockstep.impl.compiled.state import Int32s
 from blockstep.impl.compiled.steps import Steps
 from blockstep.impl.compiled.transfers import Transfers
 from blockstep.impl.compiled.turns import Turns
@@ -86,13 +79,13 @@ class Plans:
             frame_id,
             slots,
             names,
-            told[TOLD_COMPUTED],
-            told[TOLD_SCHEDULED],
-            told[TOLD_OUTPUTS],
-            None if num_samples == num_rows else told[TOLD_SAMPLES] != 0,
+            told[c.TOLD_COMPUTED],
+            told[c.TOLD_SCHEDULED],
+            told[c.TOLD_OUTPUTS],
+            None if num_samples == num_rows else told[c.TOLD_SAMPLES] != 0,
             ids[:num_blocks],
             ids[num_blocks : 2 * num_blocks],
-            RowDrafts(told[TOLD_DRAFTS], ids) if len(ids) > blocks_end + num_zeroed else {},
+            RowDrafts(told[c.TOLD_DRAFTS], ids) if len(ids) > blocks_end + num_zeroed else {},
             {},
             {},
             [],
@@ -143,7 +136,7 @@ class Plans:
         for row in scratch[num_preempted : num_preempted + num_missed].tolist():
             plan.all_token_ids[row] = self.requests.get_tokens(int(plan.slots[row]))
         for row, slot in enumerate(plan.slots[num_running:].tolist(), num_running):
-            if self.requests.state.requests[slot, WAS_PREEMPTED]:
+            if self.requests.state.requests[slot, c.WAS_PREEMPTED]:
                 plan.resumed_rows.append(row)
                 plan.all_token_ids[row] = self.requests.get_tokens(slot)
             else:

@@ -9,63 +9,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from blockstep.impl.compiled import state as c
+from blockstep.impl.compiled.jit import compile_entries
 from blockstep.impl.compiled.lives import end, get_tokens, store_input, store_prompt
 from blockstep.impl.compiled.queues import append, prepend
-from blockstep.impl.compiled.results import BY_EOS, BY_STOP_TOKEN, append_outputs
+from blockstep.impl.compiled.results import append_outputs
 from blockstep.impl.compiled.state import (
-    ADAPTER,
-    ARRIVAL,
-    AWAITS_GRAMMAR,
-    BIRTH,
-    END_BY_MAX_TOKENS,
-    EOS,
-    EXTRAS,
-    FIRST_EXTRAS,
-    FIRST_ITEM,
-    GOES_ON,
-    GRAMMAR_READY,
-    HAS_GRAMMAR,
-    HAS_STOPS,
-    IS_SESSION,
-    IS_WAITING,
-    KEEPS_TURN,
-    LABEL,
-    LAST_FRAME,
-    LAST_SAMPLE,
-    MAX_KNOWN,
-    MAY_KEEP,
-    MIN_TOKENS,
-    MORE_STOPS,
-    NEXT_ITEM,
-    NONE,
-    NUM_BESIDE,
-    NUM_BORN,
-    NUM_CACHED_TOKENS,
-    NUM_COMPUTED,
-    NUM_FREE_NODES,
-    NUM_KNOWN,
-    NUM_MORE_STOPS,
-    NUM_PROMPT,
-    NUM_SESSIONS,
-    PRIORITY,
-    REPEATS_COUNT,
-    REPEATS_MAX,
-    REPEATS_MIN,
-    REQUEST_COLUMNS,
-    SEAT,
-    SKIPPED,
-    SKIPS_CACHE,
-    STATUS,
-    STOPS,
-    STOPS_END,
-    WAITING,
-    Int32s,
-    Int64s,
-    grow_adapters,
-    grow_extras,
     grow_nodes,
     grow_seats,
     grow_slots,
+    grow_stops,
+    lengthen,
     make_state,
 )
 from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
@@ -73,8 +27,23 @@ from blockstep.spec.vocabulary import BlockTables, Config, Policy, Request, Requ
 
 _NO_ITEM: Final = 1 << 40
 _OF_INPUT: Final = [
-    *(NUM_PROMPT, NUM_KNOWN, END_BY_MAX_TOKENS, MAX_KNOWN, MIN_TOKENS, EOS, ARRIVAL, FIRST_ITEM),
-    *(HAS_STOPS, MORE_STOPS, REPEATS_MIN, REPEATS_MAX, REPEATS_COUNT, *range(STOPS, STOPS_END)),
+    *(
+        c.NUM_PROMPT,
+        c.NUM_KNOWN,
+        c.END_BY_MAX_TOKENS,
+        c.MAX_KNOWN,
+        c.MIN_TOKENS,
+        c.EOS,
+        c.ARRIVAL,
+        c.FIRST_ITEM,
+    ),
+    *(
+        c.HAS_STOPS,
+        c.NUM_STOPS,
+        c.REPEATS_MIN,
+        c.REPEATS_MAX,
+        c.REPEATS_COUNT,
+    ),
 ]
 """Columns that the next input of a session sets."""
 
@@ -86,6 +55,7 @@ class Requests:
     """
 
     def __init__(self, config: Config) -> None:
+        compile_entries()
         self.config = config
         self.state = make_state(config)
         self.slot_of: dict[RequestId, int] = {}
@@ -104,7 +74,7 @@ class Requests:
     def add(self, request: Request) -> int:
         """Add a new request to its queue; return its index."""
         slot = self._enter(request)
-        append(self.state, SKIPPED if request.structured_output else WAITING, slot)
+        append(self.state, c.SKIPPED if request.structured_output else c.WAITING, slot)
         return slot
 
     def branch(self, parent: int, child_id: RequestId, outputs: TokenIds) -> int:
@@ -112,18 +82,16 @@ class Requests:
         its outputs ends it."""
         request = replace(self.requests[parent], request_id=child_id)
         slot, s = self._enter(request), self.state
-        s.requests[slot, STATUS] = IS_WAITING
-        for column in (GRAMMAR_READY, NUM_CACHED_TOKENS):
+        s.requests[slot, c.STATUS] = c.IS_WAITING
+        for column in (c.GRAMMAR_READY, c.NUM_CACHED_TOKENS):
             s.requests[slot, column] = s.requests[parent, column]
-        prepend(s, WAITING, slot)
+        prepend(s, c.WAITING, slot)
         self.reserve_nodes(len(outputs), 1)
-        marks = [_mark_of(request, token) for token in outputs]
-        tokens = np.array(outputs, np.int32)
-        if append_outputs(self.state, slot, tokens, np.array(marks, np.uint8)):
+        if append_outputs(self.state, slot, np.array(outputs, np.int32)):
             return slot
         end(self.state, slot)
         self.remove(slot)
-        return NONE
+        return c.NONE
 
     def _enter(self, request: Request) -> int:
         """Give a new request an index, and store its prompt."""
@@ -132,20 +100,20 @@ class Requests:
         if self._are_names_lent and self.names[slot] is not None:
             self.names, self._are_names_lent = self.names.copy(), False
         self.names[slot] = request.request_id
-        self.state.scalars[NUM_BORN] += 1
-        self.state.scalars[NUM_SESSIONS] += request.resumable
+        self.state.scalars[c.NUM_BORN] += 1
+        self.state.scalars[c.NUM_SESSIONS] += request.resumable
         self._reserve_seats()
         tokens = np.array(request.prompt_token_ids, np.int32)
         self.reserve_nodes(len(tokens), 1 + len(self.state.nodes) // 8)  # called outside of a step
         extras = self._number_extras(request, len(tokens) // self.config.block_size)
-        self.state.requests[slot] = self._row_of(request)
-        self.state.requests[slot, ADAPTER] = self._number_adapter(request)
+        self.state.requests[slot, : c.REQUEST_COLUMNS] = self._row_of(request)
+        self._store_stops(slot)
+        self.state.requests[slot, c.ADAPTER] = self._number_adapter(request)
         self._hold_extras(slot, extras)
         store_prompt(self.state, slot, tokens, extras)
         if self.config.policy is Policy.PRIORITY:
             for name, label in self._labels.add(request.request_id):
-                self.state.requests[self.slot_of[name], LABEL] = label
-        self.state.scalars[NUM_MORE_STOPS] += self.state.requests[slot, MORE_STOPS]
+                self.state.requests[self.slot_of[name], c.LABEL] = label
         return slot
 
     def go_on(self, slot: int, whole: Request) -> None:
@@ -155,31 +123,30 @@ class Requests:
         tokens = np.array(whole.prompt_token_ids, np.int32)
         self.reserve_nodes(len(tokens), 1 + len(self.state.nodes) // 8)
         extras = self._number_extras(whole, len(tokens) // self.config.block_size)
-        had_more = self.state.requests[slot, MORE_STOPS]
         self.state.requests[slot, _OF_INPUT] = np.array(self._row_of(whole))[_OF_INPUT]
-        self.state.requests[slot, STATUS] = IS_WAITING
-        computed = int(self.state.requests[slot, NUM_COMPUTED])
-        self.state.requests[slot, NEXT_ITEM] = self.find_item(whole, computed)
-        self.state.scalars[NUM_MORE_STOPS] += self.state.requests[slot, MORE_STOPS] - had_more
+        self.state.requests[slot, c.STATUS] = c.IS_WAITING
+        computed = int(self.state.requests[slot, c.NUM_COMPUTED])
+        self.state.requests[slot, c.NEXT_ITEM] = self.find_item(whole, computed)
+        self._store_stops(slot)
         self._hold_extras(slot, extras)
         store_input(self.state, slot, tokens, extras)
 
     def _hold_extras(self, slot: int, extras: NDArray[np.int32]) -> None:
-        self.state.requests[slot, FIRST_EXTRAS], self.state.requests[slot, EXTRAS] = extras[-2:]
+        self.state.requests[slot, c.FIRST_EXTRAS], self.state.requests[slot, c.EXTRAS] = extras[-2:]
         if _has_extras(self.requests[slot]):
             np.add.at(self.state.extras_uses, extras[-2:], 1)
 
     def _release_extras(self, slot: int) -> None:
         if _has_extras(self.requests[slot]):
             row = self.state.requests[slot]
-            np.subtract.at(self.state.extras_uses, row[[EXTRAS, FIRST_EXTRAS]], 1)
+            np.subtract.at(self.state.extras_uses, row[[c.EXTRAS, c.FIRST_EXTRAS]], 1)
 
     def remove(self, slot: int) -> RequestId:
         """Forget a finished request; return its id."""
         request = self.requests[slot]
         del self.slot_of[request.request_id]
         self._unused.append(slot)
-        self.state.scalars[NUM_SESSIONS] -= request.resumable
+        self.state.scalars[c.NUM_SESSIONS] -= request.resumable
         self._release_extras(slot)
         if self.config.max_loras and request.adapter is not None:
             number = self._adapters[request.adapter]
@@ -194,9 +161,18 @@ class Requests:
         """Return the prompt and verified output tokens of a request."""
         return tuple(get_tokens(self.state, slot).tolist())
 
+    def list_queue(self, queue: int) -> list[int]:
+        """Return the requests of a queue, in its order."""
+        s, found = self.state, list[int]()
+        slot = int(s.scalars[c.QUEUES + 2 * queue])
+        while slot != c.NONE:
+            found.append(slot)
+            slot = int(s.requests[slot, c.NEXT])
+        return found
+
     def list_tables(self, slot: int, column: int) -> BlockTables:
         """Return the block tables of a request, up to the number in a column of its holdings."""
-        s, seat = self.state, self.state.requests[slot, SEAT]
+        s, seat = self.state, self.state.requests[slot, c.SEAT]
         lengths = s.holdings[slot, :, column].tolist()
         pairs = zip(s.block_tables, lengths, strict=True)
         return tuple([tuple(table[seat, :length].tolist()) for table, length in pairs])
@@ -209,25 +185,14 @@ class Requests:
     def reserve_nodes(self, num_tokens: int, num_requests: int) -> None:
         """Make room for the nodes that `num_tokens` tokens of `num_requests` requests may fill."""
         needed = num_tokens // self.config.block_size + num_requests
-        while self.state.scalars[NUM_FREE_NODES] < needed:
+        while self.state.scalars[c.NUM_FREE_NODES] < needed:
             self.state = grow_nodes(self.state, 2 * len(self.state.nodes))
 
-    def mark(
-        self,
-        who: Int64s,
-        samples: Int32s,
-        token_ids: Int32s,
-        counts: Int32s | None,
-    ) -> NDArray[np.uint8]:
-        """Return [tokens]: the finish reason, if any, for requests with `MORE_STOPS`."""
-        lengths = samples if counts is None else counts
-        slots, births = np.repeat(who, lengths, axis=1)
-        marks = np.zeros(len(token_ids), np.uint8)
-        is_alive = self.state.requests[slots, BIRTH] == births
-        asks = is_alive & (self.state.requests[slots, MORE_STOPS] != 0)
-        for at in asks.nonzero()[0].tolist():
-            marks[at] = _mark_of(self.requests[slots[at]], int(token_ids[at]))
-        return marks
+    def _store_stops(self, slot: int) -> None:
+        stops = self.requests[slot].stop_token_ids
+        if c.STOPS + len(stops) > self.state.requests.shape[1]:
+            self.state = grow_stops(self.state, 2 * len(stops))
+        self.state.requests[slot, c.STOPS : c.STOPS + len(stops)] = stops
 
     def _find_slot(self, request: Request) -> int:
         if self._unused:
@@ -249,39 +214,36 @@ class Requests:
         most = len(self.requests)
         if not self.config.enable_forks:
             if not self.config.kv_connector:
-                most = min(most, self.config.max_num_seqs + int(self.state.scalars[NUM_SESSIONS]))
+                most = min(most, self.config.max_num_seqs + int(self.state.scalars[c.NUM_SESSIONS]))
             most = min(most, self.config.num_usable_blocks)
         while len(self.state.lines) < most:
             self.state = grow_seats(self.state, 2 * len(self.state.lines))
 
     def _row_of(self, request: Request) -> list[int]:
         """Return the data of a new request, by column."""
-        row = [0] * REQUEST_COLUMNS
+        row = [0] * c.REQUEST_COLUMNS
         prompt = len(request.prompt_token_ids)
-        row[NUM_PROMPT] = row[NUM_KNOWN] = prompt
-        row[END_BY_MAX_TOKENS] = prompt + request.max_tokens
-        row[MAX_KNOWN] = min(prompt + request.max_tokens, self.config.max_model_len)
-        row[MIN_TOKENS] = request.min_tokens
-        row[SKIPS_CACHE] = request.skip_reading_prefix_cache
-        stops = request.stop_token_ids
-        columns = STOPS_END - STOPS
-        row[STOPS:STOPS_END] = (*stops[:columns], *(NONE,) * (columns - len(stops)))
-        row[MORE_STOPS] = len(stops) > columns
-        row[HAS_STOPS] = bool(stops) or request.eos_token_id is not None
-        row[EOS] = NONE if request.eos_token_id is None else request.eos_token_id
+        row[c.NUM_PROMPT] = row[c.NUM_KNOWN] = prompt
+        row[c.END_BY_MAX_TOKENS] = prompt + request.max_tokens
+        row[c.MAX_KNOWN] = min(prompt + request.max_tokens, self.config.max_model_len)
+        row[c.MIN_TOKENS] = request.min_tokens
+        row[c.SKIPS_CACHE] = request.skip_reading_prefix_cache
+        row[c.NUM_STOPS] = len(request.stop_token_ids)
+        row[c.HAS_STOPS] = bool(request.stop_token_ids) or request.eos_token_id is not None
+        row[c.EOS] = c.NONE if request.eos_token_id is None else request.eos_token_id
         if request.repetition_detection is not None:
-            row[REPEATS_MIN] = request.repetition_detection.min_pattern_size
-            row[REPEATS_MAX] = request.repetition_detection.max_pattern_size
-            row[REPEATS_COUNT] = request.repetition_detection.min_count
-        row[HAS_GRAMMAR] = request.grammar is not None
-        row[FIRST_ITEM] = row[NEXT_ITEM] = self.find_item(request, 0)
-        row[NUM_BESIDE] = sum(item.num_embeds for item in request.items)
-        row[PRIORITY], row[ARRIVAL] = request.priority, request.arrival_time
-        row[BIRTH], row[IS_SESSION] = self.state.scalars[NUM_BORN], request.resumable
-        row[MAY_KEEP] = KEEPS_TURN * (self.config.has_pins and request.job_id is not None)
-        row[STATUS] = AWAITS_GRAMMAR if request.structured_output else IS_WAITING
-        for column in (NUM_CACHED_TOKENS, LAST_FRAME, LAST_SAMPLE, SEAT):
-            row[column] = NONE
+            row[c.REPEATS_MIN] = request.repetition_detection.min_pattern_size
+            row[c.REPEATS_MAX] = request.repetition_detection.max_pattern_size
+            row[c.REPEATS_COUNT] = request.repetition_detection.min_count
+        row[c.HAS_GRAMMAR] = request.grammar is not None
+        row[c.FIRST_ITEM] = row[c.NEXT_ITEM] = self.find_item(request, 0)
+        row[c.NUM_BESIDE] = sum(item.num_embeds for item in request.items)
+        row[c.PRIORITY], row[c.ARRIVAL] = request.priority, request.arrival_time
+        row[c.BIRTH], row[c.IS_SESSION] = self.state.scalars[c.NUM_BORN], request.resumable
+        row[c.MAY_KEEP] = c.KEEPS_TURN * (self.config.has_pins and request.job_id is not None)
+        row[c.STATUS] = c.AWAITS_GRAMMAR if request.structured_output else c.IS_WAITING
+        for column in (c.NUM_CACHED_TOKENS, c.LAST_FRAME, c.LAST_SAMPLE, c.SEAT):
+            row[column] = c.NONE
         return row
 
     def find_item(self, request: Request, computed: int) -> int:
@@ -304,7 +266,8 @@ class Requests:
             number = next(at for at in range(1, len(taken) + 2) if at not in taken)
             self._adapters[request.adapter] = number
             if number >= len(self.state.adapters):
-                self.state = grow_adapters(self.state, 2 * number)
+                longer = lengthen(self.state.adapters, 2 * number)
+                self.state = self.state._replace(adapters=longer)
         self._num_of_adapter[number] += 1
         return number
 
@@ -316,7 +279,9 @@ class Requests:
         if self.extras.count_unused(len(self.state.extras_uses)) < full + 2:
             self.extras.sweep(self.state.extras_uses)
             if self.extras.count_unused(len(self.state.extras_uses)) < full + 2:
-                self.state = grow_extras(self.state, 2 * (len(self.extras.values) + full + 2))
+                count = 2 * (len(self.extras.values) + full + 2)
+                longer = lengthen(self.state.extras_uses, count)
+                self.state = self.state._replace(extras_uses=longer)
         found = list_extras(request, self.config.block_size, full + 1)
         found.append((request.adapter, *NOTHING[1:]))
         return np.array([self.extras.number_of(extras) for extras in found], np.int32)
@@ -325,9 +290,3 @@ class Requests:
 def _has_extras(request: Request) -> bool:
     is_named = request.adapter is not None or request.cache_salt is not None
     return is_named or bool(request.items or request.prompt_embeds)
-
-
-def _mark_of(request: Request, token: int) -> int:
-    if token == request.eos_token_id:
-        return BY_EOS
-    return BY_STOP_TOKEN if token in request.stop_token_ids else GOES_ON

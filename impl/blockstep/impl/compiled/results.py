@@ -5,51 +5,12 @@ from __future__ import annotations
 from typing import Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.blocks import publish
 from blockstep.impl.compiled.jit import compiled, entry, making_arrays
 from blockstep.impl.compiled.lives import append_token, end, get_tokens, rest
-from blockstep.impl.compiled.state import (
-    AT_ROW,
-    AT_TOKEN,
-    BIRTH,
-    DRAFTS_ACCEPTED,
-    DRAFTS_SCHEDULED,
-    EOS,
-    GOES_ON,
-    HAS_STOPS,
-    IS_ASYNC,
-    IS_RUNNING,
-    IS_SESSION,
-    MAX_KNOWN,
-    MAY_KEEP,
-    MIN_TOKENS,
-    MORE_STOPS,
-    NONE,
-    NUM_CACHED_TOKENS,
-    NUM_COMPUTED,
-    NUM_DELIVERED,
-    NUM_DELIVERING,
-    NUM_ENDED,
-    NUM_IN_DOUBT,
-    NUM_KNOWN,
-    NUM_MORE_STOPS,
-    NUM_PROMISED,
-    NUM_PROMPT,
-    QUIET,
-    REPEATS_COUNT,
-    REPEATS_MAX,
-    REPEATS_MIN,
-    STATUS,
-    STOPS,
-    STOPS_END,
-    TOLD_DRAFTS,
-    TOLD_SAMPLES,
-    Int32s,
-    Int64s,
-    State,
-)
+from blockstep.impl.compiled.state import Int32s, Int64s, State
 
 # Why a model output does not fit its frame.
 FITS: Final = 0
@@ -58,8 +19,6 @@ WRONG_NUMBER: Final = 2
 WRONG_COUNTS: Final = 3
 WRONG_ROW: Final = 4
 NO_SUCH_DRAFTS: Final = 5
-LACKS_MARKS: Final = 6
-"""It fits, but stop tokens must be looked up first."""
 
 # Finish reasons of tokens and requests.
 BY_EOS: Final = 1
@@ -75,7 +34,7 @@ row that delivers; the tokens; the number of rows that deliver, of tokens, and o
 NONE."""
 
 
-@entry("state", "int64 2", "int32 2", "int32 1", "int32 1", "int32 1", "bool", "uint8 1", "bool")
+@entry("state", "int64 2", "int32 2", "int32 1", "int32 1", "int32 1", "bool")
 def commit_step(
     s: State,
     who: Int64s,
@@ -84,8 +43,6 @@ def commit_step(
     tokens: Int32s,
     counts: Int32s,
     has_counts: bool,
-    marks: NDArray[np.uint8],
-    is_marked: bool,
 ) -> Told:
     """Commit a frame; if the model output does not fit, nothing changes.
 
@@ -97,22 +54,18 @@ def commit_step(
         tokens: sampled tokens, row after row.
         counts: [rows], if `has_counts`: tokens of each row. Otherwise one for each that samples.
         has_counts: whether `counts` is used.
-        marks: [tokens], if `is_marked`: `BY_EOS` or `BY_STOP_TOKEN` if a token ends its request.
-        is_marked: whether `marks` was filled; needed only if requests have `MORE_STOPS`.
     """
     code, detail = check_answer(s, planned, ids, tokens, counts, has_counts)
-    if code == FITS and not is_marked and _needs_marks(s, who):
-        code = LACKS_MARKS
     told = np.empty((4, planned.shape[1] if code == FITS else 0), np.int32)
     kept = np.empty(len(tokens) if code == FITS else 0, np.int32)
     if code != FITS:
-        return code, detail, told, kept, 0, 0, 0, NONE
-    for column in range(AT_ROW, NUM_ENDED + 1):
+        return code, detail, told, kept, 0, 0, 0, c.NONE
+    for column in range(c.AT_ROW, c.NUM_ENDED + 1):
         s.scalars[column] = 0
-    ending = _take_rows(s, who, planned, tokens, counts, has_counts, marks, told, kept)
+    ending = take_rows(s, who, planned, tokens, counts, has_counts, told, kept)
     return (
-        code, detail, told, kept, int(s.scalars[NUM_DELIVERING]), int(s.scalars[NUM_DELIVERED]),
-        int(s.scalars[NUM_ENDED]), ending,
+        code, detail, told, kept, int(s.scalars[c.NUM_DELIVERING]), int(s.scalars[c.NUM_DELIVERED]),
+        int(s.scalars[c.NUM_ENDED]), ending,
     )  # fmt: skip
 
 
@@ -126,8 +79,8 @@ def check_answer(
         if token < 0:
             return NEGATIVE_TOKEN, 0
     for row in range(planned.shape[1]):
-        due += int(planned[TOLD_SAMPLES, row])
-        drafts += int(planned[TOLD_DRAFTS, row])
+        due += int(planned[c.TOLD_SAMPLES, row])
+        drafts += int(planned[c.TOLD_DRAFTS, row])
     if has_counts:
         return _check_counts(s, planned, ids, tokens, counts, len(ids) - drafts)
     return (FITS if len(tokens) == due else WRONG_NUMBER), due
@@ -143,11 +96,11 @@ def _check_counts(
     if len(counts) != planned.shape[1] or total != len(tokens):
         return WRONG_COUNTS, 0
     for row in range(len(counts)):
-        count, drafts = int(counts[row]), int(planned[TOLD_DRAFTS, row])
-        least = int(planned[TOLD_SAMPLES, row])
+        count, drafts = int(counts[row]), int(planned[c.TOLD_DRAFTS, row])
+        least = int(planned[c.TOLD_SAMPLES, row])
         if count < least or count > (1 + drafts) * least:
             return WRONG_ROW, row
-        if s.scalars[IS_ASYNC] == 0:  # otherwise drafts are placeholders
+        if s.scalars[c.IS_ASYNC] == 0:  # otherwise drafts are placeholders
             for index in range(count - 1):
                 if tokens[at + index] != ids[at_draft + index]:
                     return NO_SUCH_DRAFTS, row
@@ -156,20 +109,8 @@ def _check_counts(
     return FITS, 0
 
 
-@compiled
-def _needs_marks(s: State, who: Int64s) -> bool:
-    """Whether a request in the frame has stop tokens that only Python knows."""
-    if s.scalars[NUM_MORE_STOPS] > 0:
-        for row in range(who.shape[1]):
-            slot = who[0, row]
-            if s.requests[slot, BIRTH] == who[1, row] and s.requests[slot, MORE_STOPS] != 0:
-                return True
-    return False
-
-
 @entry(
-    *("state", "int64 2", "int32 2", "int32 1", "int32 1", "bool", "uint8 1"),
-    *("out int32 2", "out int32 1"),
+    *("state", "int64 2", "int32 2", "int32 1", "int32 1", "bool", "out int32 2", "out int32 1"),
 )
 def take_rows(
     s: State,
@@ -178,42 +119,25 @@ def take_rows(
     tokens: Int32s,
     counts: Int32s,
     has_counts: bool,
-    marks: NDArray[np.uint8],
-    told: Int32s,
-    kept: Int32s,
-) -> int:
-    """See `_take_rows`."""
-    return _take_rows(s, who, planned, tokens, counts, has_counts, marks, told, kept)
-
-
-@compiled
-def _take_rows(
-    s: State,
-    who: Int64s,
-    planned: Int32s,
-    tokens: Int32s,
-    counts: Int32s,
-    has_counts: bool,
-    marks: NDArray[np.uint8],
     told: Int32s,
     kept: Int32s,
 ) -> int:
     """Store, deliver and finish, row after row from `AT_ROW` on; return the request behind whose
     row this stops, as Python ends it, or NONE."""
-    start, ending = int(s.scalars[AT_TOKEN]), NONE
-    num_rows, num_tokens = int(s.scalars[NUM_DELIVERING]), int(s.scalars[NUM_DELIVERED])
-    for row in range(s.scalars[AT_ROW], planned.shape[1]):
-        samples, drafts = int(planned[TOLD_SAMPLES, row]), int(planned[TOLD_DRAFTS, row])
+    start, ending = int(s.scalars[c.AT_TOKEN]), c.NONE
+    num_rows, num_tokens = int(s.scalars[c.NUM_DELIVERING]), int(s.scalars[c.NUM_DELIVERED])
+    for row in range(s.scalars[c.AT_ROW], planned.shape[1]):
+        samples, drafts = int(planned[c.TOLD_SAMPLES, row]), int(planned[c.TOLD_DRAFTS, row])
         count = int(counts[row]) if has_counts else samples
         first = start
         start += count
         slot = who[0, row]
-        if s.requests[slot, BIRTH] != who[1, row] or samples == 0:
+        if s.requests[slot, c.BIRTH] != who[1, row] or samples == 0:
             continue  # aborted meanwhile, or still in prefill
         _roll_back(s, slot, drafts, count)
-        delivered, verdict = _accept(s, slot, tokens[first:start], marks[first:start])
+        delivered, verdict = _accept(s, slot, tokens[first:start])
         told[0, num_rows], told[1, num_rows] = row, delivered
-        told[2, num_rows] = s.requests[slot, NUM_CACHED_TOKENS]
+        told[2, num_rows] = s.requests[slot, c.NUM_CACHED_TOKENS]
         told[3, num_rows] = verdict
         num_rows += 1
         for index in range(delivered):
@@ -222,22 +146,22 @@ def _take_rows(
         # Asynchronously, the plan of the step could not publish these blocks, since the tokens were
         # unknown. The last token may not be computed yet (P4); a request preempted since has no
         # blocks (P3).
-        if s.scalars[IS_ASYNC] != 0 and s.requests[slot, STATUS] == IS_RUNNING:
-            known = s.requests[slot, NUM_KNOWN]
-            if known > s.requests[slot, QUIET]:
+        if s.scalars[c.IS_ASYNC] != 0 and s.requests[slot, c.STATUS] == c.IS_RUNNING:
+            known = s.requests[slot, c.NUM_KNOWN]
+            if known > s.requests[slot, c.QUIET]:
                 publish(s, slot, known - 1, known - 1)
-        if verdict != GOES_ON:
-            s.scratch[s.scalars[NUM_ENDED]] = num_rows - 1
-            s.scalars[NUM_ENDED] += 1
-            if s.requests[slot, IS_SESSION] != 0:
+        if verdict != c.GOES_ON:
+            s.scratch[s.scalars[c.NUM_ENDED]] = num_rows - 1
+            s.scalars[c.NUM_ENDED] += 1
+            if s.requests[slot, c.IS_SESSION] != 0:
                 rest(s, slot)
-            elif s.requests[slot, MAY_KEEP] == 0:
+            elif s.requests[slot, c.MAY_KEEP] == 0:
                 end(s, slot)
             else:
-                s.scalars[AT_ROW], ending = row + 1, slot
+                s.scalars[c.AT_ROW], ending = row + 1, slot
                 break
-    s.scalars[AT_TOKEN] = start
-    s.scalars[NUM_DELIVERING], s.scalars[NUM_DELIVERED] = num_rows, num_tokens
+    s.scalars[c.AT_TOKEN] = start
+    s.scalars[c.NUM_DELIVERING], s.scalars[c.NUM_DELIVERED] = num_rows, num_tokens
     return int(ending)
 
 
@@ -248,60 +172,57 @@ def _roll_back(s: State, slot: int, drafts: int, count: int) -> None:
     computed before | known | accepted | rejected |
                                        ^ computed now
     """
-    if s.scalars[IS_ASYNC]:
-        s.requests[slot, NUM_PROMISED] -= 1 + drafts
-        s.requests[slot, NUM_IN_DOUBT] -= drafts
+    if s.scalars[c.IS_ASYNC]:
+        s.requests[slot, c.NUM_PROMISED] -= 1 + drafts
+        s.requests[slot, c.NUM_IN_DOUBT] -= drafts
     if drafts > 0:
         # If it was preempted meanwhile, nothing is computed anyway.
-        if s.requests[slot, STATUS] == IS_RUNNING:
-            s.requests[slot, NUM_COMPUTED] -= drafts - (count - 1)
-        s.scalars[DRAFTS_SCHEDULED] += drafts
-        s.scalars[DRAFTS_ACCEPTED] += count - 1
+        if s.requests[slot, c.STATUS] == c.IS_RUNNING:
+            s.requests[slot, c.NUM_COMPUTED] -= drafts - (count - 1)
+        s.scalars[c.DRAFTS_SCHEDULED] += drafts
+        s.scalars[c.DRAFTS_ACCEPTED] += count - 1
 
 
 @compiled
-def _accept(s: State, slot: int, tokens: Int32s, marks: NDArray[np.uint8]) -> tuple[int, int]:
+def _accept(s: State, slot: int, tokens: Int32s) -> tuple[int, int]:
     """Store tokens up to the one that ends the request; return their number, and the verdict."""
     for index in range(len(tokens)):
         append_token(s, slot, tokens[index])
-        mark = int(marks[index]) if len(marks) > 0 else GOES_ON
-        verdict = _judge(s, slot, tokens[index], mark)
-        if verdict != GOES_ON:
+        verdict = _judge(s, slot, tokens[index])
+        if verdict != c.GOES_ON:
             return index + 1, verdict
-    return len(tokens), GOES_ON
+    return len(tokens), c.GOES_ON
 
 
 @compiled
-def _judge(s: State, slot: int, token: int, mark: int) -> int:
+def _judge(s: State, slot: int, token: int) -> int:
     """Return the finish reason, if any, after the token just stored.
 
     Before `min_tokens` only the length limits count (ours; 0.19.1 masks them as well).
     """
-    known = s.requests[slot, NUM_KNOWN]
-    has_min = known - s.requests[slot, NUM_PROMPT] >= s.requests[slot, MIN_TOKENS]
-    if has_min and s.requests[slot, HAS_STOPS] != 0:
-        if mark != GOES_ON:
-            return mark
-        if token == s.requests[slot, EOS]:
+    known = s.requests[slot, c.NUM_KNOWN]
+    has_min = known - s.requests[slot, c.NUM_PROMPT] >= s.requests[slot, c.MIN_TOKENS]
+    if has_min and s.requests[slot, c.HAS_STOPS] != 0:
+        if token == s.requests[slot, c.EOS]:
             return BY_EOS
-        for column in range(STOPS, STOPS_END):
+        for column in range(c.STOPS, c.STOPS + s.requests[slot, c.NUM_STOPS]):
             if token == s.requests[slot, column]:
                 return BY_STOP_TOKEN
-    if known >= s.requests[slot, MAX_KNOWN]:
+    if known >= s.requests[slot, c.MAX_KNOWN]:
         return BY_LENGTH
-    if has_min and s.requests[slot, REPEATS_COUNT] > 0 and _repeats(s, slot):
+    if has_min and s.requests[slot, c.REPEATS_COUNT] > 0 and _repeats(s, slot):
         return BY_REPETITION
-    return GOES_ON
+    return c.GOES_ON
 
 
 @making_arrays
 def _repeats(s: State, slot: int) -> bool:
     """Whether the outputs end with `REPEATS_COUNT` copies of one pattern."""
-    known, prompt = s.requests[slot, NUM_KNOWN], s.requests[slot, NUM_PROMPT]
-    count = s.requests[slot, REPEATS_COUNT]
+    known, prompt = s.requests[slot, c.NUM_KNOWN], s.requests[slot, c.NUM_PROMPT]
+    count = s.requests[slot, c.REPEATS_COUNT]
     tokens = get_tokens(s, slot)
-    longest = min(s.requests[slot, REPEATS_MAX], (known - prompt) // count)
-    for size in range(s.requests[slot, REPEATS_MIN], longest + 1):
+    longest = min(s.requests[slot, c.REPEATS_MAX], (known - prompt) // count)
+    for size in range(s.requests[slot, c.REPEATS_MIN], longest + 1):
         # Copies of a pattern: each token equals the one a pattern's length before it.
         same = 0
         while (
@@ -314,8 +235,7 @@ def _repeats(s: State, slot: int) -> bool:
     return False
 
 
-@entry("state", "int", "int32 1", "uint8 1")
-def append_outputs(s: State, slot: int, tokens: Int32s, marks: NDArray[np.uint8]) -> bool:
-    """Append outputs to a new branch; return False if one of them ends it. `marks`: as in
-    `commit_step`, or empty."""
-    return _accept(s, slot, tokens, marks)[1] == GOES_ON
+@entry("state", "int", "int32 1")
+def append_outputs(s: State, slot: int, tokens: Int32s) -> bool:
+    """Append outputs to a new branch; return False if one of them ends it."""
+    return _accept(s, slot, tokens)[1] == c.GOES_ON

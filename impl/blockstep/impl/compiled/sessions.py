@@ -9,17 +9,11 @@ from collections import deque
 from collections.abc import Callable
 
 from blockstep.impl.chunks import append_chunk, chunk_problem
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.lives import get_tokens
 from blockstep.impl.compiled.masks import Masks
 from blockstep.impl.compiled.queues import append, leave_queue
 from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import (
-    IS_RESTING,
-    IS_SESSION,
-    SKIPPED,
-    STATUS,
-    WAITING,
-)
 from blockstep.impl.refusals import update_problem
 from blockstep.spec.vocabulary import (
     Aborted,
@@ -53,7 +47,7 @@ class Sessions:
         if not self.updates:
             return 0
         slots = [self.requests.slot_of[name] for name in self.updates]
-        return int((self.requests.state.requests[slots, STATUS] == IS_RESTING).sum())
+        return int((self.requests.state.requests[slots, c.STATUS] == c.IS_RESTING).sum())
 
     def update(
         self, update: Request, find_problem: Callable[[Request, Request], Rejected | None]
@@ -67,7 +61,7 @@ class Sessions:
         if slot is None or updates is None or (updates and not updates[-1].resumable):
             return update_problem(update.request_id, slot is not None)
         row = self.requests.state.requests[slot]
-        is_resting = row[STATUS] == IS_RESTING
+        is_resting = row[c.STATUS] == c.IS_RESTING
         if update.resumable:
             problem = chunk_problem(self.requests.requests[slot], update)
             if problem is None:
@@ -77,7 +71,7 @@ class Sessions:
                 return problem
         if not is_resting:
             updates.append(update)
-            row[IS_SESSION] = updates[0].resumable
+            row[c.IS_SESSION] = updates[0].resumable
             return Ack()
         if not update.resumable:
             return Aborted((update.request_id,))
@@ -85,22 +79,22 @@ class Sessions:
             leave_queue(self.requests.state, slot)
         self._go_on(slot, update)
         if self.config.policy is Policy.PRIORITY:
-            append(self.requests.state, SKIPPED, slot)
+            append(self.requests.state, c.SKIPPED, slot)
         return Ack()
 
     def stop(self, slot: int) -> bool:
         """Queue a session that machine code has stopped; return False if the request ends."""
         state, name = self.requests.state, self.requests.requests[slot].request_id
-        if name not in self.updates or not state.requests[slot, IS_SESSION]:
+        if name not in self.updates or not state.requests[slot, c.IS_SESSION]:
             return False
         for cut in self.masks.verifiable.values():  # rows behind the stop are discarded
             cut.pop(name, None)
         updates = self.updates[name]
         if updates:
             self._go_on(slot, updates.popleft())
-            append(self.requests.state, WAITING, slot)
+            append(self.requests.state, c.WAITING, slot)
         else:
-            append(state, SKIPPED, slot)
+            append(state, c.SKIPPED, slot)
         return True
 
     def _go_on(self, slot: int, update: Request) -> None:
@@ -110,7 +104,7 @@ class Sessions:
         self.requests.go_on(slot, whole)
         self.masks.add(whole)  # grammars start again with each input
         can_rest = not updates or updates[0].resumable
-        self.requests.state.requests[slot, IS_SESSION] = can_rest
+        self.requests.state.requests[slot, c.IS_SESSION] = can_rest
 
     def _get_kept(self, slot: int) -> TokenIds:
         return tuple(get_tokens(self.requests.state, slot)[:-1].tolist())

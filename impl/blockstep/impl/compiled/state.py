@@ -58,82 +58,81 @@ NUM_RUNNING: Final = 26
 NUM_ROWS: Final = 27
 NUM_PREEMPTED: Final = 28
 BUDGET: Final = 29
-# the counters (P21), and the number of unfinished requests with `MORE_STOPS`.
+# the counters (P21).
 QUERIES: Final = 30
 HITS: Final = 31
 PREEMPTIONS: Final = 32
 DRAFTS_SCHEDULED: Final = 33
 DRAFTS_ACCEPTED: Final = 34
-NUM_MORE_STOPS: Final = 35
 # the KV groups, and what they have in common.
-NUM_GROUPS: Final = 36
-UNIT: Final = 37
+NUM_GROUPS: Final = 35
+UNIT: Final = 36
 """Length of every hit, in tokens: a multiple of this, whole blocks of every group."""
-SKIPS_BLOCKS: Final = 38
+SKIPS_BLOCKS: Final = 37
 """Whether some group frees blocks that no later token reads."""
-HAS_STATES: Final = 39
-HAS_ALIGNED: Final = 40
-MOST_DROPPED: Final = 41
+HAS_STATES: Final = 38
+HAS_ALIGNED: Final = 39
+MOST_DROPPED: Final = 40
 """The most tokens that some group recomputes after a hit."""
-STEP: Final = 42
+STEP: Final = 41
 """Id of the plan that is being made."""
-NUM_MOVES: Final = 43
+NUM_MOVES: Final = 42
 """Times that a request began or ceased to hold blocks."""
-NUM_LOGGED: Final = 44
-MAX_LORAS: Final = 45
-NUM_ADAPTERS: Final = 46
+NUM_LOGGED: Final = 43
+MAX_LORAS: Final = 44
+NUM_ADAPTERS: Final = 45
 """Different adapters of running requests, if there is a limit."""
-NUM_BORN: Final = 47
-NUM_SESSIONS: Final = 48
+NUM_BORN: Final = 46
+NUM_SESSIONS: Final = 47
 """Unfinished sessions: they hold blocks while they do not run."""
-STOP_START: Final = 49
+STOP_START: Final = 48
 """Computed tokens, hits included, of the request at which machine code has stopped, and its new
 tokens."""
-STOP_TOKENS: Final = 50
-HAS_FORKS: Final = 51
-NUM_KEPT_FREE: Final = 52
+STOP_TOKENS: Final = 49
+HAS_FORKS: Final = 50
+NUM_KEPT_FREE: Final = 51
 """Free blocks that an admission leaves while any request runs."""
-IS_LIFO: Final = 53
+IS_LIFO: Final = 52
 """Whether freed blocks go before the head of the free queue."""
-NUM_COPIES: Final = 54
-HAS_ITEMS: Final = 55
+NUM_COPIES: Final = 53
+HAS_ITEMS: Final = 54
 """Whether the config models an encoder, so that items may be due."""
-STOP_POSITION: Final = 56
+STOP_POSITION: Final = 55
 """Position of the running request at which machine code has stopped; NONE if there is none."""
-STOP_SLOT: Final = 57
+STOP_SLOT: Final = 56
 """The same at the head of a queue."""
-STOPPED: Final = 58
+STOPPED: Final = 57
 """Why machine code has stopped."""
-NUM_PINS: Final = 59
+NUM_PINS: Final = 58
 # A commit that stops at a row continues behind it: the next row and token, and the numbers of rows
 # that deliver, of tokens delivered and of requests that finish.
-AT_ROW: Final = 60
-AT_TOKEN: Final = 61
-NUM_DELIVERING: Final = 62
-NUM_DELIVERED: Final = 63
-NUM_ENDED: Final = 64
-HAS_STORE: Final = 65
-HAS_FENCES: Final = 66
+AT_ROW: Final = 59
+AT_TOKEN: Final = 60
+NUM_DELIVERING: Final = 61
+NUM_DELIVERED: Final = 62
+NUM_ENDED: Final = 63
+HAS_STORE: Final = 64
+HAS_FENCES: Final = 65
 """Whether blocks that a frame in flight accesses wait for its commit, as a store could load into
 them (P17)."""
-LAST_ANSWERED: Final = 67
+LAST_ANSWERED: Final = 66
 """The last frame that was committed, or is being committed."""
-NUM_DEFERRED: Final = 68
-NUM_LOADS: Final = 69
-NUM_RECEIVED: Final = 70
+NUM_DEFERRED: Final = 67
+NUM_LOADS: Final = 68
+NUM_RECEIVED: Final = 69
 """Number of requests that wait for admission after a finished asynchronous load."""
-EXTERNAL_QUERIES: Final = 71
-EXTERNAL_HITS: Final = 72
-AWAITS_ANSWER: Final = 73
+EXTERNAL_QUERIES: Final = 70
+EXTERNAL_HITS: Final = 71
+AWAITS_ANSWER: Final = 72
 """Whether a running request waits for blocks that are free behind a commit."""
-SWAP_MIN: Final = 74
+SWAP_MIN: Final = 73
 """The fewest tokens of a preempted request that a store saves; 0: none."""
-NUM_SAVES: Final = 75
-LOW_FREE: Final = 76
+NUM_SAVES: Final = 74
+LOW_FREE: Final = 75
 """Admission closes below this number of free blocks, and opens at `HIGH_FREE`; 0: it stays open."""
-HIGH_FREE: Final = 77
-IS_CLOSED: Final = 78
-NUM_SCALARS: Final = 79
+HIGH_FREE: Final = 76
+IS_CLOSED: Final = 77
+NUM_SCALARS: Final = 78
 
 # Why machine code stops and returns to Python.
 GOES_ON: Final = 0
@@ -182,59 +181,57 @@ END_BY_MAX_TOKENS: Final = 19
 LAST_NODE: Final = 20
 EOS: Final = 21
 """NONE if it has none; no token equals that."""
-STOPS: Final = 22
-"""The first stop tokens; NONE if there are fewer."""
-STOPS_END: Final = 26
-MAX_KNOWN: Final = 26
+NUM_STOPS: Final = 22
+MAX_KNOWN: Final = 23
 """Known tokens at which it finishes for its length."""
 # the other columns follow.
-SKIPS_CACHE: Final = 27
-REPEATS_MIN: Final = 28
-REPEATS_MAX: Final = 29
-PRIORITY: Final = 30
-ARRIVAL: Final = 31
-LABEL: Final = 32
+SKIPS_CACHE: Final = 24
+REPEATS_MIN: Final = 25
+REPEATS_MAX: Final = 26
+PRIORITY: Final = 27
+ARRIVAL: Final = 28
+LABEL: Final = 29
 """Number that compares like its id; under `Policy.PRIORITY` only."""
-EXTRAS: Final = 33
+EXTRAS: Final = 30
 """Number of the extras of its blocks' keys (adapter and so on)."""
-FIRST_EXTRAS: Final = 34
+FIRST_EXTRAS: Final = 31
 """Number of the extras of the block in which the prompt ends."""
-TIMES_PREEMPTED: Final = 35
-GRAMMAR_READY: Final = 36
-NEXT: Final = 37
-PREVIOUS: Final = 38
-QUEUE: Final = 39
+TIMES_PREEMPTED: Final = 32
+GRAMMAR_READY: Final = 33
+NEXT: Final = 34
+PREVIOUS: Final = 35
+QUEUE: Final = 36
 """The queue that it is in, between `PREVIOUS` and `NEXT`."""
-ADAPTER: Final = 40
+ADAPTER: Final = 37
 """Number of its adapter if running adapters are limited; 0 for none."""
-HAS_GRAMMAR: Final = 41
-IS_SESSION: Final = 42
+HAS_GRAMMAR: Final = 38
+IS_SESSION: Final = 39
 """0 for a request that ends at its stop; also for a session whose end is the next input."""
-WAS_PREEMPTED: Final = 43
+WAS_PREEMPTED: Final = 40
 """Whether its last admission resumed it."""
-NUM_BESIDE: Final = 44
+NUM_BESIDE: Final = 41
 """Embeddings of its items, in an encoder-decoder model."""
-FIRST_ITEM: Final = 45
-NEXT_ITEM: Final = 46
+FIRST_ITEM: Final = 42
+NEXT_ITEM: Final = 43
 """If more tokens than this are computed after a step, the first item that is not behind is due in
 that step."""
-MAY_SHARE: Final = 47
+MAY_SHARE: Final = 44
 """Whether another request may hold the block that its next token is written to."""
-MAY_KEEP: Final = 48
+MAY_KEEP: Final = 45
 """Why its blocks may be held behind its end: `KEEPS_TURN`, `IS_SENT`, or both."""
-IS_WARM: Final = 49
+IS_WARM: Final = 46
 """Whether blocks of its job's previous turn are pinned."""
-OFFERED: Final = 50
+OFFERED: Final = 47
 """Leading tokens that a store has for it, if it asks; NONE if the store has no answer yet."""
-IS_OFFER_ASYNC: Final = 51
+IS_OFFER_ASYNC: Final = 48
 """Whether their load takes longer than a step."""
-PARKED_AS: Final = 52
+PARKED_AS: Final = 49
 """The status that it had before it waited for a load."""
-UNSETTLED: Final = 53
+UNSETTLED: Final = 50
 """1 plus the frame that confirms the load; until then no block is published (P19)."""
-MORE_STOPS: Final = 54
-"""Whether it has more stop tokens than there are columns; then Python looks each token up."""
-REQUEST_COLUMNS: Final = 55
+REQUEST_COLUMNS: Final = 51
+STOPS: Final = 51
+"""The first stop token; the others follow, and the rows are as long as any request needs."""
 
 KEEPS_TURN: Final = 1
 """It is a turn of a job, whose blocks may be pinned."""
@@ -374,7 +371,7 @@ class State(NamedTuple):
     scalars: Int64s
     """[NUM_SCALARS]"""
     requests: Int64s
-    """[slots, REQUEST_COLUMNS]"""
+    """[slots, REQUEST_COLUMNS + most stop tokens]"""
     tails: Int32s
     """[slots, block size]: known tokens that fill no block yet."""
     groups: Int64s
@@ -571,11 +568,18 @@ def count_most_blocks(groups: Int64s, num_slots: int, num_beside: int) -> int:
 def grow_slots(state: State, count: int) -> State:
     """Return the state with room for `count` unfinished requests."""
     return state._replace(
-        requests=_longer(state.requests, count),
-        tails=_longer(state.tails, count),
-        holdings=_longer(state.holdings, count),
+        requests=lengthen(state.requests, count),
+        tails=lengthen(state.tails, count),
+        holdings=lengthen(state.holdings, count),
         loads=np.zeros((count * int(state.scalars[HAS_STORE]), 4), np.int64),
     )
+
+
+def grow_stops(state: State, count: int) -> State:
+    """Return the state with room for `count` stop tokens of each request."""
+    requests = np.zeros((len(state.requests), STOPS + count), np.int64)
+    requests[:, : state.requests.shape[1]] = state.requests
+    return state._replace(requests=requests)
 
 
 def grow_seats(state: State, count: int) -> State:
@@ -583,7 +587,7 @@ def grow_seats(state: State, count: int) -> State:
     first = len(state.lines)
     used = int(state.requests[:, NUM_FULL].max(initial=0))
     used = max(used, int(state.holdings[:, :, HELD].max(initial=0)))
-    lines, copies = _longer(state.lines, count), state.copies
+    lines, copies = lengthen(state.lines, count), state.copies
     if state.scalars[HAS_FORKS]:
         copies = np.zeros((count * len(state.groups), 3), np.int32)
     lines[first:-1, NEXT_SEAT] = np.arange(first + 1, count)
@@ -592,7 +596,7 @@ def grow_seats(state: State, count: int) -> State:
     return state._replace(
         block_tables=_longer_table(state.block_tables, count, used),
         node_tables=_longer_table(state.node_tables, count, used),
-        drafts=_longer(state.drafts, count),
+        drafts=lengthen(state.drafts, count),
         lines=lines,
         copies=copies,
         scratch=np.zeros(max(2 * count, state.node_tables.shape[1]), np.int32),
@@ -602,7 +606,7 @@ def grow_seats(state: State, count: int) -> State:
 def grow_nodes(state: State, count: int) -> State:
     """Return the state with room for `count` nodes, whose buckets are rebuilt."""
     first = len(state.nodes)
-    nodes = _longer(state.nodes, count)
+    nodes = lengthen(state.nodes, count)
     nodes[first:] = NONE
     nodes[first:-1, NEXT_NODE] = np.arange(first + 1, count)
     nodes[-1, NEXT_NODE] = state.scalars[FREE_NODE]
@@ -614,46 +618,30 @@ def grow_nodes(state: State, count: int) -> State:
         nodes[node, NEXT_NODE], nodes[bucket, BUCKET] = nodes[bucket, BUCKET], node
     return state._replace(
         nodes=nodes,
-        node_tokens=_longer(state.node_tokens, count),
-        carriers=_longer(state.carriers, count),
+        node_tokens=lengthen(state.node_tokens, count),
+        carriers=lengthen(state.carriers, count),
     )
-
-
-def grow_extras(state: State, count: int) -> State:
-    """Return the state with room for `count` different extras."""
-    return state._replace(extras_uses=_longer(state.extras_uses, count))
-
-
-def grow_adapters(state: State, count: int) -> State:
-    """Return the state with room for `count` numbers of adapters."""
-    return state._replace(adapters=_longer(state.adapters, count))
 
 
 def reserve_log(state: State) -> State:
     """Return the state with room for all KV events of one step."""
-    tables, used = state.block_tables, int(state.scalars[NUM_LOGGED])
-    needed = used + 3 * tables.size + len(state.blocks) + 1
+    needed = int(state.scalars[NUM_LOGGED]) + 3 * state.block_tables.size + len(state.blocks) + 1
     if needed <= len(state.log):
         return state
-    log = np.zeros((2 * needed, LOG_COLUMNS), np.int32)
-    log[:used] = state.log[:used]
-    return state._replace(log=log)
+    return state._replace(log=lengthen(state.log, 2 * needed))
 
 
 def reserve_deferred(state: State, num_more: int = 0) -> State:
     """Return the state with room for all blocks that one event frees later, and `num_more`."""
     if not state.scalars[HAS_FENCES]:
         return state
-    used = int(state.scalars[NUM_DEFERRED])
-    needed = used + 2 * state.block_tables.size + num_more
+    needed = int(state.scalars[NUM_DEFERRED]) + 2 * state.block_tables.size + num_more
     if needed <= len(state.copies):
         return state
-    copies = np.zeros((2 * needed, 3), np.int32)
-    copies[:used] = state.copies[:used]
-    return state._replace(copies=copies)
+    return state._replace(copies=lengthen(state.copies, 2 * needed))
 
 
-def _longer(array: A, count: int) -> A:
+def lengthen(array: A, count: int) -> A:
     """Return the array with `count` rows; new ones are zeros, and use no memory until written."""
     longer: A = np.zeros((count, *array.shape[1:]), array.dtype)
     longer[: len(array)] = array

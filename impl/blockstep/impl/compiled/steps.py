@@ -7,6 +7,7 @@ An item of the request is due, or it lacks blocks while no other request runs an
 
 from __future__ import annotations
 
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.encodings import Encodings
 from blockstep.impl.compiled.planning import (
     ADMITTED,
@@ -25,27 +26,7 @@ from blockstep.impl.compiled.planning import (
     try_admit,
 )
 from blockstep.impl.compiled.queues import pass_over
-from blockstep.impl.compiled.state import (
-    BUDGET,
-    GOES_ON,
-    HAS_LOADED,
-    IS_DUE,
-    IS_REFUSED,
-    IS_SHORT,
-    MAX_NUM_SEQS,
-    NONE,
-    NUM_COMPUTED,
-    NUM_ROWS,
-    NUM_RUNNING,
-    RUNNING,
-    STATUS,
-    STOP_POSITION,
-    STOP_SLOT,
-    STOP_START,
-    STOP_TOKENS,
-    STOPPED,
-    State,
-)
+from blockstep.impl.compiled.state import State
 from blockstep.impl.compiled.transfers import Transfers
 from blockstep.impl.compiled.turns import Turns
 
@@ -73,21 +54,21 @@ class Steps:
             self.turns.begin_step()
         result = plan_step(s, frame_id, previous_id, oldest_id, budget, admits)
         self._undo_preempted(s)
-        if not s.scalars[STOPPED]:
+        if not s.scalars[c.STOPPED]:
             return result
-        position, slot = s.scalars[[STOP_POSITION, STOP_SLOT]].tolist()
+        position, slot = s.scalars[[c.STOP_POSITION, c.STOP_SLOT]].tolist()
         num_running = result[6]
-        if position != NONE:
-            while position != NONE:
+        if position != c.NONE:
+            while position != c.NONE:
                 position = self._run_stopped(s, position)
-                if position != NONE:
-                    position = run_rows(s, position, NONE)
+                if position != c.NONE:
+                    position = run_rows(s, position, c.NONE)
                     self._undo_preempted(s)
             num_running = end_running(s)
             if admits and may_admit(s):
                 slot = admit_rows(s, oldest_id)
-        while slot != NONE:
-            slot = admit_rows(s, oldest_id) if self._admit_stopped(s, slot, oldest_id) else NONE
+        while slot != c.NONE:
+            slot = admit_rows(s, oldest_id) if self._admit_stopped(s, slot, oldest_id) else c.NONE
         return issue(s, frame_id, previous_id, num_running)
 
     def _undo_preempted(self, s: State) -> None:
@@ -97,34 +78,34 @@ class Steps:
     def _run_stopped(self, s: State, position: int) -> int:
         """Schedule the running request at which machine code has stopped; return the next position,
         NONE if the phase ends."""
-        slot, tokens = int(s.lines[position, RUNNING]), int(s.scalars[STOP_TOKENS])
+        slot, tokens = int(s.lines[position, c.RUNNING]), int(s.scalars[c.STOP_TOKENS])
         chosen = None
-        if self.encodings is not None and s.scalars[STOPPED] == IS_DUE:
-            chosen = self.encodings.choose(slot, int(s.requests[slot, NUM_COMPUTED]), tokens)
+        if self.encodings is not None and s.scalars[c.STOPPED] == c.IS_DUE:
+            chosen = self.encodings.choose(slot, int(s.requests[slot, c.NUM_COMPUTED]), tokens)
             if chosen.num_tokens == 0:  # else two requests could wait for each other for ever (P10)
                 self.encodings.give_way(slot)
             tokens = chosen.num_tokens
         elif self.turns is not None:
             self.turns.give(slot)
-        num_rows = s.scalars[NUM_ROWS]
+        num_rows = s.scalars[c.NUM_ROWS]
         position = run_rows(s, position, tokens)
-        while self.turns is not None and s.scalars[STOPPED] == IS_SHORT:
+        while self.turns is not None and s.scalars[c.STOPPED] == c.IS_SHORT:
             self.turns.give(slot)
-            position = run_rows(s, int(s.scalars[STOP_POSITION]), tokens)
+            position = run_rows(s, int(s.scalars[c.STOP_POSITION]), tokens)
         self._undo_preempted(s)
-        if self.encodings is not None and chosen is not None and s.scalars[NUM_ROWS] > num_rows:
+        if self.encodings is not None and chosen is not None and s.scalars[c.NUM_ROWS] > num_rows:
             self.encodings.hold(slot, chosen)
         return position
 
     def _admit_stopped(self, s: State, slot: int, oldest_id: int) -> bool:
         """Admit the head of a queue at which machine code has stopped; False ends the phase."""
-        if s.scalars[STOPPED] == IS_SHORT and self.turns is not None:
+        if s.scalars[c.STOPPED] == c.IS_SHORT and self.turns is not None:
             self.turns.give(slot)
-        code = REFUSED if s.scalars[STOPPED] == IS_REFUSED else self._try_admit(s, slot)
+        code = REFUSED if s.scalars[c.STOPPED] == c.IS_REFUSED else self._try_admit(s, slot)
         while code == REFUSED:
-            s.scalars[STOPPED] = GOES_ON
+            s.scalars[c.STOPPED] = c.GOES_ON
             if not may_try_again(s, slot):
-                if s.scalars[STOPPED] != IS_SHORT or self.turns is None:
+                if s.scalars[c.STOPPED] != c.IS_SHORT or self.turns is None:
                     self._admit_loaded(s, slot, oldest_id)
                     return False
                 self.turns.give(slot)
@@ -141,7 +122,7 @@ class Steps:
         does not fit either stays where it is.
         """
         for slot in () if self.transfers is None else self.transfers.list_received():
-            if s.scalars[BUDGET] <= 0 or s.scalars[NUM_RUNNING] >= s.scalars[MAX_NUM_SEQS]:
+            if s.scalars[c.BUDGET] <= 0 or s.scalars[c.NUM_RUNNING] >= s.scalars[c.MAX_NUM_SEQS]:
                 return
             if slot != head and not is_passed_over(s, slot, oldest_id):
                 self._try_admit(s, slot)
@@ -149,8 +130,8 @@ class Steps:
     def _try_admit(self, s: State, slot: int) -> int:
         """Admit a request, or change nothing; if its load has brought no block, it looks for hits
         again, without the blocks that it has."""
-        status, computed = s.requests[slot, [STATUS, NUM_COMPUTED]].tolist()
-        if self.transfers is None or status != HAS_LOADED or computed:
+        status, computed = s.requests[slot, [c.STATUS, c.NUM_COMPUTED]].tolist()
+        if self.transfers is None or status != c.HAS_LOADED or computed:
             return self._try_with_items(s, slot)
         kept = self.transfers.begin_anew(slot)
         code = self._try_with_items(s, slot)
@@ -159,9 +140,9 @@ class Steps:
         return code
 
     def _try_with_items(self, s: State, slot: int) -> int:
-        code = try_admit(s, slot, NONE)
+        code = try_admit(s, slot, c.NONE)
         if code == DUE and self.encodings is not None:
-            start, tokens = s.scalars[[STOP_START, STOP_TOKENS]].tolist()
+            start, tokens = s.scalars[[c.STOP_START, c.STOP_TOKENS]].tolist()
             chosen = self.encodings.choose(slot, start, tokens)
             code = try_admit(s, slot, chosen.num_tokens)
             if code == ADMITTED:

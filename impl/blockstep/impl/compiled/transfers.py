@@ -14,50 +14,12 @@ from dataclasses import replace
 import numpy as np
 
 from blockstep.impl.arrays import ArrayPlan
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.blocks import free_deferred, free_list, touch_list
 from blockstep.impl.compiled.lives import drop_blocks, preempt_one, publish_computed
 from blockstep.impl.compiled.masks import Masks
 from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import (
-    BIRTH,
-    HAS_FENCES,
-    HAS_LOADED,
-    HELD,
-    IS_FULL,
-    IS_LOADING,
-    IS_OFFER_ASYNC,
-    IS_PREFILL,
-    IS_RUNNING,
-    IS_SENT,
-    KIND,
-    LAST_ANSWERED,
-    LAST_SAMPLE,
-    LEFT,
-    MAY_KEEP,
-    NEXT,
-    NEXT_ITEM,
-    NONE,
-    NUM_BORN,
-    NUM_COMPUTED,
-    NUM_DEFERRED,
-    NUM_DRAFTS,
-    NUM_IN_DOUBT,
-    NUM_LOADS,
-    NUM_MOVES,
-    NUM_PROMISED,
-    NUM_RECEIVED,
-    NUM_SAVES,
-    OFFERED,
-    PUBLISHED,
-    QUEUES,
-    SEAT,
-    SKIPPED,
-    STATUS,
-    UNSETTLED,
-    WAITING,
-    Int64s,
-    reserve_deferred,
-)
+from blockstep.impl.compiled.state import Int64s, reserve_deferred
 from blockstep.spec.vocabulary import (
     NO_TRANSFERS,
     NULL_BLOCK,
@@ -106,7 +68,7 @@ class Transfers:
         self.held: dict[RequestId, HeldBlocks] = {}
         """The blocks of finished requests that a transfer still uses."""
         groups = requests.state.groups
-        self._is_whole = bool((groups[:, KIND] == IS_FULL).all())
+        self._is_whole = bool((groups[:, c.KIND] == c.IS_FULL).all())
         """Whether in all groups later tokens read every token."""
 
     # What a store says
@@ -121,11 +83,11 @@ class Transfers:
         else:
             self.offers[offer.request_id] = offer
         row = self.requests.state.requests[slot]
-        row[OFFERED] = NONE if offer.num_tokens is None else offer.num_tokens
+        row[c.OFFERED] = c.NONE if offer.num_tokens is None else offer.num_tokens
         if self.requests.requests[slot].skip_reading_prefix_cache:  # it does not ask
-            row[OFFERED] = 0
-        row[IS_OFFER_ASYNC] = offer.is_async
-        row[MAY_KEEP] = row[MAY_KEEP] & ~IS_SENT | IS_SENT * offer.delays_free
+            row[c.OFFERED] = 0
+        row[c.IS_OFFER_ASYNC] = offer.is_async
+        row[c.MAY_KEEP] = row[c.MAY_KEEP] & ~c.IS_SENT | c.IS_SENT * offer.delays_free
 
     def clear_offers(self) -> None:
         """Forget all offers."""
@@ -137,12 +99,14 @@ class Transfers:
     def tell(self, plan: ArrayPlan) -> None:
         """Add the loads of a step to its plan, and what of its preempted requests is saved."""
         s = self.requests.state
-        if s.scalars[NUM_SAVES]:
-            saves = [self._make_save(*row) for row in s.loads[: s.scalars[NUM_SAVES], :3].tolist()]
+        if s.scalars[c.NUM_SAVES]:
+            saves = [
+                self._make_save(*row) for row in s.loads[: s.scalars[c.NUM_SAVES], :3].tolist()
+            ]
             plan.kv_saves = tuple(saves)
-        if not s.scalars[NUM_LOADS]:
+        if not s.scalars[c.NUM_LOADS]:
             return
-        loads = [self._make_load(*row) for row in s.loads[: s.scalars[NUM_LOADS]].tolist()]
+        loads = [self._make_load(*row) for row in s.loads[: s.scalars[c.NUM_LOADS]].tolist()]
         plan.kv_loads = tuple(loads)
         at_once = tuple([load for load in loads if not load.is_async])
         if at_once:
@@ -164,7 +128,7 @@ class Transfers:
         Its next admission looks for hits again.
         """
         s = self.requests.state
-        kept = s.holdings[slot].copy(), int(s.scalars[NUM_DEFERRED])
+        kept = s.holdings[slot].copy(), int(s.scalars[c.NUM_DEFERRED])
         drop_blocks(s, slot)
         return kept
 
@@ -172,18 +136,21 @@ class Transfers:
         """Hold these blocks again, as the request could not be admitted."""
         s = self.requests.state
         s.holdings[slot], num_deferred = kept
-        if num_deferred == s.scalars[NUM_DEFERRED]:
+        if num_deferred == s.scalars[c.NUM_DEFERRED]:
             for group, table in enumerate(s.block_tables):
-                left, held = s.holdings[slot, group, [LEFT, HELD]].tolist()
-                touch_list(s, np.ascontiguousarray(table[s.requests[slot, SEAT], left:held]))
-        s.scalars[NUM_DEFERRED] = num_deferred
-        s.requests[slot, STATUS] = HAS_LOADED
-        s.scalars[NUM_RECEIVED] += 1
+                left, held = s.holdings[slot, group, [c.LEFT, c.HELD]].tolist()
+                touch_list(s, np.ascontiguousarray(table[s.requests[slot, c.SEAT], left:held]))
+        s.scalars[c.NUM_DEFERRED] = num_deferred
+        s.requests[slot, c.STATUS] = c.HAS_LOADED
+        s.scalars[c.NUM_RECEIVED] += 1
 
     def list_received(self) -> list[int]:
         """Return the slots of the skipped queue that have finished their load, in order."""
-        statuses = self.requests.state.requests[:, STATUS]
-        return [slot for slot in self._list_queue(SKIPPED) if statuses[slot] == HAS_LOADED]
+        statuses, queue = (
+            self.requests.state.requests[:, c.STATUS],
+            self.requests.list_queue(c.SKIPPED),
+        )
+        return [slot for slot in queue if statuses[slot] == c.HAS_LOADED]
 
     # The end of a request
 
@@ -192,21 +159,21 @@ class Transfers:
         them."""
         s, name = self.requests.state, self.requests.requests[slot].request_id
         offer = self.offers.pop(name, None)
-        is_recving = bool(s.requests[slot, STATUS] == IS_LOADING)
+        is_recving = bool(s.requests[slot, c.STATUS] == c.IS_LOADING)
         is_sending = offer is not None and offer.delays_free
-        tables = self.requests.list_tables(slot, HELD)
+        tables = self.requests.list_tables(slot, c.HELD)
         if not any(tables) or not (is_recving or is_sending):
             return False
         self.held[name] = HeldBlocks(name, tables, is_recving, is_sending)
         s.holdings[slot] = 0
-        s.scalars[NUM_MOVES] += 1
+        s.scalars[c.NUM_MOVES] += 1
         return True
 
     # What a worker reports
 
     def has_news(self, frame_id: FrameId, report: KVTransfers) -> bool:
         """Return whether `begin_commit` would do anything."""
-        has_deferred = bool(self.requests.state.scalars[NUM_DEFERRED])
+        has_deferred = bool(self.requests.state.scalars[c.NUM_DEFERRED])
         return report is not NO_TRANSFERS or frame_id in self.loads or has_deferred
 
     def begin_commit(
@@ -233,11 +200,11 @@ class Transfers:
             if slot is None:
                 continue
             row, valid = s.requests[slot], self._find_valid_of(load, invalid)
-            is_by_this = row[UNSETTLED] - 1 == frame_id
-            awaits_rows = row[STATUS] != IS_RUNNING and row[LAST_SAMPLE] >= frame_id
+            is_by_this = row[c.UNSETTLED] - 1 == frame_id
+            awaits_rows = row[c.STATUS] != c.IS_RUNNING and row[c.LAST_SAMPLE] >= frame_id
             if valid is None:
                 if is_by_this:
-                    row[UNSETTLED] = 0
+                    row[c.UNSETTLED] = 0
                     publish_computed(s, slot)
             elif is_by_this or awaits_rows:
                 self._drop_rows(slot)
@@ -254,9 +221,9 @@ class Transfers:
             slot = self.requests.slot_of.get(name)
             if slot is None:
                 self._release(name, is_recving=True)
-            elif s.requests[slot, STATUS] == IS_LOADING:
-                s.requests[slot, STATUS] = HAS_LOADED
-                s.scalars[NUM_RECEIVED] += 1
+            elif s.requests[slot, c.STATUS] == c.IS_LOADING:
+                s.requests[slot, c.STATUS] = c.HAS_LOADED
+                s.scalars[c.NUM_RECEIVED] += 1
         for name in report.finished_sending:
             self._release(name, is_recving=False)
 
@@ -264,21 +231,21 @@ class Transfers:
         """Uncompute the tokens of invalid blocks of requests that wait for a load; return the
         requests that fail."""
         s, failed = self.requests.state, []
-        for slot in (*self._list_queue(SKIPPED), *self._list_queue(WAITING)):
+        for slot in (*self.requests.list_queue(c.SKIPPED), *self.requests.list_queue(c.WAITING)):
             row = s.requests[slot]
-            if row[STATUS] not in (IS_LOADING, HAS_LOADED):
+            if row[c.STATUS] not in (c.IS_LOADING, c.HAS_LOADED):
                 continue
-            firsts = s.holdings[slot, :, PUBLISHED].tolist()
+            firsts = s.holdings[slot, :, c.PUBLISHED].tolist()
             # Spare blocks, for states of drafts, are behind the loaded ones.
             valid = self._find_valid(
-                self._list_loaded(slot, int(row[NUM_COMPUTED])), firsts, invalid
+                self._list_loaded(slot, int(row[c.NUM_COMPUTED])), firsts, invalid
             )
             if valid is None:
                 continue
             if self.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL:
                 failed.append(self.requests.requests[slot].request_id)
             else:
-                row[NUM_COMPUTED] = min(row[NUM_COMPUTED], valid)
+                row[c.NUM_COMPUTED] = min(row[c.NUM_COMPUTED], valid)
         return failed
 
     def _find_valid_of(self, load: KVLoad, invalid: frozenset[BlockId]) -> int | None:
@@ -305,9 +272,9 @@ class Transfers:
     def _drop_rows(self, slot: int) -> None:
         """Discard the rows in flight of a request whose load has failed: it begins a new life."""
         s = self.requests.state
-        s.scalars[NUM_BORN] += 1
-        s.requests[slot, BIRTH], s.requests[slot, LAST_SAMPLE] = s.scalars[NUM_BORN], NONE
-        s.requests[slot, NUM_PROMISED] = s.requests[slot, NUM_IN_DOUBT] = 0
+        s.scalars[c.NUM_BORN] += 1
+        s.requests[slot, c.BIRTH], s.requests[slot, c.LAST_SAMPLE] = s.scalars[c.NUM_BORN], c.NONE
+        s.requests[slot, c.NUM_PROMISED] = s.requests[slot, c.NUM_IN_DOUBT] = 0
         for cut in self.masks.verifiable.values():
             cut.pop(self.requests.requests[slot].request_id, None)
 
@@ -317,16 +284,16 @@ class Transfers:
         No plan reports it as preempted: the worker learns it when the request is resumed.
         """
         s = self.requests.state
-        if not s.requests[slot, UNSETTLED]:
+        if not s.requests[slot, c.UNSETTLED]:
             return False  # it was preempted since
-        s.requests[slot, UNSETTLED] = 0
+        s.requests[slot, c.UNSETTLED] = 0
         if not self._is_whole:
             preempt_one(s, slot)
             return True
         request = self.requests.requests[slot]
-        s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_DRAFTS] = valid, 0
-        s.requests[slot, IS_PREFILL] = 1
-        s.requests[slot, NEXT_ITEM] = self.requests.find_item(request, valid)
+        s.requests[slot, c.NUM_COMPUTED], s.requests[slot, c.NUM_DRAFTS] = valid, 0
+        s.requests[slot, c.IS_PREFILL] = 1
+        s.requests[slot, c.NEXT_ITEM] = self.requests.find_item(request, valid)
         publish_computed(s, slot)
         return False
 
@@ -341,27 +308,23 @@ class Transfers:
             self.held[name] = held
             return
         del self.held[name]
-        s, last = self.requests.state, self.last_frames.get(name, NONE)
-        if not s.scalars[HAS_FENCES] or last <= s.scalars[LAST_ANSWERED]:
+        s, last = self.requests.state, self.last_frames.get(name, c.NONE)
+        if not s.scalars[c.HAS_FENCES] or last <= s.scalars[c.LAST_ANSWERED]:
             for table in held.block_tables:
                 free_list(s, np.array(table, np.int32))
             return
         blocks = [block for table in held.block_tables for block in table if block != NULL_BLOCK]
         s = self.requests.state = reserve_deferred(s, len(blocks))
-        first = int(s.scalars[NUM_DEFERRED])
+        first = int(s.scalars[c.NUM_DEFERRED])
         for at, block in enumerate(blocks, first):
             s.copies[at] = last, block, at == first
-        s.scalars[NUM_DEFERRED] = first + len(blocks)
+        s.scalars[c.NUM_DEFERRED] = first + len(blocks)
 
     # What is under way
 
     def can_reset(self) -> bool:
         """Return whether no load is under way and no transfer holds blocks (P17)."""
-        return not self.held and not self._has_status(IS_LOADING)
-
-    def awaits_any(self) -> bool:
-        """Return whether a load or a transfer of held blocks has not finished."""
-        return not self.can_reset()
+        return not self.held and not self._has_status(c.IS_LOADING)
 
     def snapshot(self) -> TransfersSnapshot:
         """Return its canonical state."""
@@ -369,32 +332,24 @@ class Transfers:
         names = sorted(requests.slot_of)
         rows = {name: s.requests[requests.slot_of[name]] for name in names}
         deferred: list[DeferredFree] = []
-        for frame_id, block, is_first in s.copies[: s.scalars[NUM_DEFERRED]].tolist():
+        for frame_id, block, is_first in s.copies[: s.scalars[c.NUM_DEFERRED]].tolist():
             before = () if is_first else deferred.pop().block_ids
             deferred.append(DeferredFree(frame_id, (*before, block)))
         return TransfersSnapshot(
             offers=tuple([offer for _, offer in sorted(self.offers.items())]),
-            received=tuple([name for name in names if rows[name][STATUS] == HAS_LOADED]),
-            unsettled=tuple([name for name in names if rows[name][UNSETTLED]]),
+            received=tuple([name for name in names if rows[name][c.STATUS] == c.HAS_LOADED]),
+            unsettled=tuple([name for name in names if rows[name][c.UNSETTLED]]),
             held=tuple([held for _, held in sorted(self.held.items())]),
             deferred_frees=tuple(deferred),
         )
 
     def _has_status(self, status: int) -> bool:
         slots = [*self.requests.slot_of.values()]
-        return bool((self.requests.state.requests[slots, STATUS] == status).any())
-
-    def _list_queue(self, queue: int) -> list[int]:
-        s, found = self.requests.state, list[int]()
-        slot = int(s.scalars[QUEUES + 2 * queue])
-        while slot != NONE:
-            found.append(slot)
-            slot = int(s.requests[slot, NEXT])
-        return found
+        return bool((self.requests.state.requests[slots, c.STATUS] == status).any())
 
     def _list_loaded(self, slot: int, num_tokens: int) -> BlockTables:
         """Return the block tables up to the last block of the first `num_tokens` tokens."""
-        tables = self.requests.list_tables(slot, HELD)
+        tables = self.requests.list_tables(slot, c.HELD)
         return tuple(
             [
                 table[: -(-num_tokens // size)]

@@ -9,21 +9,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.blocks import free_list, touch_list
 from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import (
-    IS_PREEMPTED,
-    IS_WARM,
-    NEXT,
-    NONE,
-    NUM_PINS,
-    PREVIOUS,
-    PUBLISHED,
-    QUEUES,
-    REF_COUNT,
-    STATUS,
-    WAITING,
-)
 from blockstep.impl.pins import Pins
 from blockstep.spec.vocabulary import NULL_BLOCK, Clock, PinEstimate
 
@@ -68,7 +56,7 @@ class Turns:
         if request.is_last_step:
             self.end_pins([job_id])
             return
-        settled = self.requests.list_tables(slot, PUBLISHED)
+        settled = self.requests.list_tables(slot, c.PUBLISHED)
         is_findable = any(block != NULL_BLOCK for table in settled for block in table)
         if not is_findable or not self.pins.may_pin(job_id):
             return
@@ -76,7 +64,7 @@ class Turns:
         self.pins.pin(job_id, settled)
         for table in settled:
             touch_list(s, np.array(table, np.int32))
-        s.scalars[NUM_PINS] = len(self.pins.pins)
+        s.scalars[c.NUM_PINS] = len(self.pins.pins)
 
     def end_pins(self, job_ids: Iterable[str]) -> None:
         """End the pins of these jobs: their blocks become free unless held otherwise, and can still
@@ -84,7 +72,7 @@ class Turns:
         for job_id in job_ids:
             for table in self.pins.end(job_id):
                 free_list(self.requests.state, np.array(table, np.int32))
-        self.requests.state.scalars[NUM_PINS] = len(self.pins.pins)
+        self.requests.state.scalars[c.NUM_PINS] = len(self.pins.pins)
 
     def end_all(self) -> None:
         """End all pins, in their order."""
@@ -98,32 +86,28 @@ class Turns:
 
     def hold_all(self) -> bool:
         """Return whether all blocks that are held are held by pins only."""
-        held = int(self.requests.state.blocks[:, REF_COUNT].sum())
+        held = int(self.requests.state.blocks[:, c.REF_COUNT].sum())
         return held == self.pins.count_holds()
 
     def _mark_warm(self) -> None:
         requests = self.requests
         for slot in requests.slot_of.values():
             is_warm = self.pins.is_warm(requests.requests[slot].job_id)
-            requests.state.requests[slot, IS_WARM] = is_warm
+            requests.state.requests[slot, c.IS_WARM] = is_warm
         self._has_warm = bool(self.pins.pins)
 
     def _sort_waiting(self) -> None:
         """Sort the waiting queue: preempted requests, those with a pin, the others."""
-        s, line = self.requests.state, list[int]()
-        first = QUEUES + 2 * WAITING
-        slot = int(s.scalars[first])
-        while slot != NONE:
-            line.append(slot)
-            slot = int(s.requests[slot, NEXT])
+        s, line = self.requests.state, self.requests.list_queue(c.WAITING)
+        first = c.QUEUES + 2 * c.WAITING
         ranks = {
-            slot: 0 if status == IS_PREEMPTED else 2 - is_warm
+            slot: 0 if status == c.IS_PREEMPTED else 2 - is_warm
             for slot, (status, is_warm) in zip(
-                line, s.requests[line][:, [STATUS, IS_WARM]].tolist(), strict=True
+                line, s.requests[line][:, [c.STATUS, c.IS_WARM]].tolist(), strict=True
             )
         }
         line.sort(key=ranks.__getitem__)
         if line:
-            s.requests[line, NEXT] = [*line[1:], NONE]
-            s.requests[line, PREVIOUS] = [NONE, *line[:-1]]
+            s.requests[line, c.NEXT] = [*line[1:], c.NONE]
+            s.requests[line, c.PREVIOUS] = [c.NONE, *line[:-1]]
             s.scalars[first], s.scalars[first + 1] = line[0], line[-1]

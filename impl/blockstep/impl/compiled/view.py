@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from blockstep.impl.compiled import state as c
 from blockstep.impl.compiled.encodings import Encodings
 from blockstep.impl.compiled.frames import Frame
 from blockstep.impl.compiled.keys import Keys
@@ -11,40 +12,6 @@ from blockstep.impl.compiled.lives import get_tokens
 from blockstep.impl.compiled.masks import Masks
 from blockstep.impl.compiled.requests import Requests
 from blockstep.impl.compiled.sessions import Sessions
-from blockstep.impl.compiled.state import (
-    DRAFTS_ACCEPTED,
-    DRAFTS_SCHEDULED,
-    EXTERNAL_HITS,
-    EXTERNAL_QUERIES,
-    FIRST_BLOCK,
-    GRAMMAR_READY,
-    GROUP,
-    HELD,
-    HITS,
-    IS_CLOSED,
-    IS_PREFILL,
-    NEXT,
-    NEXT_FREE,
-    NEXT_SAME,
-    NODE,
-    NONE,
-    NUM_CACHED_TOKENS,
-    NUM_COMPUTED,
-    NUM_DRAFTS,
-    NUM_PROMISED,
-    NUM_RUNNING,
-    PREEMPTIONS,
-    PUBLISHED,
-    QUERIES,
-    QUEUES,
-    REF_COUNT,
-    RUNNING,
-    SEAT,
-    SKIPPED,
-    STATUS,
-    TIMES_PREEMPTED,
-    WAITING,
-)
 from blockstep.impl.compiled.transfers import Transfers
 from blockstep.impl.compiled.turns import Turns
 from blockstep.impl.doors import Doors
@@ -71,46 +38,51 @@ class View:
         keys: Keys,
         masks: Masks,
         sessions: Sessions,
+        encodings: Encodings | None,
+        turns: Turns | None,
+        transfers: Transfers | None,
     ) -> None:
-        self.sessions = sessions
-        self.encodings: Encodings | None = None
-        self.turns: Turns | None = None
-        self.transfers: Transfers | None = None
         self.doors = doors
-        self.masks = masks
         self.requests = requests
         self.keys = keys
+        self.masks = masks
+        self.sessions = sessions
+        self.encodings = encodings
+        self.turns = turns
+        self.transfers = transfers
 
     def take(self, previous_names: Iterable[RequestId]) -> Snapshot:
         """Return the canonical state: nodes become structural keys, slots become request ids.
 
         `previous_names`: the requests of the last plan's rows.
         """
-        doors = self.doors
-        s = self.requests.state
-        blocks = s.blocks.tolist()
+        doors, s = self.doors, self.requests.state
+        blocks, names = s.blocks.tolist(), self.requests.names
+        list_queue = self.requests.list_queue
         return Snapshot(
             pause_state=doors.pause_state,
-            waiting=self._queue(WAITING),
-            skipped_waiting=self._queue(SKIPPED),
-            running=tuple(
-                self.requests.names[s.lines[: s.scalars[NUM_RUNNING], RUNNING]].tolist(),
-            ),
+            waiting=tuple(names[list_queue(c.WAITING)].tolist()),
+            skipped_waiting=tuple(names[list_queue(c.SKIPPED)].tolist()),
+            running=tuple(names[s.lines[: s.scalars[c.NUM_RUNNING], c.RUNNING]].tolist()),
             requests=tuple(
                 self._request(slot) for _, slot in sorted(self.requests.slot_of.items())
             ),
-            ref_counts=tuple(block[REF_COUNT] for block in blocks),
-            free_queue=tuple(_follow(blocks, blocks[NULL_BLOCK][NEXT_FREE], NEXT_FREE, NULL_BLOCK)),
+            ref_counts=tuple(block[c.REF_COUNT] for block in blocks),
+            free_queue=tuple(
+                _follow(blocks, blocks[NULL_BLOCK][c.NEXT_FREE], c.NEXT_FREE, NULL_BLOCK)
+            ),
             block_keys=tuple(
-                None if block[NODE] == NONE else self.keys.key_in(block[NODE], block[GROUP])
+                None if block[c.NODE] == c.NONE else self.keys.key_in(block[c.NODE], block[c.GROUP])
                 for block in blocks
             ),
             cached={
                 self.keys.key_in(node, group): tuple(
-                    _follow(blocks, int(s.carriers[node, group, FIRST_BLOCK]), NEXT_SAME, NONE)
+                    _follow(
+                        blocks, int(s.carriers[node, group, c.FIRST_BLOCK]), c.NEXT_SAME, c.NONE
+                    )
                 )
                 for node, group in {
-                    (block[NODE], block[GROUP]) for block in blocks if block[NODE] != NONE
+                    (block[c.NODE], block[c.GROUP]) for block in blocks if block[c.NODE] != c.NONE
                 }
             },
             frames_in_flight=tuple(doors.frames),
@@ -121,7 +93,7 @@ class View:
             encoder=None if self.encodings is None else self.encodings.cache.snapshot(),
             transfers=None if self.transfers is None else self.transfers.snapshot(),
             pins=None if self.turns is None else self.turns.pins.snapshot(),
-            admission_closed=bool(s.scalars[IS_CLOSED]),
+            admission_closed=bool(s.scalars[c.IS_CLOSED]),
             has_work=self.has_work(),
         )
 
@@ -130,57 +102,48 @@ class View:
         doors = self.doors
         num_ready = {
             PauseState.UNPAUSED: len(self.requests.slot_of) - self.sessions.count_resting(),
-            PauseState.PAUSED_NEW: int(self.requests.state.scalars[NUM_RUNNING]),
+            PauseState.PAUSED_NEW: int(self.requests.state.scalars[c.NUM_RUNNING]),
             PauseState.PAUSED_ALL: 0,
         }[doors.pause_state]
-        awaits = self.transfers is not None and self.transfers.awaits_any()
+        awaits = self.transfers is not None and not self.transfers.can_reset()
         return bool(doors.finished_req_ids) or num_ready > 0 or awaits
 
     def stats(self) -> Stats:
         """Return the counters since the start (P21)."""
         scalars = self.requests.state.scalars.tolist()
         return Stats(
-            prefix_cache_queries=scalars[QUERIES],
-            prefix_cache_hits=scalars[HITS],
-            preemptions=scalars[PREEMPTIONS],
-            drafts_scheduled=scalars[DRAFTS_SCHEDULED],
-            drafts_accepted=scalars[DRAFTS_ACCEPTED],
-            external_prefix_cache_queries=scalars[EXTERNAL_QUERIES],
-            external_prefix_cache_hits=scalars[EXTERNAL_HITS],
+            prefix_cache_queries=scalars[c.QUERIES],
+            prefix_cache_hits=scalars[c.HITS],
+            preemptions=scalars[c.PREEMPTIONS],
+            drafts_scheduled=scalars[c.DRAFTS_SCHEDULED],
+            drafts_accepted=scalars[c.DRAFTS_ACCEPTED],
+            external_prefix_cache_queries=scalars[c.EXTERNAL_QUERIES],
+            external_prefix_cache_hits=scalars[c.EXTERNAL_HITS],
         )
-
-    def _queue(self, queue: int) -> tuple[RequestId, ...]:
-        requests = self.requests
-        found: list[RequestId] = []
-        slot = int(requests.state.scalars[QUEUES + 2 * queue])
-        while slot != NONE:
-            found.append(requests.names[slot])
-            slot = int(requests.state.requests[slot, NEXT])
-        return tuple(found)
 
     def _request(self, slot: int) -> RequestSnapshot:
         requests = self.requests
         s, request = requests.state, requests.requests[slot]
         row = s.requests[slot].tolist()
         tokens = get_tokens(s, slot)
-        drafts: TokenIds = (DRAFT_PLACEHOLDER,) * row[NUM_DRAFTS]
+        drafts: TokenIds = (DRAFT_PLACEHOLDER,) * row[c.NUM_DRAFTS]
         if drafts and not self.doors.config.async_scheduling:
-            drafts = tuple(s.drafts[row[SEAT], : row[NUM_DRAFTS]].tolist())
+            drafts = tuple(s.drafts[row[c.SEAT], : row[c.NUM_DRAFTS]].tolist())
         updates = self.sessions.updates.get(request.request_id)
         matcher = self.masks.matchers.get(request.request_id)
         return RequestSnapshot(
             request_id=request.request_id,
-            status=STATUSES[row[STATUS]],
+            status=STATUSES[row[c.STATUS]],
             output_token_ids=tuple(tokens[len(request.prompt_token_ids) :].tolist()),
-            num_computed_tokens=row[NUM_COMPUTED],
-            num_output_placeholders=row[NUM_PROMISED],
+            num_computed_tokens=row[c.NUM_COMPUTED],
+            num_output_placeholders=row[c.NUM_PROMISED],
             spec_token_ids=drafts,
-            is_prefill_chunk=bool(row[IS_PREFILL]),
-            block_tables=requests.list_tables(slot, HELD),
-            num_cached_blocks=tuple(s.holdings[slot, :, PUBLISHED].tolist()),
-            num_cached_tokens=row[NUM_CACHED_TOKENS],
-            num_preemptions=row[TIMES_PREEMPTED],
-            grammar_ready=bool(row[GRAMMAR_READY]),
+            is_prefill_chunk=bool(row[c.IS_PREFILL]),
+            block_tables=requests.list_tables(slot, c.HELD),
+            num_cached_blocks=tuple(s.holdings[slot, :, c.PUBLISHED].tolist()),
+            num_cached_tokens=row[c.NUM_CACHED_TOKENS],
+            num_preemptions=row[c.TIMES_PREEMPTED],
+            grammar_ready=bool(row[c.GRAMMAR_READY]),
             grammar_state=0 if matcher is None else matcher.position.state,
             prompt_token_ids=() if updates is None else request.prompt_token_ids,
             num_streaming_updates=0 if updates is None else len(updates),

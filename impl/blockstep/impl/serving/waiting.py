@@ -193,7 +193,7 @@ def _imitate(
     slot = requests.add(asked)
     outputs = np.array(request.output_token_ids, np.int32)
     requests.reserve_nodes(len(outputs), 1)
-    if not append_outputs(requests.state, slot, outputs, np.zeros(0, np.uint8)):
+    if not append_outputs(requests.state, slot, outputs):
         raise AssertionError(f"{request.request_id!r} waits, although its outputs have ended it")
     s = requests.state = grow_seats(requests.state, 1 + len(requests.state.lines))
     s.scalars[BUDGET], s.scalars[HAS_EVENTS] = config.max_num_batched_tokens, False
