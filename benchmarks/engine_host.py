@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--frames", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--scheduler", default="fastest")
+    parser.add_argument("--scheduler", default="host")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -4,8 +4,7 @@
 
 All requests decode, and one in sixteen fills a block in each step; no request uses the feature, but
 for groups, events and adapters, which all do. Processor time of a plan and a commit in arrays,
-median; all sides take turns in one run, in random order. The last lines are the host engine, and
-the compiled engine through `apply`.
+median; all sides take turns in one run, in random order. The last line is `apply`, with one group.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import numpy as np
 
 from blockstep.conformance.bench.measure import garbage_collection
 from blockstep.impl.compiled import CompiledEngine
-from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Ack,
     Commit,
@@ -63,7 +61,7 @@ class Side:
     """An engine whose requests all decode."""
 
     def __init__(
-        self, engine: CompiledEngine | HostEngine, num_running: int, num_steps: int, through: str
+        self, engine: CompiledEngine, num_running: int, num_steps: int, through: str
     ) -> None:
         self.engine = engine
         self.through = through
@@ -76,7 +74,7 @@ class Side:
     def step(self) -> float:
         """Return the microseconds of a plan and a commit."""
         engine = self.engine
-        if self.through == "arrays" and isinstance(engine, CompiledEngine):
+        if self.through == "arrays":
             begin = thread_time()
             plan = engine.schedule_arrays()
             planned = thread_time() - begin
@@ -112,10 +110,8 @@ def make_sides(num_running: int, num_steps: int) -> dict[str, Side]:
         name: Side(CompiledEngine(Config(**sizes, **fields)), num_running, num_steps, "arrays")
         for name, fields in FEATURES.items()
     }
-    plain, grouped = Config(**sizes), Config(**sizes, groups=(FULL, WINDOW))
-    sides["host"] = Side(HostEngine(plain), num_running, num_steps, "apply")
-    sides["host, full and window"] = Side(HostEngine(grouped), num_running, num_steps, "apply")
-    sides["compiled through apply"] = Side(CompiledEngine(plain), num_running, num_steps, "apply")
+    engine = CompiledEngine(Config(**sizes))
+    sides["one group through apply"] = Side(engine, num_running, num_steps, "apply")
     return sides
 
 

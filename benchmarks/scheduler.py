@@ -53,17 +53,12 @@ PARTS = {
     "churn": "scheduler --scenario mixed --scenario hits --scenario storm --scenario priority "
     "--scenario pool -n 8 -n 64 -n 256",
     "trace": "scheduler --limit 2000",
-    "host": "scheduler --engine host --scenario decode --scenario hits --scenario storm "
-    "-n 1 -n 1 -n 1 -n 8 -n 64 -n 256",
     "profile-steady": "profile --scenario decode -n 1024",
     "profile-churn": "profile --scenario mixed --scenario hits -n 256",
 }
 """Options of `blockstep bench`, by the name of the section of the page that has the output.
 Scenarios of a few microseconds are measured several times, in turn with others of that size."""
 GOALS_SECTION = "goals"
-HOST = "host"
-"""Part about the cost of the plain engine, compared with the compiled one and not with the
-yardstick."""
 NUM_LINES = 6
 """Functions of a profile that the page shows."""
 
@@ -188,9 +183,8 @@ def make_sections(folder: Path = RESULTS) -> dict[str, str]:
         else:
             entries = msgspec.convert(plain["measurements"], list[Measurement])
             sections[part] = make_markdown(entries, plain, None)
-            if part != HOST:
-                measurements += entries
-                files.append(f"`{(RESULTS / file.name).as_posix()}`")
+            measurements += entries
+            files.append(f"`{(RESULTS / file.name).as_posix()}`")
     goals = [*make_goals(measurements), "", f"Computed from {', '.join(files)}."]
     return {**sections, GOALS_SECTION: "\n".join(goals)}
 
@@ -217,7 +211,7 @@ def measure_part(part: str, engines: Sequence[str], trace: Path | None) -> None:
     """Measure a part into a file of today."""
     date = time.strftime("%Y-%m-%d", time.gmtime())
     file = RESULTS / f"{date}-scheduler-{part}-{os.cpu_count()}core.json"
-    with_yardstick = part != HOST and not part.startswith("profile")
+    with_yardstick = not part.startswith("profile")
     chosen = [name for name in engines if name != YARDSTICK or with_yardstick]
     options = [option for name in chosen for option in ("--engine", name)]
     command, *rest = PARTS[part].split()

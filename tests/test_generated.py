@@ -23,7 +23,6 @@ FACTS = {
     "laws": ("Run of 20", "## Rules of vLLM 0.19.1", "crosshair-tool"),
     "scheduler churn": ("**mixed**",),
     "scheduler goals": ("| decode, 1,024 running, arrays | at least 100x |",),
-    "scheduler host": ("| running | compiled, arrays |",),
     "scheduler profile-churn": ("a step under the profiler",),
     "scheduler profile-steady": ("a step under the profiler",),
     "scheduler steady": ("**decode**",),

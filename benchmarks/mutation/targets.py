@@ -23,9 +23,10 @@ _FEATURES = (
     *("groups transfers", "events", "groups events", "groups", "groups sessions"),
     *("adapters masks sessions encoder", ""),
 )
+_OLD = "blockstep.impl.host:HostEngine"
 _HOST: tuple[Stage, ...] = (
-    ("host", "tiny", 2_000),
-    *(("host", f"small {features}".strip(), 2_000) for features in _FEATURES),
+    (_OLD, "tiny", 2_000),
+    *((_OLD, f"small {features}".strip(), 2_000) for features in _FEATURES),
 )
 
 _COMPILED: tuple[Stage, ...] = (

@@ -107,12 +107,10 @@ def test_a_part_is_one_command_and_says_nothing_of_where_the_trace_lies(
 
     monkeypatch.setattr(scheduler, "run", run)
     trace = house / "deep" / "trace.jsonl.gz"
-    for part in ("trace", "profile-churn", "host"):
+    for part in ("trace", "profile-churn"):
         scheduler.measure_part(part, scheduler.ENGINES, trace)
     assert seen[0][:5] == ["scheduler", "--engine", "compiled", "--engine", "vllm"]
     assert "vllm" not in seen[1]
-    assert seen[2][:5] == ["scheduler", "--engine", "compiled", "--engine", "host"]
-    assert "vllm" not in seen[2]
     newest = scheduler.find_newest("trace")
     assert newest is not None
     assert "--trace trace.jsonl.gz --json" in newest.read_text()

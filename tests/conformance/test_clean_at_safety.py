@@ -30,7 +30,7 @@ from blockstep.conformance.engine import (
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.episodes import fit_depth, run_episode
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.impl.capabilities import COMPILED, HOST
+from blockstep.impl.capabilities import HOST
 
 CHECKOUT = os.environ.get("BLOCKSTEP_NANO_VLLM")
 ENGINES = ("host", "compiled", "nano_vllm", "toy")
@@ -58,7 +58,6 @@ class Case(NamedTuple):
 # What each can do is written here, for a checkout of nano-vllm need not be there.
 OWN: dict[str, frozenset[str]] = {
     "host": HOST,
-    "compiled": COMPILED,
     "nano_vllm": frozenset({Capability.SNAPSHOT}),
     "toy": frozenset({Capability.SNAPSHOT, Capability.ABORT}),
 }

@@ -85,7 +85,7 @@ def test_the_scheduler_is_the_one_asked_for(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"scheduler": "gpu"}, "scheduler = 'gpu': must be one of fastest, host, device"),
+        ({"scheduler": "gpu"}, "scheduler = 'gpu': must be one of host, device"),
         ({"scheduler": "device", "enable_sessions": True}, "has no sessions; use host"),
         ({"scheduler": "device", "max_loras": 1}, "'device': max_loras: .*no cap on adapters"),
     ],

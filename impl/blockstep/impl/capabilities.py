@@ -51,10 +51,7 @@ HOST: Final = frozenset(
     )
 )
 """All capabilities."""
-COMPILED: Final = HOST
-"""All capabilities."""
-
-DEVICE: Final = COMPILED - {
+DEVICE: Final = HOST - {
     *("kinds", "common prefix", "adapters", "masks", "sessions", "encoder", "events"),
     *("forks", "pins", "transfers", "tiers"),
 }
@@ -62,7 +59,7 @@ DEVICE: Final = COMPILED - {
 
 
 def list_config_problems(
-    config: Config, capabilities: frozenset[str] = COMPILED
+    config: Config, capabilities: frozenset[str] = HOST
 ) -> tuple[ConfigProblem, ...]:
     """Return every problem of a config for an engine with these capabilities."""
     problems = config_problems(config)

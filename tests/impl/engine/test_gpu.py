@@ -266,22 +266,20 @@ def test_it_draws_what_the_cpu_draws(
         assert serve(qwen3, chosen, DRAWN, device="cuda", max_frames_in_flight=2)[1] == expected
 
 
-@pytest.mark.parametrize("scheduler", ["fastest", "host"])
 def test_the_host_waits_for_tokens_and_for_nothing_else(
-    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], scheduler: str
+    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
 ) -> None:
     params = [SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, top_k=9, top_p=0.9)] * 5
-    llm = LLM(qwen3.folder, device="cuda", scheduler=scheduler, **SETTINGS)
+    llm = LLM(qwen3.folder, device="cuda", **SETTINGS)
     gpu.waits.clear()
     llm.generate([prompts[row] for row in short], params)
     assert gpu.waits == ["synchronize"] * NUM_TOKENS  # once per step: none ended early
 
 
-@pytest.mark.parametrize("scheduler", ["fastest", "host"])
 def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(
-    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], scheduler: str
+    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
 ) -> None:
-    llm = LLM(qwen3.folder, device="cuda", scheduler=scheduler, **SETTINGS)
+    llm = LLM(qwen3.folder, device="cuda", **SETTINGS)
     assert llm.config.max_frames_in_flight == 2
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     gpu.events.clear()

@@ -21,7 +21,7 @@ from blockstep.impl.engine import (
     SettingsError,
 )
 from blockstep.impl.engine.runner import Runner
-from blockstep.impl.fastest import Scheduler
+from blockstep.impl.engine.schedulers import Scheduler
 from blockstep.spec.vocabulary import Abort, Event, FinishReason, Observation, Submit
 
 EIGHT = SamplingParams(max_tokens=8)

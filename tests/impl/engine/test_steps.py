@@ -190,7 +190,7 @@ def test_more_running_requests_cost_no_more_calls(
     [
         ({}, SamplingParams(), True),
         ({"max_frames_in_flight": 2}, SamplingParams(temperature=1.0), True),
-        ({"scheduler": "host"}, SamplingParams(), False),
+        ({"enable_forks": True}, SamplingParams(), False),
         ({"check": ServingChecker}, SamplingParams(), False),
         ({"enable_sessions": True}, SamplingParams(), False),
         ({"spec_method": "ngram", "num_speculative_tokens": 2}, SamplingParams(), False),

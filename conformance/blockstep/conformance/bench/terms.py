@@ -16,7 +16,7 @@ from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config, Request
 
-PILOT = "fastest"
+PILOT = "host"
 """The engine with which the workload is recorded. It returns arrays, as the engines that it is
 compared with do: a plan of the protocol does not say how new and resumed rows mix."""
 

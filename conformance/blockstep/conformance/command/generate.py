@@ -38,9 +38,7 @@ Choice = Annotated[
     list[str] | None, typer.Option(help="The output is one of these choices; repeatable.")
 ]
 Lora = Annotated[Path | None, typer.Option(help="Folder of a LoRA adapter, as peft saves it.")]
-Scheduler = Annotated[
-    str, typer.Option(help="fastest, host, or device, whose steps are checked at fences.")
-]
+Scheduler = Annotated[str, typer.Option(help="host, or device, whose steps are checked at fences.")]
 Check = Annotated[
     bool, typer.Option("--check", help="Hold every step to the specification while serving.")
 ]
@@ -89,7 +87,7 @@ def generate_command(
     num_drafts: Annotated[int, typer.Option(help="Drafts of a step, with --speculate.")] = 4,
     draft_model: Annotated[Path | None, typer.Option(help="Folder of the draft model.")] = None,
     depth: Depth = None,
-    scheduler: Scheduler = "fastest",
+    scheduler: Scheduler = "host",
     check: Check = False,
     json_path: options.Json = None,
 ) -> None:

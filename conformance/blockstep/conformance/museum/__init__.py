@@ -95,7 +95,7 @@ def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
         KeyError: no seeded bug has this name.
     """
     chosen = EXHIBITS[name]
-    clean: Any = load_engine("host")
+    clean: Any = load_engine("blockstep.impl.host:HostEngine")
     late = {name: BY_NAME[name].capability for name in LATE if name in BY_NAME}
     taken = {chosen.takes, GROUPS.name if chosen.takes_groups else ""}
     if chosen.takes == TIERS.name:

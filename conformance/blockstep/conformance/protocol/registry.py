@@ -100,8 +100,8 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
     for engine in (
         KnownEngine(
             "host",
-            "blockstep.impl.host:HostEngine",
-            "our engine in plain Python: every feature, O(1) per block operation",
+            "blockstep.impl.compiled:CompiledEngine",
+            "our engine: every feature; arrays and machine code, made by numba at its first use",
         ),
         KnownEngine(
             "plain",
@@ -111,12 +111,7 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
         KnownEngine(
             "compiled",
             "blockstep.impl.compiled:CompiledEngine",
-            "our fastest engine on the CPU: machine code, made by numba at its first import",
-        ),
-        KnownEngine(
-            "fastest",
-            "blockstep.impl.fastest:make_engine",
-            "compiled where numba is installed and the config allows it, else host",
+            "host, by a name that it had before",
         ),
         KnownEngine(
             "device",

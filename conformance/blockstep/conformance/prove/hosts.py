@@ -12,7 +12,7 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.vocabulary import Config, Status
 
-HOST: Any = load_engine("host")
+HOST: Any = load_engine("blockstep.impl.host:HostEngine")
 LINEAGE: Any = load_engine("blockstep.impl.host.lineage:Lineage")
 LOG: Any = load_engine("blockstep.impl.host.telling:EventLog")
 

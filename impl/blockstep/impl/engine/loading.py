@@ -29,11 +29,11 @@ from blockstep.impl.engine.lora import get_modules, load_lora
 from blockstep.impl.engine.model import Model
 from blockstep.impl.engine.moves import Mover, ThreadJobs
 from blockstep.impl.engine.runner import Runner
+from blockstep.impl.engine.schedulers import SCHEDULERS
 from blockstep.impl.engine.settings import Settings
 from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
 from blockstep.impl.engine.store import KVStore, identify_folder
 from blockstep.impl.engine.text import load_tokenizer
-from blockstep.impl.fastest import NAMED
 from blockstep.spec.vocabulary import (
     Config,
     SpecMethod,
@@ -122,7 +122,7 @@ def load_engine(folder: Path, settings: Settings, kv_store: KVStore | None = Non
 
 def _expect_scheduler(settings: Settings, config: Config) -> None:
     """Raise `SettingsError` if the chosen scheduler lacks what the settings need."""
-    name, capabilities = settings.scheduler, NAMED[settings.scheduler]
+    name, capabilities = settings.scheduler, SCHEDULERS[settings.scheduler]
     if settings.enable_sessions and "sessions" not in capabilities:
         raise SettingsError(f"scheduler = {name!r}: has no sessions; use host")
     problems = list_config_problems(config, capabilities)

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from blockstep.impl.engine.journal import StepRan
 from blockstep.impl.engine.model import Inputs
-from blockstep.impl.fastest import MakeScheduler
+from blockstep.impl.engine.schedulers import MakeScheduler
 from blockstep.spec.vocabulary import (
     Config,
     Event,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from blockstep.impl.engine.connector import KVRole
 from blockstep.impl.engine.errors import SettingsError
-from blockstep.impl.fastest import NAMED
+from blockstep.impl.engine.schedulers import SCHEDULERS
 from blockstep.impl.tiers import SwapSpeeds
 from blockstep.spec.vocabulary import KVLoadFailurePolicy, Policy, SpecMethod
 
@@ -60,7 +60,7 @@ class Settings:
     enable_forks: bool = False
     """Whether requests may fork: needed for `SamplingParams.n` and beam search."""
     enable_sessions: bool = False
-    """Whether sessions are allowed. The host scheduler is used then, the only one that has them."""
+    """Whether sessions are allowed, which the scheduler on the device lacks."""
     kv_role: KVRole = KVRole.BOTH
     """The engine's role with respect to its KV store, if it has one."""
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.RECOMPUTE
@@ -76,8 +76,8 @@ class Settings:
     """When fewer blocks are free, admission closes until `admission_high_blocks` are free."""
     admission_high_blocks: int = 0
     """0: admission is always open."""
-    scheduler: str = "fastest"
-    """fastest, host or device. With device, steps stay on the device while no request asks for log
+    scheduler: str = "host"
+    """host or device. With device, steps stay on the device while no request asks for log
     probabilities or a grammar."""
     steps_per_fence: int = 16
     """Most steps of the device's scheduler before the host reads their results. New requests wait
@@ -114,8 +114,8 @@ class Settings:
                 raise SettingsError(f"{name} = {getattr(self, name)!r}: must be a bool")
         if self.swap_min_tokens is not None and self.swap_speeds is not None:
             raise SettingsError("swap_min_tokens and swap_speeds: one sets the other; give one")
-        if self.scheduler not in NAMED:
-            known = ", ".join(NAMED)
+        if self.scheduler not in SCHEDULERS:
+            known = ", ".join(SCHEDULERS)
             raise SettingsError(f"scheduler = {self.scheduler!r}: must be one of {known}")
         modules = self.lora_modules
         if not isinstance(modules, Mapping) or not all(isinstance(n, str) and n for n in modules):

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
+from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.device.dims import count_gpu_lanes
 from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.engine.connector import Connector
@@ -37,8 +38,8 @@ from blockstep.impl.engine.params import SamplingParams
 from blockstep.impl.engine.resident import Resident
 from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.runner import Answer, Logprobs
+from blockstep.impl.engine.schedulers import Scheduler
 from blockstep.impl.engine.settings import Settings
-from blockstep.impl.fastest import Scheduler, get_named
 from blockstep.spec.vocabulary import (
     Abort,
     Commit,
@@ -131,8 +132,7 @@ class Steps:
     def _make_scheduler(self, config: Config) -> Scheduler:
         settings, runner = self.settings, self._runner
         if settings.scheduler != "device":
-            asked = frozenset(("sessions",) if settings.enable_sessions else ())
-            return get_named(settings.scheduler, config, asked)(config)
+            return CompiledEngine(config)
         if runner.batch.device == "cpu":
             engine = DeviceEngine(config)
         else:

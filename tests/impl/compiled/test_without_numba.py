@@ -1,0 +1,58 @@
+"""Without numba the engine runs as Python, says so once, and is not measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from tests.impl.compiled.test_compiled import WITHOUT
+from typer.testing import CliRunner
+
+from blockstep.conformance.bench.sides import open_side
+from blockstep.conformance.command.main import app
+from blockstep.conformance.protocol.features import UsageError
+from blockstep.conformance.search.options import ExitCode
+from blockstep.impl.compiled import CompiledEngine
+from blockstep.spec.vocabulary import Config
+
+SLOW = "it runs as Python: pip install 'blockstep[compiled]'"
+
+
+@pytest.mark.parametrize("way", WITHOUT)
+def test_without_numba_it_warns_once_and_is_not_measured(way: str) -> None:
+    code = f"""{WITHOUT[way]}
+import warnings
+from blockstep.spec.vocabulary import Config
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from blockstep.impl.compiled import CompiledEngine
+    for _ in range(3):
+        CompiledEngine(Config(num_blocks=8))
+(one,) = caught
+assert one.category is RuntimeWarning
+assert "pip install 'blockstep[compiled]'" in str(one.message)
+from blockstep.conformance.bench.sides import open_side
+from blockstep.conformance.protocol.features import UsageError
+try:
+    open_side("compiled", Config(num_blocks=8))
+except UsageError as error:
+    assert "pip install 'blockstep[compiled]'" in str(error)
+else:
+    raise AssertionError("it was measured")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["scheduler", "profile"])
+def test_what_is_slow_is_not_measured(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompiledEngine, "slow_because", SLOW)
+    with pytest.raises(UsageError, match=r"'compiled' is not measured: it runs as Python"):
+        open_side("compiled", Config(num_blocks=8))
+    arguments = ["bench", command, "--engine", "compiled", "--scenario", "decode", "-n", "2"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == ExitCode.USAGE
+    assert "pip install 'blockstep[compiled]'" in result.output
