@@ -77,7 +77,7 @@ TARGETS: Mapping[str, Target] = {
             *("impl/host/", "impl/tiers/order.py", "impl/refusals.py", "impl/arrays.py"),
             *("impl/encoder.py", "impl/grammars.py", "impl/chunks.py"),
         ),
-        ("tests/spec", "tests/impl", "tests/impl/tiers"),
+        ("tests/spec", "tests/impl", "tests/impl/host", "tests/impl/tiers"),
         stages=_HOST,
     ),
     "compiled": Target(

@@ -22,7 +22,8 @@ from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.impl.host import HostEngine
+from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.compiled.lives import take_back
 from blockstep.spec import Config, Oracle, Plan, Policy, Request, Submit
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import get_profile
@@ -122,17 +123,13 @@ def test_a_state_that_returns_with_a_load_is_a_cycle() -> None:
     assert watch.see(plan, False, False, state, (0, 1)).startswith("the same state returns")
 
 
-class LoadsAgain(HostEngine):
+class LoadsAgain(CompiledEngine):
     """What a store has loaded is given up by the next plan, and loaded again: for ever."""
 
-    def _return(self, slot: int) -> None:
-        raise AssertionError("nothing ever comes back")
-
-    def _try_go_on(self, slot: int, queue: Any, step: Any) -> bool:
-        if not self._is_parked(slot):
-            return super()._try_go_on(slot, queue, step)
-        self._take_back(slot)
-        return False
+    def _schedule(self) -> v.Plan | v.Rejected:
+        for slot in [] if self.transfers is None else self.transfers.list_received():
+            take_back(self.requests.state, slot)
+        return super()._schedule()
 
 
 @pytest.mark.parametrize("is_hidden", [False, True], ids=["shown", "hidden"])

@@ -39,7 +39,7 @@ from blockstep.conformance.report.score import (
 )
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.score import ScoreResult, find_kind, play_scored, score
-from blockstep.impl.host import HostEngine
+from blockstep.impl.compiled import CompiledEngine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
 from blockstep.spec.profiles import SPARING
 from blockstep.spec.vocabulary import (
@@ -57,14 +57,14 @@ SHORT, BROKEN, HANGING = (
     f"equivalent_engines:{name}" for name in ("ShortSimulator", "Broken", "Hanging")
 )
 PAGE = (Path(__file__).parents[2] / "docs/explanation/equivalences.md").read_text()
-Judged = held_to(HostEngine, EngineTraits(equivalence=Safety()))
+Judged = held_to(CompiledEngine, EngineTraits(equivalence=Safety()))
 
 
 def scored(engine: str, num_events: int = 700, **options: Any) -> ScoreResult:
     return score(CheckOptions(engine=engine, max_events=num_events, **options))
 
 
-@pytest.mark.parametrize("engine", [HostEngine, SpecEngine, OtherIds, Simulator, Judged])
+@pytest.mark.parametrize("engine", [CompiledEngine, SpecEngine, OtherIds, Simulator, Judged])
 def test_who_decides_alike_agrees_in_everything(engine: Any) -> None:
     """Also where the engine is held to less: a score compares with the specification."""
     totals = dict.fromkeys(Aspect, 0)
@@ -80,7 +80,7 @@ def test_who_decides_alike_agrees_in_everything(engine: Any) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small", "real"])
-@pytest.mark.parametrize("engine", [HostEngine, Simulator, Judged])
+@pytest.mark.parametrize("engine", [CompiledEngine, Simulator, Judged])
 def test_who_decides_alike_agrees_in_many_events(engine: Any, preset: str) -> None:
     for index in range(20):
         run, _, findings = play_scored(CheckOptions(preset=preset, seed=3), index, engine)
@@ -120,7 +120,7 @@ def test_the_shrunk_program_differs_again(result: ScoreResult) -> None:
         assert run.differing(aspect) == list(first.shrunk.findings)
 
 
-class Deaf(HostEngine):
+class Deaf(CompiledEngine):
     """Its answers to every third plan deliver nothing."""
 
     def apply(self, event: Event) -> Any:
@@ -236,7 +236,7 @@ def test_drafts_are_the_same_for_a_request_whatever_the_order_of_rows() -> None:
 def test_only_what_both_can_be_given_is_given() -> None:
     """A request that the spec refuses, an id used twice, a grammar of nobody: neither side."""
     config = Config(num_blocks=4, block_size=2, max_model_len=32)
-    run = ScoreRun.start(config, HostEngine)
+    run = ScoreRun.start(config, CompiledEngine)
     big, small = Request("A", tuple(range(20))), Request("B", (1, 2), max_tokens=2)
     for action in (Submit(big), Submit(small), Submit(small), GrammarReady("nobody")):
         assert run.perform(action) == []

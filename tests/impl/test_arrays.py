@@ -10,7 +10,6 @@ import pytest
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
 from blockstep.impl.compiled import CompiledEngine
-from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Abort,
     Ack,
@@ -62,12 +61,12 @@ def draw_tokens(draw: random.Random, drafts: TokenIds | None) -> TokenIds:
     return (*(draw.randrange(9) if token < 0 else token for token in accepted), draw.randrange(9))
 
 
-def draw_drafts(draw: random.Random, engine: HostEngine) -> Drafts:
+def draw_drafts(draw: random.Random, engine: CompiledEngine) -> Drafts:
     most = engine.config.num_speculative_tokens
     return Drafts(
         tuple(
             RowTokens(name, tuple(draw.choices(range(9), k=draw.randint(0, most))))
-            for name in engine.table.slot_of
+            for name in engine.requests.slot_of
         )
     )
 
@@ -89,9 +88,9 @@ def test_arrays_say_what_events_say(seed: int) -> None:
         async_scheduling=depth > 1,
         groups=draw.choice(((), GROUPS)),
     )
-    by_events, by_arrays = HostEngine(config), CompiledEngine(config)
+    by_events, by_arrays = CompiledEngine(config), CompiledEngine(config)
     waiting = draw_requests(draw, 60)
-    while waiting or by_events.table.slot_of:
+    while waiting or by_events.requests.slot_of:
         for request in waiting[: draw.randint(0, 4)]:
             assert isinstance(by_events.apply(Submit(request)), Ack)
             assert isinstance(by_arrays.apply(Submit(request)), Ack)
@@ -111,8 +110,9 @@ def test_arrays_say_what_events_say(seed: int) -> None:
         assert by_arrays.snapshot() == by_events.snapshot()
 
 
-def commit_both(draw: random.Random, by_events: HostEngine, by_arrays: CompiledEngine) -> None:
-    frame_id, frame = next(iter(by_events.frames.items()))
+def commit_both(draw: random.Random, by_events: CompiledEngine, by_arrays: CompiledEngine) -> None:
+    frame_id, kept = next(iter(by_events.frames.items()))
+    frame = kept.build_rows()
     answer = [(name, draw_tokens(draw, drafts)) for name, drafts in frame.items()]
     flat = np.array([token for _, tokens in answer for token in tokens], np.int32)
     counts = np.array([len(tokens) for _, tokens in answer], np.int32)

@@ -8,7 +8,6 @@ import pytest
 
 from blockstep.conformance.engine import ALL_CAPABILITIES
 from blockstep.impl.compiled import CompiledEngine
-from blockstep.impl.host import HostEngine
 from blockstep.impl.plain import PlainEngine
 from blockstep.spec.vocabulary import (
     Ack,
@@ -29,19 +28,12 @@ from blockstep.spec.vocabulary import (
 
 def test_a_bad_config_is_refused_with_every_reason() -> None:
     with pytest.raises(ConfigError) as caught:
-        HostEngine(Config(num_blocks=1, block_size=0))
+        CompiledEngine(Config(num_blocks=1, block_size=0))
     assert [problem.field for problem in caught.value.problems] == ["num_blocks", "block_size"]
 
 
-def test_an_unknown_digest_is_refused() -> None:
-    with pytest.raises(ValueError, match="digest = 'md5'"):
-        HostEngine(Config(num_blocks=2), digest="md5")
-
-
-def test_host_and_compiled_can_do_everything_that_conformance_asks_for() -> None:
-    config = Config(num_blocks=2)
-    assert HostEngine(config).capabilities() == ALL_CAPABILITIES
-    assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES
+def test_it_can_do_everything_that_conformance_asks_for() -> None:
+    assert CompiledEngine(Config(num_blocks=2)).capabilities() == ALL_CAPABILITIES
 
 
 @pytest.mark.parametrize(

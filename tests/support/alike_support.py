@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from typing import Protocol
 
-from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 
 
 class Taking(Protocol):
-    """Any of our engines."""
+    """Any of our engines, or the specification."""
 
     def apply(self, event: v.Event) -> v.Observation:
         """Take an event and return the answer."""
@@ -21,21 +20,31 @@ class Taking(Protocol):
         ...
 
 
-def apply_alike(engine: Taking, other: HostEngine, event: v.Event) -> v.Observation:
+def apply_alike(engine: Taking, other: Taking, event: v.Event) -> v.Observation:
     """Give an event to both engines and return their answer."""
     answer = engine.apply(event)
     assert answer == other.apply(event)
     return answer
 
 
-def step_alike(engine: Taking, other: HostEngine, draw: random.Random) -> None:
+def step_alike(engine: Taking, other: Taking, draw: random.Random) -> None:
     """Let both engines plan a step, and answer it with one token for each row that samples."""
     plan = apply_alike(engine, other, v.Schedule())
     assert isinstance(plan, v.Plan)
-    rows = [
-        v.RowTokens(name, () if drafts is None else (draw.randrange(5),))
-        for name, drafts in other.frames.get(plan.frame_id, {}).items()
-    ]
+    rows = draw_rows(plan, engine.snapshot(), draw)
     if rows:
-        apply_alike(engine, other, v.Commit(plan.frame_id, tuple(rows)))
+        apply_alike(engine, other, v.Commit(plan.frame_id, rows))
     assert engine.snapshot() == other.snapshot()
+
+
+def draw_rows(
+    plan: v.Plan, state: v.Snapshot | None, draw: random.Random
+) -> tuple[v.RowTokens, ...]:
+    """Return an answer to the newest plan, in the state behind it: one token for each row that
+    samples."""
+    assert state is not None
+    prefills = {request.request_id for request in state.requests if request.is_prefill_chunk}
+    return tuple(
+        v.RowTokens(row.request_id, () if row.request_id in prefills else (draw.randrange(5),))
+        for row in plan.rows
+    )

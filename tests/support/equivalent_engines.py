@@ -248,7 +248,7 @@ class Twice:
         return v.Outputs(tuple(rows))
 
 
-def held_to(base: type[HostEngine], traits: EngineTraits, *defects: type) -> Any:
+def held_to(base: type[Any], traits: EngineTraits, *defects: type) -> Any:
     """An engine with these defects and traits."""
     return type(base.__name__, (*defects, base), {"traits": traits})
 

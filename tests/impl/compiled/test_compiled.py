@@ -22,8 +22,8 @@ from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
 from blockstep.impl.compiled import IS_COMPILED, CompiledEngine
 from blockstep.impl.compiled import state as state_of_engine
 from blockstep.impl.compiled.state import FREE_SEAT, NEXT_SEAT, NONE, NUM_FREE_NODES
-from blockstep.impl.host import HostEngine
 from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
+from blockstep.spec import Oracle
 from blockstep.spec.features.identity import get_item_keys
 from blockstep.spec.vocabulary import (
     Abort,
@@ -114,16 +114,16 @@ def test_it_grows_as_it_must_and_leaks_nothing(
     config = Config(
         num_blocks=40, block_size=3, max_num_seqs=30, max_num_batched_tokens=50, **fields
     )
-    engine, other = CompiledEngine(config), HostEngine(config)
+    engine, other = CompiledEngine(config), Oracle(config)
     first = engine.requests.state
     for number in range(150):
         assert apply_alike(engine, other, Submit(draw_request(draw, number))) == Ack()
         if number % 5 == 0:
             step_alike(engine, other, draw)
-    while other.table.slot_of:
+    while engine.requests.slot_of:
         step_alike(engine, other, draw)
         if draw.random() < 0.1:
-            gone = draw.choice([*other.table.slot_of, "nobody"])
+            gone = draw.choice([*engine.requests.slot_of, "nobody"])
             apply_alike(engine, other, Abort((gone,)))
     state = engine.requests.state
     assert len(state.requests) > len(first.requests)
@@ -232,7 +232,7 @@ def test_what_a_frame_keeps_cannot_be_written_to() -> None:
 
 def test_events_of_commits_in_arrays_are_kept_until_they_are_taken() -> None:
     config = Config(num_blocks=20, block_size=2, max_model_len=20, enable_kv_cache_events=True)
-    engine, other = CompiledEngine(config), HostEngine(config)
+    engine, other = CompiledEngine(config), Oracle(config)
     expected: list[KVEvent] = []
     for it in (engine, other):
         it.apply(Submit(Request("a", (1, 2, 3), max_tokens=6)))
@@ -306,11 +306,11 @@ def test_extras_are_those_of_the_specification() -> None:
 def test_branches_of_one_block_have_a_batch_row_each() -> None:
     """More requests hold blocks than there are blocks, where branches share one."""
     config = Config(num_blocks=3, block_size=8, max_model_len=8, max_num_seqs=1, enable_forks=True)
-    engine, other, draw = CompiledEngine(config), HostEngine(config), random.Random(0)
+    engine, other, draw = CompiledEngine(config), Oracle(config), random.Random(0)
     apply_alike(engine, other, Submit(Request("a", (1, 2, 3), max_tokens=4)))
     step_alike(engine, other, draw)
     for name in "bcd":
         assert apply_alike(engine, other, Fork("a", name, (5,))) == Ack()
         assert engine.snapshot() == other.snapshot()
-    while other.table.slot_of:
+    while engine.requests.slot_of:
         step_alike(engine, other, draw)

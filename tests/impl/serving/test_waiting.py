@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from blockstep.impl.host import HostEngine
+from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.serving.meter import Meter
 from blockstep.impl.serving.waiting import count_waiting, explain_waiting
 from blockstep.spec.vocabulary import (
@@ -53,7 +53,7 @@ class Told:
 
     def __init__(self, config: Config = CONFIG) -> None:
         self.config = config
-        self.engine = HostEngine(config)
+        self.engine = CompiledEngine(config)
         self.requests: dict[RequestId, Request] = {}
         self.plans: list[Plan] = []
 
@@ -71,7 +71,7 @@ class Told:
 
     def commit(self, token: int = 7) -> None:
         plan = self.plans.pop(0)
-        drafts = self.engine.frames[plan.frame_id]
+        drafts = self.engine.frames[plan.frame_id].build_rows()
         rows = [RowTokens(n, () if d is None else (token,)) for n, d in drafts.items()]
         self.engine.apply(Commit(plan.frame_id, tuple(rows)))
 
@@ -425,7 +425,7 @@ class Storm:
         """The oldest plan is answered."""
         told, token = self.told, self.draw.choice((1, 2))
         oldest = told.plans.pop(0)
-        drafts = told.engine.frames[oldest.frame_id]
+        drafts = told.engine.frames[oldest.frame_id].build_rows()
         rows = [RowTokens(n, () if d is None else (token,)) for n, d in drafts.items()]
         self.apply(Commit(oldest.frame_id, tuple(rows)))
 
@@ -449,7 +449,7 @@ class Storm:
 
     def check_requests(self) -> None:
         """The meter knows what each session has become."""
-        table = self.told.engine.table
+        table = self.told.engine.requests
         for name, request in self.told.requests.items():
             assert request == table.requests[table.slot_of[name]]
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from blockstep.impl.host import HostEngine
+from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.serving.journal import Journal
 from blockstep.impl.serving.mirror import Mirror
 from blockstep.impl.serving.wire import (
@@ -258,7 +258,7 @@ def run_engine(
         max_num_batched_tokens=6,
         groups=groups,
     )
-    engine = HostEngine(replace(config, enable_kv_cache_events=True))
+    engine = CompiledEngine(replace(config, enable_kv_cache_events=True))
     told: list[tuple[bytes, dict[BlockHash, int]]] = []
 
     def apply(event: Event) -> object:
@@ -279,7 +279,7 @@ def run_engine(
         plan = apply(Schedule())
         assert isinstance(plan, Plan)
         if plan.rows:
-            samples = engine.frames[plan.frame_id]
+            samples = engine.frames[plan.frame_id].build_rows()
             rows = [
                 RowTokens(name, () if drafts is None else (draw.choice((1, 2)),))
                 for name, drafts in samples.items()

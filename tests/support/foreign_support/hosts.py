@@ -6,24 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from blockstep.conformance.engine import EngineTraits, Renamed, Safety, SamePlans
+from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.host import HostEngine
 from blockstep.impl.host.step import Step
 from blockstep.spec import vocabulary as v
 
 
-class AtSafety(HostEngine):
+class AtSafety(CompiledEngine):
     """Judged by properties alone."""
 
     traits = EngineTraits(equivalence=Safety())
 
 
-class AtRenamed(HostEngine):
+class AtRenamed(CompiledEngine):
     """Compared up to the ids of blocks."""
 
     traits = EngineTraits(equivalence=Renamed())
 
 
-class AtPlan(HostEngine):
+class AtPlan(CompiledEngine):
     """Compared by its plans."""
 
     traits = EngineTraits(equivalence=SamePlans(shows_blocks=True))
@@ -65,7 +66,7 @@ class DropsAndDoesNotSaySo(DropsInFlight):
     traits = EngineTraits(equivalence=Safety())
 
 
-class SaysSoAndDoesNotDrop(HostEngine):
+class SaysSoAndDoesNotDrop(CompiledEngine):
     """It delivers the tokens of preempted requests, and its traits say that it drops them."""
 
     traits = DropsInFlight.traits

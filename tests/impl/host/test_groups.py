@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from groups_support import ALL, full, recurrent
-from tests.impl.test_soak import draw_config, draw_event
+from tests.impl.host.test_soak import draw_config, draw_event
 
 from blockstep.impl.host import CRC32, HostEngine
 from blockstep.impl.host.groups import GroupMemory

@@ -9,7 +9,13 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import pytest
-from tests.impl.test_soak import NAMES, draw_config, draw_event, draw_groups_config, draw_request
+from tests.impl.host.test_soak import (
+    NAMES,
+    draw_config,
+    draw_event,
+    draw_groups_config,
+    draw_request,
+)
 
 from blockstep.impl.host import CRC32, SHA256, HostEngine
 from blockstep.spec import Oracle

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from blockstep.impl.digests import SHA256, Digest
+from blockstep.impl.host import HostEngine
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.telling import EventLog
-from blockstep.spec.vocabulary import BlockKey, BlockStored, MultiModalItem, Request
+from blockstep.spec.vocabulary import BlockKey, BlockStored, Config, MultiModalItem, Request
 
 
 def lineage_of(request: Request, block_size: int = 2, digest: Digest = SHA256) -> Lineage:
@@ -109,3 +110,8 @@ def test_blocks_on_both_sides_of_one_left_out_are_two_events() -> None:
         BlockStored((first,), None, (1, 2), 2),
         BlockStored((third, BlockKey(third, (7, 8))), second, (5, 6, 7, 8), 2),
     )
+
+
+def test_an_unknown_digest_is_refused() -> None:
+    with pytest.raises(ValueError, match="digest = 'md5'"):
+        HostEngine(Config(num_blocks=2), digest="md5")

@@ -1,0 +1,59 @@
+"""Sessions beside others: programs that went wrong once, against the specification."""
+
+from __future__ import annotations
+
+from blockstep.impl.compiled import CompiledEngine
+from blockstep.spec import Oracle
+from blockstep.spec.vocabulary import (
+    Commit,
+    Config,
+    Event,
+    GroupKind,
+    KVGroup,
+    Request,
+    RowTokens,
+    Schedule,
+    StreamingUpdate,
+    Submit,
+)
+
+
+def chunk(name: str, *tokens: int) -> Request:
+    return Request(name, tokens, max_tokens=1, resumable=True)
+
+
+def play(config: Config, *events: Event) -> None:
+    engine, oracle = CompiledEngine(config), Oracle(config)
+    for event in events:
+        assert engine.apply(event) == oracle.apply(event)
+        assert engine.snapshot() == oracle.snapshot()
+
+
+def test_a_request_takes_no_more_from_sessions_than_its_window_lacks() -> None:
+    groups = (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=3),)
+    config = Config(num_blocks=6, block_size=2, max_num_batched_tokens=4, groups=groups)
+    play(
+        config,
+        Submit(chunk("B", 1, 2)),
+        *(Schedule(), Commit(0, (RowTokens("B", (9,)),))),
+        Submit(chunk("A", *range(11, 19))),
+        *(Schedule(), Commit(1, (RowTokens("A"),))),
+        *(Schedule(), Commit(2, (RowTokens("A", (9,)),))),
+        Submit(chunk("C", 3, 4)),
+        *(Schedule(), Commit(3, (RowTokens("C", (9,)),))),
+        StreamingUpdate(chunk("A", 5)),
+        Schedule(),
+    )
+
+
+def test_blocks_of_resting_sessions_are_no_common_prefix() -> None:
+    config = Config(num_blocks=20, block_size=2, max_model_len=16)
+    play(
+        config,
+        Submit(chunk("A", 1, 2)),
+        Schedule(),
+        Commit(0, (RowTokens("A", (9,)),)),
+        Submit(Request("B", (1, 2, 3), max_tokens=4)),
+        Submit(Request("C", (4, 5, 6), max_tokens=4)),
+        Schedule(),
+    )
