@@ -458,9 +458,7 @@ class CompiledEngine(Doors[Frame]):
                 self.encodings.drop_running()
             for slot in s.lines[: s.scalars[c.NUM_RUNNING], c.RUNNING][::-1].tolist():
                 preempt_one(s, slot)
-            may_give = bool(self.sessions.updates) or self.forks is not None
-            may_give = may_give or self.transfers is not None
-            while may_give and (giver := find_giver(s, c.NONE)) != c.NONE:
+            while (giver := find_giver(s, c.NONE)) != c.NONE:
                 take_back(s, giver)
             self.previous_names = _NO_NAMES
         elif s.scalars[c.NUM_FREE] < self.config.num_usable_blocks and not (
@@ -468,7 +466,7 @@ class CompiledEngine(Doors[Frame]):
         ):
             return False
         if self.turns is not None:
-            self.turns.end_all()
+            self.turns.end_pins([*self.turns.pins.pins])
         withdraw_all(s)
         return True
 

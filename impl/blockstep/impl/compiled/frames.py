@@ -92,14 +92,11 @@ class Frame:
 
     def describe(self, code: int, detail: int, token_ids: Int32s) -> str:
         """Return what is wrong with a model output in arrays, and the rule."""
-        if code == NEGATIVE_TOKEN:
-            return "token ids must not be negative"
-        if code == WRONG_NUMBER:
-            return f"must have {detail} tokens, not {len(token_ids)}"
-        if code == WRONG_COUNTS:
-            rows = len(self.names)
-            return f"must have {rows} counts, which add up to the number of tokens"
-        if code == WRONG_ROW:
-            rule = "a row that samples has one token, and one per accepted draft"
-            return f"row {detail}: {rule}; any other has none"
-        return f"row {detail} accepts tokens that are not a prefix of its drafts"
+        rows, rule = len(self.names), "a row that samples has one token, and one per accepted draft"
+        texts = {
+            NEGATIVE_TOKEN: "token ids must not be negative",
+            WRONG_NUMBER: f"must have {detail} tokens, not {len(token_ids)}",
+            WRONG_COUNTS: f"must have {rows} counts, which add up to the number of tokens",
+            WRONG_ROW: f"row {detail}: {rule}; any other has none",
+        }
+        return texts.get(code, f"row {detail} accepts tokens that are not a prefix of its drafts")

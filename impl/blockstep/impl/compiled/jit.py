@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from blockstep.impl.compiled.state import make_state
 from blockstep.spec.vocabulary import Config
@@ -67,19 +67,50 @@ def making_arrays(function: F) -> F:
     return _compile(function, **_INNER)
 
 
-def entry(*kinds: str) -> Callable[[F], F]:
-    """Mark a function that Python calls; it may make arrays.
+class Entry:
+    """A function that Python and compiled functions call: these inline it, and count no references.
+
+    Python calls a second function, which has a wrapper and does nothing else.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.inner = compiled(function)
+        code = function.__code__
+        names = ", ".join(code.co_varnames[: code.co_argcount])
+        source = f"def {code.co_name}({names}): return inner({names})"
+        made: dict[str, Any] = {"inner": self.inner, "__name__": function.__module__}
+        exec(compile(source, code.co_filename, "exec"), made)  # noqa: S102 - no text of others
+        self.outer = _compile(made[code.co_name], cache=True, no_cfunc_wrapper=True)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call it from Python."""
+        return self.outer(*arguments)
+
+    @property
+    def _numba_type_(self) -> Any:
+        return numba.types.Dispatcher(self.inner)
+
+
+def entry(*kinds: str, makes_arrays: bool = False) -> Callable[[F], F]:
+    """Mark a function that Python calls; compiled functions may call it, too.
 
     Args:
         kinds: kinds of the arguments: "state", "int", "bool", or an element type and a number of
             dimensions as in "int32 1", for a contiguous array that is only read; "out int32 1" for
             one that is written.
+        makes_arrays: whether it makes arrays; then it is not inlined.
     """
 
     def decorate(function: F) -> F:
-        made = _compile(function, cache=True, no_cfunc_wrapper=True)
-        _ENTRIES.append((made, kinds))
-        return made
+        if not IS_COMPILED:
+            return function
+        if makes_arrays:
+            made: Any = _compile(function, cache=True, no_cfunc_wrapper=True)
+            _ENTRIES.append((made, kinds))
+            return cast("F", made)
+        both = Entry(function)
+        _ENTRIES.append((both.outer, kinds))
+        return cast("F", both)
 
     return decorate
 

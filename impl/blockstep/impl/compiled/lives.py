@@ -59,7 +59,7 @@ def append_token(s: State, slot: int, token: int) -> None:
         s.node_tables[s.requests[slot, c.SEAT], index] = node
 
 
-@entry("state", "int")
+@entry("state", "int", makes_arrays=True)
 def get_tokens(s: State, slot: int) -> Int32s:
     """Return all known tokens of a request."""
     size, known = s.scalars[c.BLOCK_SIZE], s.requests[slot, c.NUM_KNOWN]

@@ -251,7 +251,7 @@ def admit_rows(s: State, oldest_id: int) -> int:
         slot = select_head(s)
         if slot == c.NONE:
             break
-        if _is_passed_over(s, slot, oldest_id):
+        if is_passed_over(s, slot, oldest_id):
             pass_over(s, slot)
             continue
         if s.requests[slot, c.STATUS] == c.HAS_LOADED and s.requests[slot, c.NUM_COMPUTED] == 0:
@@ -259,7 +259,7 @@ def admit_rows(s: State, oldest_id: int) -> int:
             return slot
         found = REFUSED
         while found == REFUSED:
-            found = _try_admit(s, slot, c.NONE)
+            found = try_admit(s, slot, c.NONE)
             if found == REFUSED and not may_try_again(s, slot):
                 if s.scalars[c.STOPPED] == c.GOES_ON and s.scalars[c.NUM_RECEIVED] > 0:
                     s.scalars[c.STOPPED] = c.IS_REFUSED
@@ -275,11 +275,6 @@ def admit_rows(s: State, oldest_id: int) -> int:
 @entry("state", "int", "int")
 def is_passed_over(s: State, slot: int, oldest_id: int) -> bool:
     """Whether a request cannot be admitted now, and the next one is tried."""
-    return _is_passed_over(s, slot, oldest_id)
-
-
-@compiled
-def _is_passed_over(s: State, slot: int, oldest_id: int) -> bool:
     # While a frame in flight samples for it, the position after its known tokens would be sampled
     # twice if it was admitted again (ours, P13; upstream #48245).
     if not _is_ready(s, slot) or s.requests[slot, c.LAST_SAMPLE] >= oldest_id:
@@ -337,13 +332,6 @@ def _has_lora_slot(s: State, slot: int) -> bool:
 
 @entry("state", "int", "int")
 def try_admit(s: State, slot: int, given: int) -> int:
-    """See `_try_admit`; machine code that called this, not inlined, would take half as long again
-    for an admission."""
-    return _try_admit(s, slot, given)
-
-
-@compiled
-def _try_admit(s: State, slot: int, given: int) -> int:
     """Admit the request, or change nothing and return why not (P7).
 
     A request with blocks continues after its computed tokens; any other one after its hits and what
@@ -511,7 +499,7 @@ def _close_gaps(s: State) -> None:
     s.scalars[c.NUM_ROWS] = kept
 
 
-@entry("state", "int", "int", "int")
+@entry("state", "int", "int", "int", makes_arrays=True)
 def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanArrays:
     """Write the plan's differences (P26), and count scheduled tokens as computed."""
     return_passed(s)
@@ -631,7 +619,7 @@ def _drop_unused_placeholders(s: State, frame_id: int) -> None:
             s.requests[slot, c.NUM_DRAFTS] = 0
 
 
-@entry("state", "int", "int", "int", "int", "bool")
+@entry("state", "int", "int", "int", "int", "bool", makes_arrays=True)
 def plan_step(
     s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
 ) -> PlanArrays:

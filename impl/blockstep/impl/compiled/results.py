@@ -34,7 +34,10 @@ row that delivers; the tokens; the number of rows that deliver, of tokens, and o
 NONE."""
 
 
-@entry("state", "int64 2", "int32 2", "int32 1", "int32 1", "int32 1", "bool")
+@entry(
+    *("state", "int64 2", "int32 2", "int32 1", "int32 1", "int32 1", "bool"),
+    makes_arrays=True,
+)
 def commit_step(
     s: State,
     who: Int64s,

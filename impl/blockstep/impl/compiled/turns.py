@@ -74,10 +74,6 @@ class Turns:
                 free_list(self.requests.state, np.array(table, np.int32))
         self.requests.state.scalars[c.NUM_PINS] = len(self.pins.pins)
 
-    def end_all(self) -> None:
-        """End all pins, in their order."""
-        self.end_pins([*self.pins.pins])
-
     def give(self, needy: int) -> None:
         """End the pin that is the first to give its blocks to a request that lacks some."""
         giver = self.pins.find_giver(self.requests.requests[needy].job_id)
