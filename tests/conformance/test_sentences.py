@@ -78,6 +78,7 @@ from blockstep.conformance.lockstep.safety import SafetyRun
 from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import Difference, Finding
 from blockstep.conformance.report.sentences import SENTENCES as OUTSIDE
+from blockstep.impl.host import HostEngine
 from blockstep.impl.host.lineage import Lineage
 from blockstep.spec.vocabulary import (
     Abort,
@@ -108,6 +109,13 @@ from blockstep.spec.vocabulary import (
     Status,
     Submit,
 )
+
+
+@pytest.fixture(autouse=True)
+def _plants_are_for_the_old_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They replace its methods and change its tables."""
+    monkeypatch.setattr(Play, "default", HostEngine)
+
 
 SENTENCES = {each.sentence: each for entry in PROPERTIES for each in entry.checks}
 

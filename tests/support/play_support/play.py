@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.judge.checks import check_step
@@ -13,7 +13,7 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.tokens import token_function
-from blockstep.impl.host import HostEngine
+from blockstep.impl.compiled import CompiledEngine
 from blockstep.spec.vocabulary import (
     BlockKey,
     Commit,
@@ -36,10 +36,13 @@ CONFIG = Config(
 class Play:
     """A clean engine, what is known of it, and its last step."""
 
-    def __init__(self, config: Config = CONFIG, make_engine: EngineFactory = HostEngine) -> None:
+    default: ClassVar[EngineFactory] = CompiledEngine
+    """The engine of plays that name none."""
+
+    def __init__(self, config: Config = CONFIG, make_engine: EngineFactory | None = None) -> None:
         self.config = config
-        self.make_engine = make_engine
-        self.engine: Any = make_engine(config)
+        self.make_engine = make_engine or type(self).default
+        self.engine: Any = self.make_engine(config)
         self.ledger = Ledger(config)
         self.worker = Worker(config, token_function(1, 50))
         self.before = self._snapshot()
