@@ -129,7 +129,7 @@ def test_an_engine_that_decides_otherwise_is_timed_by_itself(engine: str) -> Non
     assert split(["host", engine, "spec"]) == [("host", "spec"), (engine,)]
     entry = run("storm", (engine,), 4)
     assert (entry.equivalence, entry.num_steps) == ("safety", 8)
-    assert [found.engine for found in entry.readings] == [engine]
+    assert {found.engine for found in entry.readings} == {engine}
     drafts = SCENARIOS["drafts"].get_config(4)
     assert find_obstacle(engine, drafts) == ("drafts" if engine in TOYS else None)
 
@@ -335,4 +335,4 @@ def test_command_plays_a_trace(tmp_path: Path) -> None:
         app, ["bench", "scheduler", "--engine", "host", "--engine", "spec", "--trace", str(trace)]
     )
     assert result.exit_code == ExitCode.CONFORMS, result.output
-    assert "total host protocol" in result.output
+    assert "total host arrays" in result.output

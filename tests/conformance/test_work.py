@@ -215,8 +215,8 @@ class Silent(CompiledEngine):
 class Sleepy(CompiledEngine):
     """It says that no work is left, always."""
 
-    def has_work(self) -> bool:
-        return False
+    def snapshot(self) -> v.Snapshot:
+        return replace(super().snapshot(), has_work=False)
 
 
 PROGRAM = Program(CONFIG, (v.Submit(A), v.Schedule(), Answer(), v.Schedule()))
