@@ -56,7 +56,7 @@ UNSEEN = [name for name, entry in EXHIBITS.items() if HIDDEN.tell_invisible(entr
 
 def get_planted(entry: Exhibit) -> tuple[type[Any], dict[str, FunctionType]]:
     """The clean class that an exhibit changes, and the methods that it puts before those."""
-    clean: Any = load_engine("host")
+    clean: Any = load_engine("blockstep.impl.host:HostEngine")
     base = getattr(clean, entry.part) if entry.part else clean
     ours = [each for each in reversed(entry.defect.__mro__) if issubclass(each, Defect)]
     found = [(n, m) for each in ours for n, m in vars(each).items() if inspect.isfunction(m)]
