@@ -57,10 +57,13 @@ def test_what_requests_bring_is_brought_in_every_arm(feature: str, event: str) -
 class ForgetsChunks(load_engine("host")):  # type: ignore[misc]
     """With prefix caching a session goes on as if it had said nothing yet."""
 
-    def _go_on(self, slot: int, update: v.Request) -> None:
-        if self.config.enable_prefix_caching:
-            update = replace(update, prompt_token_ids=update.prompt_token_ids[:1])
-        super()._go_on(slot, update)
+    def apply(self, event: v.Event) -> v.Observation:
+        has_cache = self.config.enable_prefix_caching
+        if isinstance(event, v.StreamingUpdate) and has_cache and not event.request.items:
+            short = event.request.prompt_token_ids[:1]
+            event = replace(event, request=replace(event.request, prompt_token_ids=short))
+        answer: v.Observation = super().apply(event)
+        return answer
 
 
 def test_a_session_that_goes_on_otherwise_makes_two_arms_differ() -> None:
