@@ -33,7 +33,7 @@ from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.capabilities import HOST
 
 CHECKOUT = os.environ.get("BLOCKSTEP_NANO_VLLM")
-ENGINES = ("host", "compiled", "nano_vllm", "toy")
+ENGINES = ("host", "nano_vllm", "toy")
 PRESETS = {"tiny": 5, "small": 4, "real": 1}
 """What part of the events each has: an episode of `real` is as long as ten others."""
 SEEDS = (1, 2, 3)
