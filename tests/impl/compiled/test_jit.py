@@ -1,0 +1,62 @@
+"""The first engine compiles, and says how far it is where that takes long; imports do not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from blockstep.impl.compiled import jit
+
+pytestmark = pytest.mark.skipif(not jit.IS_COMPILED, reason="there is nothing to compile")
+START = "from blockstep.impl.compiled import CompiledEngine"
+MAKE = "from blockstep.spec.vocabulary import Config\nCompiledEngine(Config(num_blocks=2))"
+
+
+class Named:
+    """A function that is compiled at once."""
+
+    def compile(self, _types: object) -> None:
+        """Do nothing."""
+
+    def disable_compile(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 2])
+def test_progress_is_shown_unless_all_is_kept(
+    num_kept: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for number in range(num_kept):
+        (tmp_path / f"{number}.nbi").touch()
+    monkeypatch.setattr(jit, "_find_cache", lambda: tmp_path)
+    monkeypatch.setattr(jit, "_ENTRIES", [(Named(), ("int",)), (Named(), ("bool",))])
+    monkeypatch.setattr(jit, "SECONDS_BETWEEN_LINES", -1.0)
+    jit.compile_entries.__wrapped__()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (0 if num_kept == 2 else 3)
+    assert [line for line in lines if "2 of 2 functions compiled" in line] == lines[2:]
+
+
+def run(code: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Run code with its own folder of machine code."""
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+
+
+def test_an_import_compiles_nothing(tmp_path: Path) -> None:
+    assert run(START, tmp_path).stderr == ""
+    assert not [*tmp_path.rglob("*.nbi")]
+
+
+@pytest.mark.soak
+def test_the_first_engine_compiles_once(tmp_path: Path) -> None:
+    assert "functions compiled" in run(f"{START}\n{MAKE}", tmp_path).stderr
+    assert run(f"{START}\n{MAKE}", tmp_path).stderr == ""
