@@ -44,7 +44,7 @@ def play(manager: str, number: int, num_events: int, seed: int) -> None:
 @pytest.mark.parametrize("manager", MANAGERS)
 def test_each_manager_decides_alike_with_and_without_machine_code(manager: str) -> None:
     for number in range(len(MANAGERS[manager])):
-        play(manager, number, 120, seed=number)
+        play(manager, number, 80, seed=number)
 
 
 def test_an_array_that_differs_is_noticed() -> None:
