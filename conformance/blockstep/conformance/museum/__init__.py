@@ -41,6 +41,7 @@ from blockstep.conformance.museum import (
     transfers,
 )
 from blockstep.conformance.museum.exhibit import Engine, Exhibit, collect
+from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.conformance.protocol.feature import without_states
 from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.conformance.protocol.registry import load_engine
@@ -104,6 +105,9 @@ def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
     before: tuple[type[Any], ...] = (type("Plain", (_Plain,), {"left_out": left_out}),)
     if chosen.takes_groups and not chosen.takes_states:
         traits = replace(traits, fit_config=_leave_states_out)
+    if not isinstance(chosen.defect, type):
+        wrong = {"change": staticmethod(chosen.defect), "traits": traits}
+        return type("PlantedEngine", (*before, ChangedSpec), wrong)
     if chosen.part:
         part = type("PlantedPart", (chosen.defect, getattr(clean, chosen.part)), {})
         return type("PlantedEngine", (*before, clean), {chosen.part: part, "traits": traits})

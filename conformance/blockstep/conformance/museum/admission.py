@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
-from blockstep.conformance.museum.exhibit import Defect, Page
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.admission import (
+    get_slots_at_admission,
+    get_waiting_share,
+    process_admission,
+    process_entrance,
+    process_waiting_phase,
+)
+from blockstep.spec.core.block_pool import (
+    Pool,
+    allocate_blocks,
+    count_free,
+    get_num_free_blocks,
+    touch_blocks,
+)
+from blockstep.spec.core.endings import get_ended
+from blockstep.spec.core.parts import Note, Part
+from blockstep.spec.core.plans import get_frame_rows, get_plan
+from blockstep.spec.core.preemption import process_preemption
+from blockstep.spec.core.prefix_cache import compute_max_hit_blocks, find_hit, find_published
+from blockstep.spec.core.requests import FrameRow, Hit, Holding, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.schedule import process_running_phase
+from blockstep.spec.core.slots import count_taken
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step, Verdict
+from blockstep.spec.features.groups.kinds import compute_max_row
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.vocabulary import Config, Plan, RequestId, Status
 
 PAGE = Page()
-
-
-def _unlimited_hits(self: Any, slot: int) -> list[int]:
-    """Return all cached blocks of the prompt, even if they leave no token to compute."""
-    if not self._asks_cache(slot):
-        return []
-    limit = self.table.num_known[slot] // self.block_size
-    hits: list[int] = self.prefix.hits(self.table.lineages[slot], limit)
-    if self.config.drops_last_hit_block and hits:
-        hits.pop()
-    return hits
+Granted = tuple[Pool, RequestState] | Verdict
 
 
 @PAGE.exhibit(
@@ -26,10 +44,11 @@ def _unlimited_hits(self: Any, slot: int) -> list[int]:
     "#30320, #11186; nano-vllm #117, #144",
     "P5 P10 P15",
 )
-class FullHit(Defect):
+def full_hit(rules: Rules, _config: Config) -> Rules:
     """No token runs, so there are no logits to sample from."""
-
-    _find_hits = _unlimited_hits
+    return rules.replacing(
+        compute_max_hit_blocks, lambda num_known, block_size: num_known // block_size
+    )
 
 
 @PAGE.exhibit(
@@ -37,15 +56,9 @@ class FullHit(Defect):
     "#11562; TensorRT-LLM #11731",
     "P8 P1 P2",
 )
-class HitCountsAsFree(Defect):
+def hit_counts_as_free(rules: Rules, _config: Config) -> Rules:
     """The check treats hit blocks as held, so the admission needs more blocks than are free."""
-
-    def _try_admit(self, slot: int, queue: Any, step: Any) -> Any:
-        self.pool.is_free = lambda _block: False
-        try:
-            return super()._try_admit(slot, queue, step)
-        finally:
-            del self.pool.is_free
+    return rules.replacing(count_free, lambda _pool, _block_ids: 0)
 
 
 @PAGE.exhibit(
@@ -53,15 +66,19 @@ class HitCountsAsFree(Defect):
     "#11565; SGLang #16067",
     "P1 P7",
 )
-class TouchBeforeCheck(Defect):
+def touch_before_check(rules: Rules, _config: Config) -> Rules:
     """Each failed admission leaks a reference to every block of the request's prefix hit."""
 
-    def _try_admit(self, slot: int, queue: Any, step: Any) -> bool:
-        hits = self._find_hits(slot)
-        admitted: bool = super()._try_admit(slot, queue, step)
-        if not admitted:
-            self.pool.touch(hits)
-        return admitted
+    def get_slots(step: Step, request: RequestState, num_new: int, hit: Hit) -> Granted:
+        granted = rules[get_slots_at_admission](step, request, num_new, hit)
+        if isinstance(granted, Verdict):
+            step.pool = touch_blocks(step.pool, sum(hit.block_tables, ()))
+        return granted
+
+    return rules.replacing(get_slots_at_admission, get_slots)
+
+
+_HIDDEN = Note[tuple[RequestId, ...]]("hidden", ())
 
 
 @PAGE.exhibit(
@@ -70,17 +87,30 @@ class TouchBeforeCheck(Defect):
     "P16 P15",
     invisible="policy: which request is admitted when",
 )
-class AdmissionAfterPreemption(Defect):
+def admission_after_preemption(rules: Rules, _config: Config) -> Rules:
     """The admission takes the blocks that a preemption freed, and the next step preempts again."""
 
-    def _schedule_running(self, step: Any) -> None:
-        super()._schedule_running(step)
-        self._hidden = step.preempted_req_ids[:]
-        step.preempted_req_ids.clear()
+    def run(step: Step) -> None:
+        rules[process_running_phase](step)
+        _HIDDEN.set(step, tuple(step.preempted))
+        step.preempted.clear()
 
-    def _issue_plan(self, step: Any) -> Any:
-        step.preempted_req_ids.extend(self._hidden)
-        return super()._issue_plan(step)
+    def get_rows(step: Step) -> tuple[FrameRow, ...]:
+        step.preempted += _HIDDEN.of(step)
+        return rules[get_frame_rows](step)
+
+    def make_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
+        plan = rules[get_plan](step, frame_rows)
+        rows = [
+            replace(row, all_token_ids=step.requests[row.request_id].all_token_ids)
+            if row.resumed
+            else row
+            for row in plan.cached
+        ]
+        return replace(plan, cached=tuple(rows))  # they may be those of the last plan
+
+    changed = rules.replacing(process_running_phase, run)
+    return changed.replacing(get_frame_rows, get_rows).replacing(get_plan, make_plan)
 
 
 @PAGE.exhibit(
@@ -89,21 +119,14 @@ class AdmissionAfterPreemption(Defect):
     "P5 P2 P10 P16",
     wrong_fix_of="full-hit",
 )
-class HitCutInsideABlock(Defect):
+def hit_cut_inside_a_block(rules: Rules, _config: Config) -> Rules:
     """A shared block is held whole but counted in part, so its last slot is written again."""
 
-    _find_hits = _unlimited_hits
+    def find(config: Config, pool: Pool, request: RequestState) -> Hit:
+        hit = rules[find_hit](config, pool, request)
+        return replace(hit, num_tokens=min(hit.num_tokens, request.num_known_tokens - 1))
 
-    def _tokens_to_admit(self, slot: int, num_hit: int, budget: int) -> Any:
-        self._cut = max(num_hit - self.table.num_known[slot] + 1, 0)
-        return super()._tokens_to_admit(slot, num_hit - self._cut, budget)
-
-    def _blocks_to_admit(self, num_tokens: int, num_hits: int) -> Any:
-        return super()._blocks_to_admit(num_tokens - self._cut, num_hits)
-
-    def _admit(self, slot: int, hits: Any, needed: int, scheduled: int, step: Any) -> None:
-        super()._admit(slot, hits, needed, scheduled, step)
-        self.table.num_computed[slot] -= self._cut
+    return full_hit(rules, _config).replacing(find_hit, find)
 
 
 @PAGE.exhibit(
@@ -113,12 +136,11 @@ class HitCutInsideABlock(Defect):
     wrong_fix_of="full-hit",
     invisible="efficiency: a block is computed again",
 )
-class HitLimitOffByOne(Defect):
+def hit_limit_off_by_one(rules: Rules, _config: Config) -> Rules:
     """A partly filled last block would have left tokens to compute anyway."""
-
-    def _find_hits(self, slot: int) -> Any:
-        most = max(self.table.num_known[slot] // self.block_size - 1, 0)
-        return super()._find_hits(slot)[:most]
+    return rules.replacing(
+        compute_max_hit_blocks, lambda num_known, block_size: max(num_known // block_size - 1, 0)
+    )
 
 
 @PAGE.exhibit(
@@ -126,15 +148,22 @@ class HitLimitOffByOne(Defect):
     "TensorRT-LLM #12404",
     "P8 P1 P2",
 )
-class BoundaryHitCredited(Defect):
+def boundary_hit_credited(rules: Rules, _config: Config) -> Rules:
     """If a hit ends with the prompt, its last block is dropped, and then one block is missing."""
 
-    def _try_admit(self, slot: int, queue: Any, step: Any) -> bool:
-        surplus = len(_unlimited_hits(self, slot)) - len(self._find_hits(slot))
-        self.pool.num_free += surplus
-        admitted: bool = super()._try_admit(slot, queue, step)
-        self.pool.num_free -= surplus
-        return admitted
+    def get_slots(step: Step, request: RequestState, num_new: int, hit: Hit) -> Granted:
+        pool, num_hit = step.pool, len(sum(hit.block_tables, ()))
+        credited = find_published(pool, request.block_keys)[num_hit:] if num_hit else ()
+        step.pool = replace(pool, free_queue=pool.free_queue + credited)
+        granted = rules[get_slots_at_admission](step, request, num_new, hit)
+        step.pool = pool
+        if isinstance(granted, Verdict) or not credited:
+            return granted
+        after, request = granted
+        num_left = max(len(after.free_queue) - len(credited), 0)
+        return replace(after, free_queue=after.free_queue[:num_left]), request
+
+    return rules.replacing(get_slots_at_admission, get_slots)
 
 
 @PAGE.exhibit(
@@ -144,46 +173,45 @@ class BoundaryHitCredited(Defect):
     wrong_fix_of="hit-counts-as-free",
     invisible="efficiency: a step schedules fewer tokens than it could",
 )
-class FreeHitsCharged(Defect):
+def free_hits_charged(rules: Rules, _config: Config) -> Rules:
     """A hit on a free block uses it up; here its tokens are charged to the budget as well."""
 
-    def _admit(self, slot: int, hits: Any, needed: int, scheduled: int, step: Any) -> None:
-        charged = self.block_size * sum(map(self.pool.is_free, hits))
-        super()._admit(slot, hits, needed, scheduled, step)
-        step.budget = max(step.budget - charged, 0)
+    def enter(
+        step: Step, request: RequestState, after: RequestState, hit: Hit, num_new: int
+    ) -> None:
+        rules[process_entrance](step, request, after, hit, num_new)
+        num_free = sum(step.pool.ref_counts[block] == 1 for block in sum(hit.block_tables, ()))
+        step.budget = max(step.budget - num_free * step.state.config.block_size, 0)
+
+    return rules.replacing(process_entrance, enter)
 
 
 @PAGE.exhibit(
     "hit blocks are subtracted twice from the blocks to allocate", "#11562, #11565", "P8 P26"
 )
-class HitsCreditedTwice(Defect):
+def hits_credited_twice(rules: Rules, _config: Config) -> Rules:
     """Hits reduce the tokens to compute, and then once more the blocks that hold these."""
-
-    def _blocks_to_admit(self, num_tokens: int, num_hits: int) -> Any:
-        return super()._blocks_to_admit(num_tokens, 2 * num_hits)
-
-
-@PAGE.exhibit(
-    "admission checks blocks for the first chunk only, not for the whole prompt",
-    "#25538, #37307",
-    "P15 P10 P8",
-    invisible="efficiency: there are more preemptions, but all requests finish",
-)
-class GateIgnored(Defect):
-    """The admitted prompts do not all fit, so they preempt each other in turn."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(replace(config, scheduler_reserve_full_isl=False))
+    count = rules[count_taken]
+    return rules.replacing(
+        count_taken,
+        lambda group, growth, num_held, num_hit: count(group, growth, num_held, 2 * num_hit),
+    )
 
 
-class _RemembersFull(Defect):
-    """Once an admission has failed, every later admission fails, too."""
+_IS_FULL = Part("is_full", False)
 
-    _is_full = False
 
-    def _try_admit(self, slot: int, queue: Any, step: Any) -> bool:
-        self._is_full = self._is_full or not super()._try_admit(slot, queue, step)
-        return not self._is_full
+def remember_full(rules: Rules) -> Rules:
+    """Return rules by which an admission that fails makes all later ones fail."""
+
+    def admit(step: Step, request: RequestState) -> Verdict:
+        if _IS_FULL.of(step):
+            return Verdict.NO_ROOM
+        verdict = rules[process_admission](step, request)
+        _IS_FULL.set(step, verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS))
+        return verdict
+
+    return rules.replacing(process_admission, admit)
 
 
 @PAGE.exhibit(
@@ -191,12 +219,14 @@ class _RemembersFull(Defect):
     "SGLang #22518, #23284",
     "P15 P10",
 )
-class StickyFullFlag(_RemembersFull):
+def sticky_full_flag(rules: Rules, _config: Config) -> Rules:
     """One failed admission stops all others until a running request is preempted."""
 
-    def _preempt(self, slot: int) -> None:
-        super()._preempt(slot)
-        self._is_full = False
+    def preempt(step: Step, victim_index: int) -> RequestId:
+        _IS_FULL.set(step, False)
+        return rules[process_preemption](step, victim_index)
+
+    return remember_full(rules).replacing(process_preemption, preempt)
 
 
 @PAGE.exhibit(
@@ -206,16 +236,23 @@ class StickyFullFlag(_RemembersFull):
     wrong_fix_of="sticky-full-flag",
     invisible="efficiency: a request waits longer than needed, but not for ever",
 )
-class FullUntilSomeoneEnds(_RemembersFull):
+def full_until_someone_ends(rules: Rules, _config: Config) -> Rules:
     """A long prompt that used up the token budget makes the next request wait long after it."""
 
-    def _finish(self, slot: int) -> None:
-        super()._finish(slot)
-        self._is_full = False
+    def end(state: State, request_ids: Sequence[RequestId]) -> State:
+        if request_ids:
+            state = _IS_FULL.put(state, False)
+        return rules[get_ended](state, request_ids)
 
-    def _schedule_waiting(self, step: Any) -> None:
-        self._is_full = self._is_full and bool(self.running)
-        super()._schedule_waiting(step)
+    def admit(step: Step) -> None:
+        _IS_FULL.set(step, _IS_FULL.of(step) and bool(step.running))
+        rules[process_waiting_phase](step)
+
+    changed = remember_full(rules).replacing(get_ended, end)
+    return changed.replacing(process_waiting_phase, admit)
+
+
+_FIRST_LOOKS = Part("first_looks", FrozenMap[RequestId, int]())
 
 
 @PAGE.exhibit(
@@ -223,14 +260,16 @@ class FullUntilSomeoneEnds(_RemembersFull):
     "nano-vllm #207, #211",
     "P12 P9 P26 P24",
 )
-class ShareCountedBeforeHits(Defect):
+def share_counted_before_hits(rules: Rules, _config: Config) -> Rules:
     """A hit found after the first look raises the computed tokens; the row is then too long."""
 
-    def _tokens_to_admit(self, slot: int, num_hit: int, budget: int) -> Any:
-        first_looks = self.__dict__.setdefault("_first_looks", {})
-        look = (self.table.requests[slot].request_id, self.table.num_known[slot])
-        counted = min(first_looks.setdefault(look, num_hit), num_hit)
-        return super()._tokens_to_admit(slot, counted, budget)
+    def get_share(step: Step, request: RequestState, num_start: int) -> int | Verdict:
+        looks = _FIRST_LOOKS.of(step)
+        num_first = min(looks.get(request.request_id, num_start), num_start)
+        _FIRST_LOOKS.set(step, looks.having(request.request_id, num_first))
+        return rules[get_waiting_share](step, request, num_first)
+
+    return rules.replacing(get_waiting_share, get_share)
 
 
 @PAGE.exhibit(
@@ -239,23 +278,30 @@ class ShareCountedBeforeHits(Defect):
     "P7 P12",
     wrong_fix_of="share-counted-before-hits",
 )
-class RefusedKeepsBlocks(Defect):
+def refused_keeps_blocks(rules: Rules, _config: Config) -> Rules:
     """Blocks are taken before the last check, so two waiting requests can block each other."""
 
-    def _try_admit(self, slot: int, queue: Any, step: Any) -> bool:
-        admitted: bool = super()._try_admit(slot, queue, step)
-        if not admitted:
-            self.table.holdings[slot][0].blocks += self.pool.take(min(self.pool.num_free, 1))
-        return admitted
+    def admit(step: Step, request: RequestState) -> Verdict:
+        verdict = rules[process_admission](step, request)
+        if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
+            step.pool, taken = allocate_blocks(step.pool, min(get_num_free_blocks(step.pool), 1))
+            (held,) = request.holdings
+            held = Holding(held.block_table + taken, held.num_cached_blocks)
+            step.requests[request.request_id] = replace(request, holdings=(held,))
+        return verdict
+
+    return rules.replacing(process_admission, admit)
 
 
 @PAGE.exhibit("a chunk is admitted although the token budget is used up", "SGLang #30743", "P9")
-class ChunkBeyondTheBudget(Defect):
+def chunk_beyond_the_budget(rules: Rules, _config: Config) -> Rules:
     """Every admission gets at least one token."""
 
-    def _schedule_waiting(self, step: Any) -> None:
+    def admit(step: Step) -> None:
         step.budget = max(step.budget, 1)
-        super()._schedule_waiting(step)
+        rules[process_waiting_phase](step)
+
+    return rules.replacing(process_waiting_phase, admit)
 
 
 @PAGE.exhibit(
@@ -263,15 +309,17 @@ class ChunkBeyondTheBudget(Defect):
     "review of SGLang #26266",
     "P16 P12 P15",
 )
-class ChunkedStaysQueued(Defect):
+def chunked_stays_queued(rules: Rules, _config: Config) -> Rules:
     """The request waits in the queue for its next chunk, although it is in the running list."""
 
-    def _schedule_waiting(self, step: Any) -> None:
-        super()._schedule_waiting(step)
-        known, computed = self.table.num_known, self.table.num_computed
-        for slot, num_scheduled, _ in step.admitted:
-            if computed[slot] + num_scheduled < known[slot]:
-                self.waiting.prepend((slot,))
+    def admit(step: Step) -> None:
+        rules[process_waiting_phase](step)
+        for row in step.rows:
+            num_left = step.requests[row.request_id].num_known_tokens - row.num_computed
+            if row.status is not Status.RUNNING and row.num_scheduled < num_left:
+                step.waiting.insert(0, row.request_id)
+
+    return rules.replacing(process_waiting_phase, admit)
 
 
 @PAGE.exhibit(
@@ -280,9 +328,13 @@ class ChunkedStaysQueued(Defect):
     "P5",
     invisible="efficiency: blocks are computed again",
 )
-class HitsWithinAChunk(Defect):
+def hits_within_a_chunk(rules: Rules, config: Config) -> Rules:
     """The prompt is cut to a chunk before the lookup, so no hit is longer than a chunk."""
+    num_blocks = compute_max_row(config) // config.block_size
 
-    def _find_hits(self, slot: int) -> Any:
-        chunk = min(self.max_tokens_per_row, self.config.max_num_batched_tokens)
-        return super()._find_hits(slot)[: chunk // self.block_size]
+    def find(config: Config, pool: Pool, request: RequestState) -> Hit:
+        (table,) = rules[find_hit](config, pool, request).block_tables
+        table = table[:num_blocks]
+        return Hit(len(table) * config.block_size, (table,))
+
+    return rules.replacing(find_hit, find)

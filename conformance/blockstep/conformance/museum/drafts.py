@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from copy import copy
-from typing import Any
-
-from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import SpecMethod
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.prefix_cache import get_keyed
+from blockstep.spec.core.requests import NO_HIT, Hit, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import allocate_slots
+from blockstep.spec.core.speculation import get_rolled_back
+from blockstep.spec.vocabulary import Config
 
 PAGE = Page()
 
@@ -16,42 +20,37 @@ PAGE = Page()
     "vLLM V1: Draft tokens are never cached",
     "P3",
 )
-class CachedDrafts(Defect):
+def cached_drafts(rules: Rules, _config: Config) -> Rules:
     """A rejected draft can be hit as if it were part of the request's tokens."""
 
-    def _publish(self, slot: int, num_computed: int, num_scheduled: int) -> None:
-        table = self.table
-        past = num_computed + num_scheduled - table.num_known[slot]
-        drafts = table.spec_token_ids[slot][: max(past, 0)]
-        if not drafts:
-            super()._publish(slot, num_computed, num_scheduled)
-            return
-        honest, known = table.lineages[slot], table.num_known[slot]
-        guessed = copy(honest)
-        guessed.tokens = honest.tokens[:]
-        guessed._digests, guessed._keys = honest._digests[:], honest._keys[:]
-        for token in drafts:
-            guessed.append(token)
-        table.lineages[slot], table.num_known[slot] = guessed, known + len(drafts)
-        super()._publish(slot, num_computed, num_scheduled)
-        table.lineages[slot], table.num_known[slot] = honest, known
+    allocate_rightly = rules[allocate_slots]
+
+    def allocate(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        num_new: int,
+        num_lookahead: int = 0,
+        hit: Hit = NO_HIT,
+        rules: Rules = rules,
+    ) -> tuple[Pool, RequestState] | None:
+        num_drafts = request.num_computed_tokens + num_new - request.num_known_tokens
+        known = request.output_token_ids
+        drafts = request.spec_token_ids[: max(num_drafts, 0)]
+        guessed = replace(request, output_token_ids=known + drafts)
+        guessed = get_keyed(config, guessed, rules)
+        granted = allocate_rightly(
+            config, pool, guessed, num_new, num_lookahead, hit, rules
+        )
+        if granted is None:
+            return None
+        pool, after = granted
+        return pool, replace(after, output_token_ids=known, block_keys=request.block_keys)
+
+    return rules.replacing(allocate_slots, allocate)
 
 
 @PAGE.exhibit("rejected drafts count as computed", "vLLM V1: Rejection Clawback", "P14 P12 P4 P26")
-class LostRollback(Defect):
+def lost_rollback(rules: Rules, _config: Config) -> Rules:
     """The next step starts after tokens whose KV is not valid."""
-
-    def _roll_back(self, slot: int, drafts: Any, tokens: Any) -> None:
-        self.drafts_scheduled += len(drafts)
-        self.drafts_accepted += len(tokens) - 1
-
-
-@PAGE.exhibit("drafts survive a preemption", "#30916", "P24 P12")
-class StaleDrafts(Defect):
-    """They are verified at a position for which they were not proposed."""
-
-    def _preempt(self, slot: int) -> None:
-        drafts = self.table.spec_token_ids[slot] or (0,) * self.config.num_speculative_tokens
-        super()._preempt(slot)
-        if self.config.spec_method is not SpecMethod.NONE:
-            self.table.spec_token_ids[slot] = drafts
+    return rules.replacing(get_rolled_back, lambda request, _num_drafts, _num_sampled: request)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from blockstep.spec.releases.quirk import Change
 
 if TYPE_CHECKING:
     Engine = Any
@@ -20,6 +22,9 @@ class Defect(Engine):  # type: ignore[misc]
     """
 
 
+D = TypeVar("D", type[Defect], Change)
+
+
 @dataclass(frozen=True, slots=True)
 class Exhibit:
     """A seeded bug."""
@@ -31,7 +36,8 @@ class Exhibit:
     properties: tuple[str, ...]
     """Properties that can find the defect; a finding of any such property, or a divergence, counts.
     """
-    defect: type[Defect]
+    defect: type[Defect] | Change
+    """The change of the specification's rules; or of the host engine's methods."""
     wrong_fix_of: str = ""
     """The seeded bug that this one is a wrong repair of, if it is one."""
     part: str = ""
@@ -62,13 +68,13 @@ class Page:
 
     def exhibit(
         self, title: str, upstream: str, properties: str, **more: str
-    ) -> Callable[[type[Defect]], type[Defect]]:
-        """Return a decorator that registers a seeded bug, named after its class; `more` are other
-        fields.
+    ) -> Callable[[D], D]:
+        """Return a decorator that registers a seeded bug, named after its function; `more` are
+        other fields.
         """
 
-        def register(defect: type[Defect]) -> type[Defect]:
-            name = re.sub(r"\B(?=[A-Z])", "-", defect.__name__).lower()
+        def register(defect: D) -> D:
+            name = re.sub(r"\B(?=[A-Z])", "-", defect.__name__).lower().replace("_", "-")
             told = tuple(properties.split())
             given: Any = {**self._takes, **more}
             self.exhibits.append(Exhibit(name, title, upstream, told, defect, **given))

@@ -6,292 +6,319 @@ seeded bugs have one group.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import NULL_BLOCK
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.block_pool import (
+    Pool,
+    allocate_blocks,
+    get_num_free_blocks,
+    give_up_blocks,
+    touch_blocks,
+)
+from blockstep.spec.core.prefix_cache import get_group_keys
+from blockstep.spec.core.requests import NO_HIT, Hit, Holding, RequestState, without_nulls
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import (
+    Growth,
+    allocate_slots,
+    compute_max_blocks,
+    compute_num_blocks,
+    count_taken,
+    publish_slots,
+    take_hit,
+)
+from blockstep.spec.features.full_isl import count_lacking, count_reserved_blocks
+from blockstep.spec.features.groups.hits import get_hit_table, is_valid_hit
+from blockstep.spec.features.groups.kinds import (
+    compute_max_doubt,
+    compute_max_held_blocks,
+    compute_max_reach,
+    compute_num_skipped_blocks,
+    compute_num_skipped_tokens,
+)
+from blockstep.spec.features.mamba import compute_aligned_end, get_unwritten_states
+from blockstep.spec.features.resets import is_held_besides
+from blockstep.spec.releases.groups import windows_reserve_everything
+from blockstep.spec.releases.states import chunks_round_to_nothing
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    BlockTables,
+    Config,
+    FrameId,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+    Request,
+)
 
 PAGE = Page(takes_groups=True)
 STATES = Page(takes_groups=True, takes_states=True)
 """Seeded bugs in recurrent groups; their episodes have such groups as well."""
-PART = "groups_type"
+Granted = tuple[Pool, RequestState] | None
+MANY: Final = 1_000_000
+"""More blocks than any pool has."""
 
 
-class GroupByGroup(Defect):
-    """Hits are touched and blocks allocated one group after the other."""
+def allocate_by_turns(
+    rules: Rules, sort: Callable[[Config, Iterable[int]], Iterable[int]]
+) -> Rules:
+    """Return rules by which hits are touched and blocks are taken group by group, in this order."""
+    allocate_rightly = rules[allocate_slots]
 
-    def adopt(self, holdings: Any, hits: Any) -> None:
-        self._hits = hits.tables if hits.shared() else None
-        if self._hits is None:
-            super().adopt(holdings, hits)
+    def allocate(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        num_new: int,
+        num_lookahead: int = 0,
+        hit: Hit = NO_HIT,
+        rules: Rules = rules,
+    ) -> Granted:
+        counts: list[int] = []
 
-    def take(self, holdings: Any, extent: Any) -> Any:
-        hits, self._hits = getattr(self, "_hits", None), None
-        if hits is None:
-            return super().take(holdings, extent)
-        tables: list[Any] = [()] * len(holdings)
-        for index in self._in_turn(range(len(holdings))):
-            holding, table = holdings[index], hits[index]
-            self.pool.touch([block for block in table if block != NULL_BLOCK])
-            holding.blocks += table
-            holding.num_cached, holding.num_left = len(table), table.count(NULL_BLOCK)
-            tables[index] = self.groups[index].extend(holding, extent, self.pool)
-        return tuple(tables)
+        def count(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
+            counts.append(rules[count_taken](group, growth, num_held, num_hit))
+            return counts[-1]
 
-    def _in_turn(self, indices: Any) -> Any:
-        return indices
+        def take(
+            config: Config, pool: Pool, request: RequestState, hit: Hit
+        ) -> tuple[Pool, BlockTables]:
+            early: list[tuple[BlockId, ...]] = [()] * len(request.holdings)
+            for index in sort(config, range(len(counts))):
+                pool = touch_blocks(pool, without_nulls(hit.block_tables[index]))
+                pool, early[index] = allocate_blocks(pool, counts[index])
+            return pool, tuple(early)
+
+        if any(map(any, hit.block_tables)):
+            rules = rules.replacing(take_hit, take).replacing(count_taken, count)
+        return allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
+
+    return rules.replacing(allocate_slots, allocate)
 
 
 @PAGE.exhibit(
     "a group takes new blocks before the hits of the next group are touched",
     "#33775, #44409; ascend #12139",
     "P2 P1 P8 P16",
-    part=PART,
 )
-class GroupEatsAHit(GroupByGroup):
+def group_eats_a_hit(rules: Rules, _config: Config) -> Rules:
     """A new block may be a hit of the next group; then both groups use it."""
+    return allocate_by_turns(rules, lambda _config, indices: indices)
 
 
 @PAGE.exhibit(
     "the groups allocate in reverse order",
     "#33775",
     "P2 P1 P8 P16",
-    part=PART,
     wrong_fix_of="group-eats-a-hit",
 )
-class LastGroupFirst(GroupByGroup):
+def last_group_first(rules: Rules, _config: Config) -> Rules:
     """Now the first groups lose their hits."""
-
-    def _in_turn(self, indices: Any) -> Any:
-        return reversed(indices)
+    return allocate_by_turns(rules, lambda _config, indices: [*indices][::-1])
 
 
 @PAGE.exhibit(
     "full attention allocates first, the other groups one by one",
     "#33775",
     "P2 P1 P8 P16",
-    part=PART,
     wrong_fix_of="group-eats-a-hit",
 )
-class FullAttentionFirst(GroupByGroup):
+def full_attention_first(rules: Rules, _config: Config) -> Rules:
     """If there are two window groups, one still takes a hit of the other."""
-
-    def _in_turn(self, indices: Any) -> Any:
-        return sorted(indices, key=lambda index: not self.groups[index].is_whole)
+    return allocate_by_turns(
+        rules,
+        lambda config, indices: sorted(
+            indices, key=lambda index: config.kv_groups[index].kind is not GroupKind.FULL
+        ),
+    )
 
 
 @PAGE.exhibit(
     "the admission check charges a sliding window for the whole prompt",
     "#39734, #40946",
     "P15 P11",
-    part=PART,
 )
-class WindowChargedWhole(Defect):
+def window_charged_whole(rules: Rules, config: Config) -> Rules:
     """A prompt that could run in chunks is never admitted."""
-
-    def count_for_gate(self, hits: Any, num_known: int) -> int:
-        needed: int = self.pool.count_free(hits.shared())
-        for group, shared in zip(self.groups, hits.tables, strict=True):
-            needed += group.count_blocks(num_known) - len(shared)
-        return needed
+    return windows_reserve_everything(rules, config)
 
 
 @PAGE.exhibit(
     "the admission check charges nothing for a sliding window",
     "#39734",
     "P8",
-    part=PART,
     wrong_fix_of="window-charged-whole",
     invisible="efficiency: there are more preemptions, but all requests finish",
 )
-class WindowNotCharged(Defect):
+def window_not_charged(rules: Rules, _config: Config) -> Rules:
     """Blocks for the window and for the tokens of a step are missing when they are needed."""
 
-    def count_for_gate(self, hits: Any, num_known: int) -> int:
-        needed = 0
-        for group, shared in zip(self.groups, hits.tables, strict=True):
-            if group.is_whole:
-                free = self.pool.count_free(shared)
-                needed += group.count_blocks(num_known) - len(shared) + free
-        return needed
+    def count(
+        config: Config,
+        pool: Pool,
+        group: KVGroup,
+        num_slots: int,
+        hit: tuple[BlockId, ...],
+        holding: Holding,
+        num_copies: int = 0,
+    ) -> int:
+        if group.kind is not GroupKind.FULL:
+            return 0
+        count_rightly = rules[count_reserved_blocks]
+        return count_rightly(config, pool, group, num_slots, hit, holding, num_copies)
+
+    return rules.replacing(count_reserved_blocks, count)
 
 
 @PAGE.exhibit(
     "a sliding window is charged without the tokens of a step",
     "#39734, #40946",
     "P11 P10 P8",
-    part=PART,
     wrong_fix_of="window-charged-whole",
 )
-class WindowWithoutItsStep(Defect):
+def window_without_its_step(rules: Rules, _config: Config) -> Rules:
     """A request is accepted although the blocks of its largest step exceed the pool."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        for group in self.groups:
-            group.reach = 1
+    return rules.replacing(compute_max_reach, lambda config: compute_max_doubt(config) + 1)
 
 
 @PAGE.exhibit(
     "freed blocks of a sliding window count as held",
     "#39734, #50169",
     "P26 P8 P2 P1",
-    part=PART,
     wrong_fix_of="window-charged-whole",
 )
-class NullsCountAsHeld(Defect):
+def nulls_count_as_held(rules: Rules, config: Config) -> Rules:
     """The check caps a window's blocks, but also counts the null blocks of its table as held."""
+    reach, doubt = compute_max_reach(config), compute_max_doubt(config)
+    publish_rightly = rules[publish_slots]
 
-    def count_missing(self, holdings: Any, extent: Any) -> int:
-        missing = 0
-        for group, holding in zip(self.groups, holdings, strict=True):
-            num_slots = extent.num_slots
-            due = min(group.count_blocks(num_slots), group.count_held(num_slots))
-            missing += max(due - len(holding.blocks), 0)
-        return missing
+    def count(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
+        num_blocks = compute_num_blocks(growth.num_slots, group.block_size)
+        num_due = compute_max_held_blocks(group, num_blocks, reach, doubt)
+        return max(num_due - num_held - num_hit, 0)
 
-    def take(self, holdings: Any, extent: Any) -> Any:
-        tables = []
-        for group, holding in zip(self.groups, holdings, strict=True):
-            missing = min(group.count_missing(holding, extent), self.pool.num_free)
-            tables.append(tuple(self.pool.take(missing)))
-            holding.blocks += tables[-1]
-        return tuple(tables)
+    def publish(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        nums_full: Sequence[int],
+        rules: Rules = rules,
+    ) -> tuple[Pool, RequestState]:
+        there = [*map(len, request.block_tables)]
+        return publish_rightly(config, pool, request, [*map(min, nums_full, there)], rules)
 
-    def publish(self, holdings: Any, lineage: Any, num_computed: int, num_written: int) -> None:
-        pairs = zip(self.groups, holdings, strict=True)
-        num_slots = min(group.block_size * len(holding.blocks) for group, holding in pairs)
-        super().publish(holdings, lineage, num_computed, min(num_written, num_slots))
+    return rules.replacing(count_taken, count).replacing(publish_slots, publish)
+
+
+def get_alone(config: Config) -> list[Config]:
+    """Return the config with each of its groups alone."""
+    return [replace(config, groups=(group,)) for group in config.kv_groups]
 
 
 @PAGE.exhibit(
     "a request is accepted if each KV group alone fits the pool",
     "#52520, #39734; local-inference-lab #394",
     "P11 P10",
-    part=PART,
 )
-class EachGroupFitsAlone(Defect):
+def each_group_fits_alone(rules: Rules, config: Config) -> Rules:
     """The accepted request waits for blocks that the pool does not have, and blocks the queue."""
-
-    def count_most(self, num_slots: int) -> int:
-        return max(int(group.count_held(num_slots)) for group in self.groups)
+    count, alone = rules[compute_max_blocks], get_alone(config)
+    return rules.replacing(
+        compute_max_blocks,
+        lambda _config, request, rules: max([count(one, request, rules) for one in alone]),
+    )
 
 
 @PAGE.exhibit(
     "only the first KV group decides whether a request is accepted",
     "#52520",
     "P11 P10",
-    part=PART,
     wrong_fix_of="each-group-fits-alone",
 )
-class FirstGroupDecides(Defect):
+def first_group_decides(rules: Rules, config: Config) -> Rules:
     """This is right only if the first group needs the most blocks."""
+    alone = get_alone(config)
 
-    def count_most(self, num_slots: int) -> int:
-        return len(self.groups) * int(self.groups[0].count_held(num_slots))
+    def count(_config: Config, request: Request, all_rules: Rules) -> int:
+        return len(alone) * rules[compute_max_blocks](alone[0], request, all_rules)
 
-
-@PAGE.exhibit(
-    "the hit drop for the draft head is applied once per KV group",
-    "#32802; vLLM 0.19.1",
-    "P5",
-    part=PART,
-    invisible="efficiency: blocks are computed again",
-)
-class HitCutByTurns(Defect):
-    """The hit loses one block for each group with an EAGLE head, instead of one for all."""
-
-    def find_hits(self, lineage: Any, num_known: int) -> Any:
-        hits = super().find_hits(lineage, num_known)
-        for _ in self.groups[1:] if self.num_dropped else ():
-            hits = super().find_hits(lineage, hits.num_tokens + 1)
-        return hits
+    return rules.replacing(compute_max_blocks, count)
 
 
 @PAGE.exhibit(
     "a hit of full attention is taken as valid for all KV groups",
     "rule P5; #44409",
     "P5 P3 P4",
-    part=PART,
 )
-class HitOfFullAttention(Defect):
+def hit_of_full_attention(rules: Rules, _config: Config) -> Rules:
     """Blocks that a sliding window still reads are missing and replaced by null blocks."""
 
-    def _shorten(self, _group: Any, _lineage: Any, length: int) -> int:
-        return length
+    def is_valid(group: KVGroup, runs: Sequence[int], num_tokens: int, num_behind: int) -> bool:
+        is_full = group.kind is GroupKind.FULL
+        return not is_full or rules[is_valid_hit](group, runs, num_tokens, num_behind)
 
-    def _collect(self, lineage: Any, length: int) -> Any:
-        tables = []
-        for group in self.groups:
-            first, end = group.first_block(length), length // group.block_size
-            found = [self._find(group, lineage, index) for index in range(first, end)]
-            tables.append((NULL_BLOCK,) * first + tuple(block or NULL_BLOCK for block in found))
-        return type(self.no_hits)(length, tuple(tables))
+    def get_table(
+        group: KVGroup, found: Sequence[BlockId | None], num_tokens: int
+    ) -> tuple[BlockId, ...]:
+        first = compute_num_skipped_blocks(group, num_tokens)
+        there = [block_id or NULL_BLOCK for block_id in found[: num_tokens // group.block_size]]
+        return (NULL_BLOCK,) * first + tuple(there[first:])
 
-
-@PAGE.exhibit(
-    "a sliding window advances as if all drafts in flight were accepted",
-    "vLLM 0.19.1, found here",
-    "P14 P3 P5 P2",
-    part=PART,
-)
-class DoubtForgotten(Defect):
-    """If they are rejected, the request reads blocks that it has freed."""
-
-    def leave(self, holdings: Any, num_computed: int, _in_doubt: int, free: Any = None) -> None:
-        super().leave(holdings, num_computed, 0, free)
+    return rules.replacing(is_valid_hit, is_valid).replacing(get_hit_table, get_table)
 
 
 @PAGE.exhibit(
     "null blocks are freed with the table",
     "rule P1: the null block is never free",
     "P1",
-    part=PART,
     invisible_if_hidden="books: the ref count of the null block is not used",
 )
-class NullsFreed(Defect):
+def nulls_freed(rules: Rules, _config: Config) -> Rules:
     """The ref count of the null block becomes negative."""
 
-    def free(self, holdings: Any) -> None:
-        for holding in holdings:
-            self.pool.free(holding.blocks)
-            holding.clear()
+    def give_up(
+        pool: Pool, block_tables: BlockTables, all_rules: Rules, fence: FrameId | None = None
+    ) -> Pool:
+        pool = rules[give_up_blocks](pool, block_tables, all_rules, fence)
+        counts = [*pool.ref_counts]
+        counts[NULL_BLOCK] -= sum([table.count(NULL_BLOCK) for table in block_tables])
+        return replace(pool, ref_counts=tuple(counts))
+
+    def is_held(pool: Pool) -> bool:
+        return rules[is_held_besides](replace(pool, ref_counts=pool.ref_counts[NULL_BLOCK + 1 :]))
+
+    return rules.replacing(give_up_blocks, give_up).replacing(is_held_besides, is_held)
 
 
 @PAGE.exhibit(
     "block keys do not contain the KV group",
     "vLLM 0.19.1 make_block_hash_with_group_id, rule",
     "P6 P3 P5",
-    part=PART,
 )
-class GroupLeftOutOfKeys(Defect):
+def group_left_out_of_keys(rules: Rules, _config: Config) -> Rules:
     """A group hits blocks of another group, whose KV is of other layers."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        for group in self.groups:
-            group.number = 0
+    get = rules[get_group_keys]
+    return rules.replacing(
+        get_group_keys, lambda keys, _group, num_links, first, end: get(keys, 0, num_links, first, end)
+    )
 
 
 @PAGE.exhibit(
     "a block is freed while a part of it is still read",
     "vLLM 0.19.1, found here",
     "P3 P5",
-    part=PART,
 )
-class HalfABlockLeft(Defect):
+def half_a_block_left(rules: Rules, _config: Config) -> Rules:
     """A window begins within a block, and so may a chunk of chunked-local attention."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        for group in self.groups:
-            group.first_block = partial(_first_block_rounded_up, group)
+    def count(group: KVGroup, num_computed: int) -> int:
+        return compute_num_blocks(compute_num_skipped_tokens(group, num_computed), group.block_size)
 
-
-def _first_block_rounded_up(group: Any, num_computed: int) -> int:
-    first_read = num_computed - group.count_read(num_computed)
-    return int(-(-first_read // group.block_size))
+    return rules.replacing(compute_num_skipped_blocks, count)
 
 
 # Recurrent states.
@@ -301,90 +328,128 @@ def _first_block_rounded_up(group: Any, num_computed: int) -> int:
     "a chunk is cut to a multiple of the state block, even to zero tokens",
     "#40707, #45414, #51603",
     "P10 P15",
-    part=PART,
 )
-class ChunkCutToNothing(Defect):
+def chunk_cut_to_nothing(rules: Rules, config: Config) -> Rules:
     """The request never progresses if a budget or threshold is smaller than the block."""
-
-    def align(self, num_computed: int, num_scheduled: int, num_prompt: int, num_known: int) -> int:
-        end = num_computed + num_scheduled
-        is_prompt = num_computed < max(num_prompt, num_known - 1)
-        if self._aligned_sizes and is_prompt and end < self._floor(num_known - self.num_dropped):
-            return max(int(self._floor(end)) - num_computed, 0)
-        return int(super().align(num_computed, num_scheduled, num_prompt, num_known))
+    return chunks_round_to_nothing(rules, config)
 
 
 @STATES.exhibit(
     "a chunk that would be cut to zero tokens runs to the next block boundary",
     "#51582, #47771",
     "P9 P15",
-    part=PART,
     wrong_fix_of="chunk-cut-to-nothing",
 )
-class ChunkRunOn(Defect):
+def chunk_run_on(rules: Rules, _config: Config) -> Rules:
     """The request progresses, but exceeds the token budget of the step."""
 
-    def align(self, num_computed: int, num_scheduled: int, num_prompt: int, num_known: int) -> int:
-        end = num_computed + num_scheduled
-        is_prompt = num_computed < max(num_prompt, num_known - 1)
-        if self._aligned_sizes and is_prompt and end < self._floor(num_known - self.num_dropped):
-            following = int(self._floor(num_computed)) + int(self.unit)
-            return max(int(self._floor(end)), following) - num_computed
-        return int(super().align(num_computed, num_scheduled, num_prompt, num_known))
+    def get_end(
+        num_computed: int, end: int, last: int, unit: int, block_sizes: Sequence[int]
+    ) -> int:
+        if end >= last:
+            return rules[compute_aligned_end](num_computed, end, last, unit, block_sizes)
+        return max(end // unit, num_computed // unit + 1) * unit
+
+    return rules.replacing(compute_aligned_end, get_end)
+
+
+def is_aligned(group: KVGroup) -> bool:
+    """Whether states of a group are kept at the ends of chunks only."""
+    return group.mamba_cache_mode is MambaCacheMode.ALIGN
+
+
+def is_admission(request: RequestState) -> bool:
+    """Whether a request that asks for slots has no block yet."""
+    return not any(request.block_tables)
 
 
 @STATES.exhibit(
     "an admission is charged one state block, but also takes those for drafts",
     "#46892; ascend #11129",
     "P8 P1 P2 P12",
-    part=PART,
 )
-class StatesChargedOnce(Defect):
-    """The blocks for the draft states are missing, or belong to another request."""
+def states_charged_once(rules: Rules, config: Config) -> Rules:
+    """The blocks for the draft states belong to another request."""
+    num_drafts = sum([one.num_speculative_blocks for one in config.groups if is_aligned(one)])
+    allocate_rightly = rules[allocate_slots]
 
-    def count_to_admit(self, hits: Any, extent: Any, num_beside: int) -> int:
-        needed = int(super().count_to_admit(hits, extent, num_beside))
-        return needed - int(sum(group.num_spare for group in self.groups if group.is_aligned))
+    def allocate(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        num_new: int,
+        num_lookahead: int = 0,
+        hit: Hit = NO_HIT,
+        rules: Rules = rules,
+    ) -> Granted:
+        asked = num_new, num_lookahead, hit, rules
+        granted = allocate_rightly(config, pool, request, *asked)
+        if granted is not None or not is_admission(request):
+            return granted
+        held = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
+        more = replace(pool, free_queue=pool.free_queue + tuple(held[:num_drafts]))
+        granted = allocate_rightly(config, more, request, *asked)
+        if granted is None:
+            return None
+        pool, request = granted
+        return replace(pool, free_queue=()), request
+
+    return rules.replacing(allocate_slots, allocate)
 
 
 @STATES.exhibit(
     "an admission is charged one state block per block of tokens",
     "#46892",
     "P15 P11 P10",
-    part=PART,
     wrong_fix_of="states-charged-once",
 )
-class StatesChargedByTokens(Defect):
+def states_charged_by_tokens(rules: Rules, _config: Config) -> Rules:
     """A chunk writes one state however long it is, so requests that would fit have to wait."""
+    allocate_rightly = rules[allocate_slots]
 
-    def count_to_admit(self, hits: Any, extent: Any, num_beside: int) -> int:
-        needed = int(super().count_to_admit(hits, extent, num_beside))
-        for group, shared in self._list_aligned(hits):
-            needed += max(group.count_blocks(extent.num_tokens) - len(shared) - 1, group.num_spare)
-            needed -= group.num_spare
-        return needed
+    def allocate(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        num_new: int,
+        num_lookahead: int = 0,
+        hit: Hit = NO_HIT,
+        rules: Rules = rules,
+    ) -> Granted:
+        granted = allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
+        if granted is None or not is_admission(request):
+            return granted
+        num_tokens = request.num_computed_tokens + hit.num_tokens + num_new
+        num_more = 0
+        for group, found in zip(config.kv_groups, hit.block_tables, strict=False):
+            num_states = compute_num_blocks(num_tokens, group.block_size) - len(found)
+            num_more += max(num_states - 1, 0) if is_aligned(group) else 0
+        return granted if num_more <= get_num_free_blocks(granted[0]) else None
 
-    def count_for_gate(self, hits: Any, num_known: int) -> int:
-        needed = int(super().count_for_gate(hits, num_known))
-        for group, shared in self._list_aligned(hits):
-            whole = group.count_blocks(num_known) - len(shared) + self.pool.count_free(shared)
-            needed += max(whole - group.count_held(num_known), 0)
-        return needed
+    def count(
+        config: Config,
+        pool: Pool,
+        group: KVGroup,
+        num_slots: int,
+        hit: tuple[BlockId, ...],
+        holding: Holding,
+        num_copies: int = 0,
+    ) -> int:
+        if is_aligned(group):
+            num_blocks = compute_num_blocks(num_slots, group.block_size)
+            num_blocks += group.num_speculative_blocks
+            return count_lacking(pool, num_blocks, MANY, hit, holding, num_copies)
+        count_rightly = rules[count_reserved_blocks]
+        return count_rightly(config, pool, group, num_slots, hit, holding, num_copies)
 
-    def _list_aligned(self, hits: Any) -> Any:
-        pairs = zip(self.groups, hits.tables, strict=True)
-        return [(group, shared) for group, shared in pairs if group.is_aligned]
+    return rules.replacing(allocate_slots, allocate).replacing(count_reserved_blocks, count)
 
 
 @STATES.exhibit(
     "a recurrent state is hit in the step that computes it",
     "#56525; vLLM 0.19.1, rule",
     "P4 P5",
-    part=PART,
 )
-class StateHitWithinItsStep(Defect):
+def state_hit_within_its_step(rules: Rules, _config: Config) -> Rules:
     """Rows of one step run in parallel, so the state is not written yet."""
-
-    def publish(self, holdings: Any, lineage: Any, num_computed: int, num_written: int) -> None:
-        super().publish(holdings, lineage, num_computed, num_written)
-        self.new_states.clear()
+    return rules.replacing(get_unwritten_states, lambda _step: [])

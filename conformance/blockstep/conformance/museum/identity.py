@@ -2,72 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, TypeAlias
+from zlib import crc32
 
-from blockstep.conformance.museum.exhibit import Defect, Page
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.core.block_pool import Pool, find_block
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.features.identity import get_item_keys, name_content
+from blockstep.spec.vocabulary import BlockId, BlockKey, Config
 
 PAGE = Page()
-
-
-class _Misread(Defect):
-    """The request that the block keys are computed from is changed as soon as it is submitted."""
-
-    def _submit(self, request: Any) -> Any:
-        answer = super()._submit(request)
-        slot = self.table.slot_of.get(request.request_id)
-        if slot is not None:
-            self._misread(self.table.lineages[slot])
-        return answer
-
-
-@PAGE.exhibit("block keys do not contain the cache salt", "#56643", "P6 P3")
-class SaltIgnored(_Misread):
-    """A tenant hits KV that was computed for another tenant."""
-
-    def _misread(self, lineage: Any) -> None:
-        lineage.request = replace(lineage.request, cache_salt=None)
-
-
-@PAGE.exhibit("block keys do not contain the LoRA adapter", "#56643", "P6 P3")
-class AdapterIgnored(_Misread):
-    """KV computed with an adapter is hit by requests of another adapter and of the base model."""
-
-    def _misread(self, lineage: Any) -> None:
-        lineage.request, lineage._every = replace(lineage.request, adapter=None), b""
-
-
 Items: TypeAlias = tuple[tuple[str, int], ...]
 """Identifiers of items, each with its offset from the start of the block."""
 
 
-class _MisreadItems(_Misread):
-    """Block keys contain what `_see` makes of the block's items."""
+def leave_out(rules: Rules, **fields: Any) -> Rules:
+    """Return rules by which some fields of block keys have these values."""
 
-    def _misread(self, lineage: Any) -> None:
-        kind, see = type(lineage), self._see
+    def name(
+        request: RequestState, index: int, start: int, end: int, all_rules: Rules
+    ) -> Mapping[str, Any]:
+        return {**rules[name_content](request, index, start, end, all_rules), **fields}
 
-        def items_of(lineage: Any, index: int) -> Any:
-            return see(kind.items_of(lineage, index))
+    return rules.replacing(name_content, name)
 
-        if lineage.request.items and kind.__name__ != "Misread":
-            lineage.__class__ = type("Misread", (kind,), {"items_of": items_of, "__slots__": ()})
+
+def change_items(rules: Rules, change: Callable[[Items], Items]) -> Rules:
+    """Return rules by which the items in block keys are changed."""
+    get_items = rules[get_item_keys]
+    return rules.replacing(
+        get_item_keys, lambda request, start, end: change(get_items(request, start, end))
+    )
+
+
+@PAGE.exhibit("block keys do not contain the cache salt", "#56643", "P6 P3")
+def salt_ignored(rules: Rules, _config: Config) -> Rules:
+    """A tenant hits KV that was computed for another tenant."""
+    return leave_out(rules, cache_salt=None)
+
+
+@PAGE.exhibit("block keys do not contain the LoRA adapter", "#56643", "P6 P3")
+def adapter_ignored(rules: Rules, _config: Config) -> Rules:
+    """KV computed with an adapter is hit by requests of another adapter and of the base model."""
+    return leave_out(rules, adapter=None)
 
 
 @PAGE.exhibit("block keys do not contain the offsets of multimodal items", "#36708", "P6 P3")
-class ItemOffsetIgnored(_MisreadItems):
+def item_offset_ignored(rules: Rules, _config: Config) -> Rules:
     """An image at two different offsets gives the same key."""
-
-    def _see(self, items: Items) -> Items:
-        return tuple((name, 0) for name, _ in items)
+    return change_items(rules, lambda items: tuple([(name, 0) for name, _ in items]))
 
 
 @PAGE.exhibit("block keys do not contain multimodal items", "LMCache #690", "P6 P3")
-class ItemsIgnored(_MisreadItems):
+def items_ignored(rules: Rules, _config: Config) -> Rules:
     """All images have the same placeholder tokens, so each request hits the first image's KV."""
-
-    def _see(self, items: Items) -> Items:
-        return ()
+    return change_items(rules, lambda _items: ())
 
 
 @PAGE.exhibit(
@@ -76,28 +68,31 @@ class ItemsIgnored(_MisreadItems):
     "P6 P3",
     wrong_fix_of="items-ignored",
 )
-class ItemsInFewBits(_MisreadItems):
+def items_in_few_bits(rules: Rules, _config: Config) -> Rules:
     """Sooner or later two images have the same bits; here the bits are the identifier's length."""
-
-    def _see(self, items: Items) -> Items:
-        return tuple((str(len(name)), offset) for name, offset in items)
+    return change_items(
+        rules, lambda items: tuple([(str(len(name)), offset) for name, offset in items])
+    )
 
 
 @PAGE.exhibit("block keys do not contain the prompt embeddings", "#28738 (seen in review)", "P6 P3")
-class EmbedsIgnored(_Misread):
+def embeds_ignored(rules: Rules, _config: Config) -> Rules:
     """All such prompts have placeholder tokens, so each request hits the KV of the first one."""
+    return leave_out(rules, embeds=())
 
-    def _misread(self, lineage: Any) -> None:
-        lineage.request = replace(lineage.request, prompt_embeds=())
+
+@lru_cache(maxsize=4096)
+def get_byte(key: BlockKey) -> int:
+    """Return a hash of a block's content in one byte."""
+    return crc32(repr(key).encode()) & 0xFF
 
 
 @PAGE.exhibit("a block hash is cut to one byte", "LMCache #3301", "P6 P3 P15")
-class DigestInOneByte(Defect):
+def digest_in_one_byte(rules: Rules, _config: Config) -> Rules:
     """Upstream cut hashes of images to two bytes; with one byte short runs meet a collision."""
 
-    digest: Any
+    def find(pool: Pool, key: BlockKey) -> BlockId | None:
+        wanted = get_byte(key)
+        return next((ids[0] for one, ids in pool.cached.items() if get_byte(one) == wanted), None)
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        whole = self.digest.function
-        self.digest = replace(self.digest, function=lambda message: whole(message)[:1])
+    return rules.replacing(find_block, find)

@@ -2,64 +2,82 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from blockstep.conformance.museum.exhibit import Defect, Page
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.endings import is_at_length
+from blockstep.spec.core.plans import get_plan, process_advance
+from blockstep.spec.core.requests import FrameRow
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.releases.endings import min_tokens_mask_length
+from blockstep.spec.vocabulary import CachedRow, Config, NewRow, Plan, Status
 
 PAGE = Page()
 
 
-@PAGE.exhibit("a request gets one token more than max_tokens", "vLLM V1: Request Completion", "P13")
-class LengthOffByOne(Defect):
-    """The length cap is checked one token too late."""
+def change_cached(rules: Rules, change: Callable[[CachedRow], CachedRow]) -> Rules:
+    """Return rules by which a plan's rows of known requests are changed."""
 
-    def _accept(self, slot: int, tokens: Any) -> Any:
-        self.table.max_known[slot] += 1
-        accepted = super()._accept(slot, tokens)
-        if slot < len(self.table.max_known):
-            self.table.max_known[slot] -= 1
-        return accepted
+    def make_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
+        plan = rules[get_plan](step, frame_rows)
+        return replace(plan, cached=tuple(map(change, plan.cached)))
+
+    return rules.replacing(get_plan, make_plan)
+
+
+@PAGE.exhibit("a request gets one token more than max_tokens", "vLLM V1: Request Completion", "P13")
+def length_off_by_one(rules: Rules, _config: Config) -> Rules:
+    """The length cap is checked one token too late."""
+    is_over = rules[is_at_length]
+    return rules.replacing(
+        is_at_length,
+        lambda asked, num_outputs, num_known, most: is_over(asked, num_outputs - 1, num_known, most),
+    )
 
 
 @PAGE.exhibit("min_tokens suspends the length caps", "vLLM 0.19.1 check_stop", "P13 P10")
-class MinTokensMasksLength(Defect):
+def min_tokens_masks_length(rules: Rules, config: Config) -> Rules:
     """A request at the model length can neither stop nor get another token."""
-
-    def _stop_verdict(self, slot: int, token: int) -> Any:
-        if not self._has_min_tokens(slot):
-            return super()._accept.__globals__["_GOES_ON"]
-        return super()._stop_verdict(slot, token)
+    return min_tokens_mask_length(rules, config)
 
 
 @PAGE.exhibit("a resumed request is sent as a new one", "#31583", "P26")
-class ResumedAsNew(Defect):
+def resumed_as_new(rules: Rules, _config: Config) -> Rules:
     """The worker loses the outputs that the request has so far."""
 
-    def _resumed_row(self, slot: int, num_scheduled: int) -> Any:
-        return self._new_row(slot, num_scheduled)
+    def make_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
+        rows = step.rows
+        step.rows = [
+            replace(row, status=Status.WAITING) if row.status is Status.PREEMPTED else row
+            for row in rows
+        ]
+        plan = rules[get_plan](step, frame_rows)
+        step.rows = rows
+        return plan
 
-    def _issue_plan(self, step: Any) -> Any:
-        step.admitted = [(slot, count, False) for slot, count, _ in step.admitted]
-        return super()._issue_plan(step)
+    return rules.replacing(get_plan, make_plan)
 
 
 @PAGE.exhibit(
     "tokens are not sent again after a step without a row of the request", "#26385", "P26"
 )
-class GapNotResent(Defect):
+def gap_not_resent(rules: Rules, _config: Config) -> Rules:
     """The worker continues with the last tokens that it got."""
-
-    def _was_in_previous_plan(self, slot: int) -> bool:
-        return True
+    return change_cached(
+        rules, lambda row: row if row.resumed else replace(row, all_token_ids=None)
+    )
 
 
 @PAGE.exhibit("a resumed request is sent without its tokens", "#26385", "P26 P13")
-class ResumedWithoutTokens(Defect):
+def resumed_without_tokens(rules: Rules, _config: Config) -> Rules:
     """The worker keeps what it had at the preemption, or has nothing."""
-
-    def _resumed_row(self, slot: int, num_scheduled: int) -> Any:
-        return replace(super()._resumed_row(slot, num_scheduled), all_token_ids=None)
+    return change_cached(
+        rules, lambda row: replace(row, all_token_ids=None) if row.resumed else row
+    )
 
 
 @PAGE.exhibit(
@@ -68,37 +86,50 @@ class ResumedWithoutTokens(Defect):
     "P26 P13",
     wrong_fix_of="resumed-without-tokens",
 )
-class TokensCutToComputed(Defect):
+def tokens_cut_to_computed(rules: Rules, _config: Config) -> Rules:
     """A resumed request has few computed tokens, so its outputs are cut off."""
 
-    def _resumed_row(self, slot: int, num_scheduled: int) -> Any:
-        row = super()._resumed_row(slot, num_scheduled)
+    def cut(row: CachedRow) -> CachedRow:
+        if not row.resumed or row.all_token_ids is None:
+            return row
         reached = row.num_computed_tokens + row.num_scheduled_tokens
         return replace(row, all_token_ids=row.all_token_ids[:reached])
 
+    return change_cached(rules, cut)
+
 
 @PAGE.exhibit("the worker gets one computed token too many", "#52617", "P26 P12 P3 P4")
-class ToldOneTokenMore(Defect):
+def told_one_token_more(rules: Rules, _config: Config) -> Rules:
     """The scheduler drops the last token of a hit, but the worker still counts it."""
 
-    def _new_row(self, slot: int, num_scheduled: int) -> Any:
-        row = super()._new_row(slot, num_scheduled)
-        computed = row.num_computed_tokens
-        if not computed or num_scheduled == 1:
+    def shift(row: NewRow) -> NewRow:
+        computed, scheduled = row.num_computed_tokens, row.num_scheduled_tokens
+        if not computed or scheduled == 1:
             return row
         return replace(
-            row, num_computed_tokens=computed + 1, num_scheduled_tokens=num_scheduled - 1
+            row, num_computed_tokens=computed + 1, num_scheduled_tokens=scheduled - 1
         )
+
+    def make_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
+        plan = rules[get_plan](step, frame_rows)
+        return replace(plan, new=tuple(map(shift, plan.new)))
+
+    return rules.replacing(get_plan, make_plan)
 
 
 @PAGE.exhibit(
     "without prefix caching a chunk makes no progress", "SGLang #36855, #37024", "P12 P10 P8 P26"
 )
-class UncachedChunkRepeats(Defect):
+def uncached_chunk_repeats(rules: Rules, config: Config) -> Rules:
     """The update of the computed tokens is skipped together with the publishing."""
 
-    def _advance(self, slot: int, num_scheduled: int, frame_id: int) -> Any:
-        samples = super()._advance(slot, num_scheduled, frame_id)
-        if not samples and not self.config.enable_prefix_caching:
-            self.table.num_computed[slot] -= num_scheduled
-        return samples
+    def advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
+        state = rules[process_advance](step, frame_rows)
+        requests = state.requests.to_dict()
+        for row, frame_row in zip(step.rows, frame_rows, strict=True):
+            if not frame_row.samples:
+                request = requests[row.request_id]
+                requests[row.request_id] = replace(request, num_computed_tokens=row.num_computed)
+        return replace(state, requests=FrozenMap(requests))
+
+    return rules if config.enable_prefix_caching else rules.replacing(process_advance, advance)

@@ -2,141 +2,174 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from blockstep.conformance.museum.exhibit import Defect, Page
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.async_ import publish_verified
+from blockstep.spec.core.block_pool import (
+    Pool,
+    allocate_blocks,
+    free_blocks,
+    get_num_free_blocks,
+    touch_blocks,
+    withdraw_all,
+    withdraw_blocks,
+)
+from blockstep.spec.core.lifecycle import process_abort
+from blockstep.spec.core.requests import NOTHING_HELD, Hit, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import (
+    compute_max_blocks,
+    compute_num_blocks,
+    publish_slots,
+    revoke_slots,
+    take_hit,
+)
+from blockstep.spec.core.state import State
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.vocabulary import Aborted, BlockId, BlockTables, Config, FrameId, RequestId
 
 PAGE = Page()
+
+
+def get_shared(pool: Pool, block_ids: Sequence[BlockId]) -> tuple[BlockId, ...]:
+    """Return those of some blocks that are held."""
+    return tuple([block_id for block_id in block_ids if pool.ref_counts[block_id] > 0])
 
 
 @PAGE.exhibit(
     "a block table is freed from its head",
     "llm-d-inference-sim #704; prefix caching by example, section 2.2",
     "P16",
-    part="pool_type",
     invisible="policy: which free block is evicted first",
 )
-class ForwardFrees(Defect):
+def forward_frees(rules: Rules, _config: Config) -> Rules:
     """The first block of a prompt is evicted first, and with it every hit on the rest."""
+    free = rules[free_blocks]
+    return rules.replacing(free_blocks, lambda pool, table: free(pool, table[::-1]))
 
-    def free(self, table: Any) -> None:
-        super().free(tuple(reversed(table)))
 
-
-@PAGE.exhibit(
-    "a touched block stays in the free queue", "TensorRT-LLM #12667", "P1 P2", part="pool_type"
-)
-class TouchLeavesBlockQueued(Defect):
+@PAGE.exhibit("a touched block stays in the free queue", "TensorRT-LLM #12667", "P1 P2")
+def touch_leaves_block_queued(rules: Rules, _config: Config) -> Rules:
     """A block in use is allocated again."""
 
-    def _unlink(self, block: int) -> None:
-        return None
+    def touch(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
+        return replace(rules[touch_blocks](pool, block_ids), free_queue=pool.free_queue)
+
+    return rules.replacing(touch_blocks, touch)
 
 
 @PAGE.exhibit(
     "a reused block keeps its old key in the prefix cache",
     "SGLang #27586",
     "P3 P4",
-    part="pool_type",
 )
-class StaleKeyAfterReuse(Defect):
+def stale_key_after_reuse(rules: Rules, _config: Config) -> Rules:
     """A hit returns a block that another request has overwritten."""
 
-    def _evict(self, block: int) -> None:
-        return None
+    def allocate(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[BlockId, ...]]:
+        after, taken = rules[allocate_blocks](pool, num_blocks)
+        kept = replace(
+            after, block_keys=pool.block_keys, cached=pool.cached, journal=pool.journal
+        )
+        return kept, taken
+
+    return rules.replacing(allocate_blocks, allocate)
 
 
 @PAGE.exhibit("an aborted request keeps its blocks", "#46283", "P1")
-class LeakOnAbort(Defect):
+def leak_on_abort(rules: Rules, _config: Config) -> Rules:
     """Each abort leaks the blocks of its request."""
 
-    def _abort(self, request_ids: Any) -> Any:
-        for request_id in request_ids:
-            slot = self.table.slot_of.get(request_id)
-            if slot is not None:
-                for holding in self.table.holdings[slot]:
-                    del holding.blocks[:]
-        return super()._abort(request_ids)
+    def abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[State, Aborted]:
+        requests = state.requests.to_dict()
+        for request_id in requests.keys() & set(request_ids):
+            held = NOTHING_HELD * len(requests[request_id].holdings)
+            requests[request_id] = replace(requests[request_id], holdings=held)
+        return rules[process_abort](replace(state, requests=FrozenMap(requests)), request_ids)
+
+    return rules.replacing(process_abort, abort)
 
 
 @PAGE.exhibit("the null block counts as usable", "#52520, #39734", "P11 P10")
-class NullBlockCounted(Defect):
+def null_block_counted(rules: Rules, _config: Config) -> Rules:
     """A request is accepted that never fits the pool."""
+    count = rules[compute_max_blocks]
+    return rules.replacing(
+        compute_max_blocks, lambda config, request, rules: count(config, request, rules) - 1
+    )
 
-    def _most_blocks(self, request: Any) -> Any:
-        return super()._most_blocks(request) - 1
 
-
-@PAGE.exhibit(
-    "a reset does not clear the prefix cache",
-    "vLLM V1: Reset Prefix Cache",
-    "P25",
-    part="prefix_type",
-)
-class ResetKeepsKeys(Defect):
+@PAGE.exhibit("a reset does not clear the prefix cache", "vLLM V1: Reset Prefix Cache", "P25")
+def reset_keeps_keys(rules: Rules, _config: Config) -> Rules:
     """KV of the old weights is hit after the weights changed."""
-
-    def clear(self) -> None:
-        return None
+    return rules.replacing(withdraw_all, lambda pool: pool)
 
 
 @PAGE.exhibit("new blocks are taken before hit blocks are touched", "#33775, #44409", "P2 P1 P8")
-class TakeBeforeTouch(Defect):
+def take_before_touch(rules: Rules, _config: Config) -> Rules:
     """A hit at the head of the free queue becomes a new block of the same request as well."""
 
-    def _admit(self, slot: int, hits: Any, needed: int, scheduled: int, step: Any) -> None:
-        taken = self.pool.take(needed)
-        self.pool.take = lambda _count: taken
-        try:
-            super()._admit(slot, hits, needed, scheduled, step)
-        finally:
-            del self.pool.take
+    def take(
+        config: Config, pool: Pool, request: RequestState, hit: Hit
+    ) -> tuple[Pool, BlockTables]:
+        early: BlockTables = ((),)
+        if any(hit.block_tables):  # it leaves a token to compute, in another block
+            pool, taken = rules[allocate_blocks](pool, 1)
+            early = (taken,)
+        return rules[take_hit](config, pool, request, hit)[0], early
+
+    return rules.replacing(take_hit, take)
 
 
 @PAGE.exhibit("blocks of rejected drafts are freed twice", "SGLang #12224", "P1 P12")
-class TailFreedTwice(Defect):
+def tail_freed_twice(rules: Rules, _config: Config) -> Rules:
     """The rollback frees blocks of rejected drafts, and the end of the request frees them again."""
 
-    def _roll_back(self, slot: int, drafts: Any, tokens: Any) -> None:
-        super()._roll_back(slot, drafts, tokens)
-        used = -(-self.table.num_computed[slot] // self.block_size)
-        for holding in self.table.holdings[slot]:
-            self.pool.free(holding.blocks[used:])
+    def publish(state: State, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
+        pool, request = rules[publish_verified](state, pool, request)
+        num_used = compute_num_blocks(request.num_computed_tokens, state.config.block_size)
+        for table in request.block_tables:
+            pool = rules[free_blocks](pool, table[num_used:])
+        return pool, request
+
+    return rules.replacing(publish_verified, publish)
 
 
 @PAGE.exhibit(
     "freeing a shared block counts it as free while others hold it",
     "SGLang #35270",
     "P8 P25 P15 P1",
-    part="pool_type",
 )
-class SharedBlocksCountedFree(Defect):
-    """The counter of free blocks grows with each holder that frees the block."""
+def shared_blocks_counted_free(rules: Rules, _config: Config) -> Rules:
+    """The block joins the free queue with each holder that frees it."""
 
-    def free(self, table: Any) -> None:
-        shared = sum(self.ref_counts[block] > 1 for block in table)
-        super().free(table)
-        self.num_free += shared
+    def free(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
+        pool = rules[free_blocks](pool, block_table)
+        return replace(pool, free_queue=pool.free_queue + get_shared(pool, block_table))
+
+    return rules.replacing(free_blocks, free)
 
 
 @PAGE.exhibit(
     "blocks that stay with other holders count as freed by a preemption", "xLLM #55", "P8 P1 P15"
 )
-class PassedOverBlocksCounted(Defect):
+def passed_over_blocks_counted(rules: Rules, _config: Config) -> Rules:
     """Too few requests are preempted, since the victim's shared blocks do not become free."""
 
-    _passed_over = 0
+    def revoke(
+        pool: Pool,
+        request: RequestState,
+        block_sizes: tuple[int, ...],
+        all_rules: Rules,
+        fence: FrameId | None = None,
+    ) -> Pool:
+        pool = rules[revoke_slots](pool, request, block_sizes, all_rules, fence)
+        shared = get_shared(pool, sum(request.block_tables, ()))
+        return replace(pool, free_queue=pool.free_queue + shared)
 
-    def _free_blocks(self, slot: int) -> None:
-        for holding in self.table.holdings[slot]:
-            self._passed_over += sum(self.pool.ref_counts[block] > 1 for block in holding.blocks)
-        super()._free_blocks(slot)
-
-    def _make_room(self, slot: int, needed: int, position: int, step: Any) -> int:
-        self._passed_over = 0
-        while position >= 0 and needed > self.pool.num_free + self._passed_over:
-            position = super()._make_room(slot, self.pool.num_free + 1, position, step)
-        return position
+    return rules.replacing(revoke_slots, revoke)
 
 
 @PAGE.exhibit(
@@ -145,12 +178,19 @@ class PassedOverBlocksCounted(Defect):
     "P3 P15",
     invisible="efficiency: a later hit is lost",
 )
-class PublisherEvictsItself(Defect):
+def publisher_evicts_itself(rules: Rules, _config: Config) -> Rules:
     """A full pool makes room for the new entry without protecting the publishing request."""
 
-    def _publish(self, slot: int, num_computed: int, num_scheduled: int) -> None:
-        holding = self.table.holdings[slot][0]
-        before = holding.num_cached
-        super()._publish(slot, num_computed, num_scheduled)
-        if before < holding.num_cached and self.pool.num_free == 0:
-            self.prefix.withdraw(holding.blocks[0])
+    def publish(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        nums_full: Sequence[int],
+        all_rules: Rules = rules,
+    ) -> tuple[Pool, RequestState]:
+        pool, after = rules[publish_slots](config, pool, request, nums_full, all_rules)
+        if after is not request and get_num_free_blocks(pool) == 0:
+            pool = withdraw_blocks(pool, after.block_tables[0][:1])
+        return pool, after
+
+    return rules.replacing(publish_slots, publish)

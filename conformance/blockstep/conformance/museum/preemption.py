@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import zip_longest
+from collections.abc import Sequence
 from typing import Any
 
-from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import Policy
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.admission import get_open_queue, process_waiting_phase
+from blockstep.spec.core.block_pool import Pool, withdraw_blocks
+from blockstep.spec.core.parts import Note, Part
+from blockstep.spec.core.plans import get_plan
+from blockstep.spec.core.preemption import (
+    get_next_index,
+    get_victim_index,
+    process_claim,
+    process_preemption,
+)
+from blockstep.spec.core.queues import get_rank, process_append, select_victim
+from blockstep.spec.core.requests import FrameRow, RequestState, without_nulls
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.schedule import process_grant
+from blockstep.spec.core.slots import release_slots, revoke_slots
+from blockstep.spec.core.work import Step
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.releases.memory import unwritten_keys_stay
+from blockstep.spec.vocabulary import Config, FrameId, Plan, Policy, RequestId
 
 PAGE = Page()
 
 
 @PAGE.exhibit("the oldest request is preempted", "vLLM V1: Preemption Policy", "P16")
-class OldestPreempted(Defect):
+def oldest_preempted(rules: Rules, _config: Config) -> Rules:
     """The request that arrived first loses the most work."""
-
-    def _select_victim(self) -> int:
-        return 0
-
-
-@PAGE.exhibit(
-    "two requests with equal priority and arrival preempt each other for ever",
-    "vLLM 0.19.1, found here",
-    "P10 P16",
-)
-class EqualsPreemptEachOther(Defect):
-    """Each of them preempts the other one to get blocks for itself."""
-
-    def _select_victim(self) -> int:
-        requests, running = self.table.requests, self.running
-        keys = [(requests[slot].priority, requests[slot].arrival_time) for slot in running]
-        return len(running) - 1 if self.config.policy == "fcfs" else keys.index(max(keys))
+    return rules.replacing(select_victim, lambda _policy, _running, _requests: 0)
 
 
 @PAGE.exhibit(
@@ -40,11 +42,16 @@ class EqualsPreemptEachOther(Defect):
     "P16",
     invisible="policy: which request is admitted first",
 )
-class PreemptedToTheTail(Defect):
+def preempted_to_the_tail(rules: Rules, _config: Config) -> Rules:
     """New requests overtake them, and preempt them again."""
 
-    def _requeue_preempted(self, slot: int) -> None:
-        self.waiting.append(slot)
+    def preempt(step: Step, victim_index: int) -> RequestId:
+        victim_id = rules[process_preemption](step, victim_index)
+        step.waiting.remove(victim_id)
+        process_append(step.state.config.policy, step.waiting, victim_id, step.requests)
+        return victim_id
+
+    return rules.replacing(process_preemption, preempt)
 
 
 @PAGE.exhibit(
@@ -53,21 +60,28 @@ class PreemptedToTheTail(Defect):
     "P9 P15",
     invisible="efficiency: a step schedules fewer tokens than it could",
 )
-class BudgetNotRestored(Defect):
+def budget_not_restored(rules: Rules, _config: Config) -> Rules:
     """The step ends early although there is work."""
 
-    def _unschedule(self, victim: int, step: Any) -> None:
-        step.rows.pop(victim, None)
+    def withdraw(step: Step, request_id: RequestId) -> bool:
+        budget, had_row = step.budget, rules[Step.withdraw](step, request_id)
+        step.budget = budget
+        return had_row
+
+    return rules.replacing(Step.withdraw, withdraw)
 
 
 @PAGE.exhibit("the row of a victim stays in the plan", "#23713, #28558", "P9 P26 P2 P16")
-class RowOfVictimStays(Defect):
+def row_of_victim_stays(rules: Rules, _config: Config) -> Rules:
     """The worker runs a request that has no blocks."""
 
-    def _unschedule(self, victim: int, step: Any) -> None:
-        row = step.rows.get(victim)
-        if row is not None:
-            step.budget += row[0]
+    def withdraw(step: Step, request_id: RequestId) -> bool:
+        rows = step.rows[:]
+        had_row = rules[Step.withdraw](step, request_id)
+        step.rows[:] = rows
+        return had_row
+
+    return rules.replacing(Step.withdraw, withdraw)
 
 
 @PAGE.exhibit(
@@ -75,11 +89,9 @@ class RowOfVictimStays(Defect):
     "#43569 (open)",
     "P4 P3",
 )
-class ZombieKey(Defect):
+def zombie_key(rules: Rules, config: Config) -> Rules:
     """The next request with this prefix reads KV that was never written."""
-
-    def _withdraw_unwritten(self, slot: int) -> None:
-        return None
+    return unwritten_keys_stay(rules, config)
 
 
 @PAGE.exhibit(
@@ -89,13 +101,22 @@ class ZombieKey(Defect):
     wrong_fix_of="zombie-key",
     invisible="efficiency: later hits are lost",
 )
-class AllKeysWithdrawn(Defect):
+def all_keys_withdrawn(rules: Rules, _config: Config) -> Rules:
     """Blocks of earlier steps are withdrawn, too, although they are written and may be shared."""
 
-    def _withdraw_unwritten(self, slot: int) -> None:
-        for holding in self.table.holdings[slot]:
-            for block in holding.blocks:
-                self.prefix.withdraw(block)
+    def revoke(
+        pool: Pool,
+        request: RequestState,
+        block_sizes: tuple[int, ...],
+        all_rules: Rules,
+        fence: FrameId | None = None,
+    ) -> Pool:
+        del block_sizes
+        for table in request.block_tables:
+            pool = withdraw_blocks(pool, without_nulls(table))
+        return release_slots(pool, request, all_rules, fence)
+
+    return rules.replacing(revoke_slots, revoke)
 
 
 @PAGE.exhibit(
@@ -104,52 +125,80 @@ class AllKeysWithdrawn(Defect):
     "P4 P3",
     wrong_fix_of="zombie-key",
 )
-class LastKeyWithdrawn(Defect):
+def last_key_withdrawn(rules: Rules, _config: Config) -> Rules:
     """A chunk can fill several blocks and begin another one."""
 
-    def _withdraw_unwritten(self, slot: int) -> None:
-        first = self.table.num_computed[slot] // self.block_size
-        for holding in self.table.holdings[slot]:
-            for block in holding.blocks[first:][-1:]:
-                self.prefix.withdraw(block)
+    def revoke(
+        pool: Pool,
+        request: RequestState,
+        block_sizes: tuple[int, ...],
+        all_rules: Rules,
+        fence: FrameId | None = None,
+    ) -> Pool:
+        for table, block_size in zip(request.block_tables, block_sizes, strict=True):
+            unwritten = table[request.num_computed_tokens // block_size :]
+            pool = withdraw_blocks(pool, unwritten[-1:])
+        return release_slots(pool, request, all_rules, fence)
+
+    return rules.replacing(revoke_slots, revoke)
 
 
-class _KeepsRecord(Defect):
-    """Data of a withdrawn row is kept and used for a later row of the request."""
+_RECORDS = Part("records", FrozenMap[RequestId, Any]())
+"""What was in withdrawn rows, until it is used for a later row of the request."""
 
-    _column: int
 
-    def _unschedule(self, victim: int, step: Any) -> None:
-        row = step.rows.get(victim)
-        if row is not None and row[self._column]:
-            self.__dict__.setdefault("_records", {})[victim] = row[self._column]
-        super()._unschedule(victim, step)
+def keep_records(rules: Rules, field: str) -> Rules:
+    """Return rules by which a field of withdrawn rows is kept in `_RECORDS`."""
 
-    def _pop_record(self, slot: int) -> Any:
-        return self.__dict__.setdefault("_records", {}).pop(slot, ())
+    def withdraw(step: Step, request_id: RequestId) -> bool:
+        for row in step.rows:
+            if row.request_id == request_id and any(getattr(row, field)):
+                _RECORDS.set(step, _RECORDS.of(step).having(request_id, getattr(row, field)))
+        return rules[Step.withdraw](step, request_id)
+
+    return rules.replacing(Step.withdraw, withdraw)
+
+
+def pop_record(step: Step, request_id: RequestId) -> Any:
+    """Return what was in a withdrawn row of a request, and forget it; None if there is none."""
+    records = _RECORDS.of(step)
+    record = records.get(request_id)
+    if record is not None:
+        _RECORDS.set(step, records.without(request_id))
+    return record
 
 
 @PAGE.exhibit("the new blocks of a withdrawn row are sent with a later row", "#23713", "P26 P2 P3")
-class BlocksOfVictimAnnounced(_KeepsRecord):
+def blocks_of_victim_announced(rules: Rules, _config: Config) -> Rules:
     """The data of the withdrawn row is added to the request's next row."""
 
-    _column = 1
+    def grant(
+        step: Step, request: RequestState, num_new: int, granted: tuple[Pool, RequestState]
+    ) -> None:
+        rules[process_grant](step, request, num_new, granted)
+        stale, row = pop_record(step, request.request_id), step.rows[-1]
+        if stale is not None:
+            tables = [old + new for old, new in zip(stale, row.new_blocks, strict=True)]
+            step.rows[-1] = replace(row, new_blocks=tuple(tables))
 
-    def _running_row(self, slot: int, row: Any) -> Any:
-        stale = self._pop_record(slot)
-        tables = tuple(old + new for old, new in zip_longest(stale, row[1], fillvalue=()))
-        return super()._running_row(slot, (row[0], tables, row[2]))
+    return keep_records(rules, "new_blocks").replacing(process_grant, grant)
 
 
 @PAGE.exhibit("the drafts of a withdrawn row are dispatched with a later row", "#28558", "P24 P26")
-class DraftsOfVictimDispatched(_KeepsRecord):
+def drafts_of_victim_dispatched(rules: Rules, _config: Config) -> Rules:
     """They are sent with the first chunk after the preemption and verified at another position."""
 
-    _column = 2
+    def make_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
+        plan = rules[get_plan](step, frame_rows)
+        rows = [
+            replace(row, draft_token_ids=pop_record(step, row.request_id) or ())
+            if row.resumed
+            else row
+            for row in plan.cached
+        ]
+        return replace(plan, cached=tuple(rows))
 
-    def _resumed_row(self, slot: int, num_scheduled: int) -> Any:
-        row = super()._resumed_row(slot, num_scheduled)
-        return replace(row, draft_token_ids=self._pop_record(slot))
+    return keep_records(rules, "drafts").replacing(get_plan, make_plan)
 
 
 @PAGE.exhibit(
@@ -158,12 +207,9 @@ class DraftsOfVictimDispatched(_KeepsRecord):
     "P15 P9",
     invisible="efficiency: a request misses a step",
 )
-class PlaceNotCorrected(Defect):
+def place_not_corrected(rules: Rules, _config: Config) -> Rules:
     """The list has become shorter, so the next request is left out of this step."""
-
-    def _make_room(self, slot: int, needed: int, position: int, step: Any) -> Any:
-        left = super()._make_room(slot, needed, position, step)
-        return left if left < 0 else position
+    return rules.replacing(get_next_index, lambda _step, index, _victim_index: index)
 
 
 @PAGE.exhibit(
@@ -172,39 +218,38 @@ class PlaceNotCorrected(Defect):
     "P16 P15",
     invisible="policy: upstream itself is undecided",
 )
-class SeatPreemption(Defect):
+def seat_preemption(rules: Rules, _config: Config) -> Rules:
     """Upstream is undecided; here requests are preempted for blocks, never for a running slot."""
 
-    def _schedule_waiting(self, step: Any) -> None:
-        queue, running = self._select_queue(), self.running
-        ordered = self.config.policy is Policy.PRIORITY and step.budget > 0
-        if ordered and queue is not None and len(running) >= self.config.max_num_seqs:
-            at, rank_of = self._select_victim(), self.table.rank_of
-            if rank_of(queue.head()) < rank_of(running[at]):
-                victim = running.pop(at)
-                self._unschedule(victim, step)
-                self._preempt(victim)
-                step.preempted_req_ids.append(self.table.requests[victim].request_id)
-        super()._schedule_waiting(step)
+    def admit(step: Step) -> None:
+        config, queue = step.state.config, rules[get_open_queue](step)
+        is_full = len(step.running) >= config.max_num_seqs
+        if config.policy is Policy.PRIORITY and step.budget > 0 and queue and is_full:
+            victim_index = rules[get_victim_index](step)
+            head, victim = step.requests[queue[0]], step.requests[step.running[victim_index]]
+            if get_rank(head) < get_rank(victim):
+                rules[process_preemption](step, victim_index)
+        rules[process_waiting_phase](step)
+
+    return rules.replacing(process_waiting_phase, admit)
+
+
+_NEEDY = Note[RequestId]("needy", "")
 
 
 @PAGE.exhibit("a request that lacks a block preempts itself", "inference-sim #373", "P16 P10")
-class NeedyPreemptsItself(Defect):
+def needy_preempts_itself(rules: Rules, _config: Config) -> Rules:
     """It is resumed first, lacks the block again and preempts itself again; the others never do."""
 
-    def _make_room(self, slot: int, needed: int, position: int, step: Any) -> Any:
-        self._needy = position
-        return super()._make_room(slot, needed, position, step)
+    def claim(step: Step, index: int, num_new: int) -> Any:
+        _NEEDY.set(step, step.running[index])
+        return rules[process_claim](step, index, num_new)
 
-    def _select_victim(self) -> Any:
-        return self._needy
+    changed = rules.replacing(process_claim, claim)
+    return changed.replacing(get_victim_index, lambda step: step.running.index(_NEEDY.of(step)))
 
 
 @PAGE.exhibit("a preempted request keeps its blocks", "inference-sim #963, #1061", "P1 P12")
-class PreemptedKeepsBlocks(Defect):
+def preempted_keeps_blocks(rules: Rules, _config: Config) -> Rules:
     """The pool fills up: no request runs, no block is free, and nothing can be admitted."""
-
-    def _preempt(self, slot: int) -> None:
-        for holding in self.table.holdings[slot]:
-            del holding.blocks[:]
-        super()._preempt(slot)
+    return rules.replacing(revoke_slots, lambda pool, *_: pool)

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Mapping
 
-from blockstep.conformance.museum.exhibit import Defect, Page
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.async_ import get_fulfilled, is_held_by_frames, publish_verified
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.commit import get_rows_committed
+from blockstep.spec.core.parts import Part
+from blockstep.spec.core.preemption import get_preempted, process_preemption
+from blockstep.spec.core.requests import Frame, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import publish_slots
+from blockstep.spec.core.speculation import compute_num_rejected, get_rolled_back
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
+from blockstep.spec.features.resets import process_forced_preemption
+from blockstep.spec.vocabulary import Config, OutputRow, RequestId, Status, TokenIds
 
 PAGE = Page()
+Sampled = Mapping[RequestId, TokenIds]
+Committed = tuple[State, list[OutputRow]]
+
+_STALE = Part("stale", frozenset[RequestId]())
+"""The requests whose next tokens are dropped."""
 
 
-class _DropsTokens(Defect):
-    """A commit drops the tokens of a stale row, and the row itself."""
-
-    _to_drop: frozenset[str] = frozenset()
-    """Ids of the requests whose next row is stale."""
-
-    def _is_stale(self, request_id: str) -> bool:
-        return request_id in self._to_drop
-
-    def _accept(self, slot: int, tokens: Any) -> Any:
-        request_id = self.table.requests[slot].request_id
-        if not self._is_stale(request_id):
-            return super()._accept(slot, tokens)
-        self._to_drop -= {request_id}
-        return (), super()._accept.__globals__["_GOES_ON"]
-
-    def _commit(self, event: Any) -> Any:
-        answer = super()._commit(event)
-        if not hasattr(answer, "rows"):
-            return answer
-        return replace(answer, rows=tuple(row for row in answer.rows if row.new_token_ids))
+def get_without_tokens(sampled: Sampled, names: Collection[RequestId]) -> Sampled:
+    """Return what was sampled, without the tokens of some requests."""
+    return {name: () if name in names else tokens for name, tokens in sampled.items()}
 
 
 @PAGE.exhibit(
@@ -38,38 +38,18 @@ class _DropsTokens(Defect):
     "#41190, #48245",
     "P13 P12 P26 P16 P15",
 )
-class ReadmittedWithPromises(Defect):
+def readmitted_with_promises(rules: Rules, _config: Config) -> Rules:
     """The position after the known tokens is sampled twice."""
-
-    def _awaits_tokens(self, slot: int) -> bool:
-        return False
+    return rules.replacing(is_held_by_frames, lambda _frames, _request: False)
 
 
-@PAGE.exhibit(
-    "without async scheduling a preempted request is resumed while its token is in flight",
-    "#48245",
-    "P13 P26",
-)
-class ReadmittedInFlightWithoutPlaceholders(Defect):
-    """The check reads a placeholder counter that a pipeline of plans does not maintain."""
+def zero_placeholders(rules: Rules) -> Rules:
+    """Return rules by which a preempted request has no placeholders."""
 
-    def _awaits_tokens(self, slot: int) -> bool:
-        return bool(self.table.num_output_placeholders[slot])
+    def get_zeroed(request: RequestState) -> RequestState:
+        return replace(rules[get_preempted](request), num_output_placeholders=0)
 
-
-@PAGE.exhibit(
-    "a preempted request waits for a chunk in flight that samples nothing",
-    "#48245 as merged",
-    "P15 P16",
-    wrong_fix_of="readmitted-with-promises",
-    invisible="efficiency: a request is admitted one step later",
-)
-class HeldUpByAChunk(Defect):
-    """It waits for every frame that has a row of the request."""
-
-    def _awaits_tokens(self, slot: int) -> bool:
-        request_id = self.table.requests[slot].request_id
-        return any(request_id in frame for frame in self.frames.values())
+    return rules.replacing(get_preempted, get_zeroed)
 
 
 @PAGE.exhibit(
@@ -78,12 +58,9 @@ class HeldUpByAChunk(Defect):
     "P12 P13 P26",
     wrong_fix_of="readmitted-with-promises",
 )
-class PromisesZeroed(Defect):
+def promises_zeroed(rules: Rules, _config: Config) -> Rules:
     """The frames in flight are not marked as stale, so their commits make the counter negative."""
-
-    def _preempt(self, slot: int) -> None:
-        super()._preempt(slot)
-        self.table.num_output_placeholders[slot] = 0
+    return zero_placeholders(rules)
 
 
 @PAGE.exhibit(
@@ -92,13 +69,27 @@ class PromisesZeroed(Defect):
     "P13 P26",
     wrong_fix_of="readmitted-with-promises",
 )
-class OneStaleFrameDropped(_DropsTokens):
+def one_stale_frame_dropped(rules: Rules, _config: Config) -> Rules:
     """The tokens of the first frame are lost; the other frames are committed as usual."""
 
-    def _preempt(self, slot: int) -> None:
-        if self.table.num_output_placeholders[slot]:
-            self._to_drop |= {self.table.requests[slot].request_id}
-        super()._preempt(slot)
+    def preempt(step: Step, victim_index: int) -> RequestId:
+        victim = step.requests[step.running[victim_index]]
+        if victim.num_output_placeholders:
+            _STALE.set(step, _STALE.of(step) | {victim.request_id})
+        return rules[process_preemption](step, victim_index)
+
+    def commit(state: State, frame: Frame, sampled: Sampled) -> Committed:
+        requests = state.requests
+        for row in frame.rows:
+            request = requests.get(row.request_id)
+            if request and row.request_id in _STALE.of(state) and sampled[row.request_id]:
+                request = get_fulfilled(state.config, request, len(row.draft_token_ids))
+                requests = requests.having(row.request_id, request)
+                sampled = get_without_tokens(sampled, [row.request_id])
+                state = _STALE.put(state, _STALE.of(state) - {row.request_id})
+        return rules[get_rows_committed](replace(state, requests=requests), frame, sampled)
+
+    return rules.replacing(process_preemption, preempt).replacing(get_rows_committed, commit)
 
 
 @PAGE.exhibit(
@@ -107,20 +98,16 @@ class OneStaleFrameDropped(_DropsTokens):
     "P13 P26 P12",
     wrong_fix_of="readmitted-with-promises",
 )
-class StaleTokensTakenForNoise(_DropsTokens):
+def stale_tokens_taken_for_noise(rules: Rules, _config: Config) -> Rules:
     """A preemption clears the placeholders, so all tokens of frames in flight are lost."""
 
-    def _preempt(self, slot: int) -> None:
-        super()._preempt(slot)
-        self.table.num_output_placeholders[slot] = 0
+    def commit(state: State, frame: Frame, sampled: Sampled) -> Committed:
+        if state.config.async_scheduling:
+            unpromised = [n for n, it in state.requests.items() if not it.num_output_placeholders]
+            sampled = get_without_tokens(sampled, unpromised)
+        return rules[get_rows_committed](state, frame, sampled)
 
-    def _keep_promise(self, slot: int, num_drafts: int) -> None:
-        self._is_noise = self.table.num_output_placeholders[slot] == 0
-        if not self._is_noise:
-            super()._keep_promise(slot, num_drafts)
-
-    def _is_stale(self, request_id: str) -> bool:
-        return bool(self.async_scheduling and self._is_noise)
+    return zero_placeholders(rules).replacing(get_rows_committed, commit)
 
 
 @PAGE.exhibit(
@@ -128,26 +115,20 @@ class StaleTokensTakenForNoise(_DropsTokens):
     "#42043, #42117",
     "P13 P12 P10 P26",
 )
-class ResetEatsAToken(_DropsTokens):
+def reset_eats_a_token(rules: Rules, _config: Config) -> Rules:
     """The first token after the reset is dropped as stale, and its placeholder stays for ever."""
 
-    def _reset(self, reset_running_requests: bool) -> Any:
-        if reset_running_requests and self.async_scheduling and not self.frames:
-            requests = self.table.requests
-            self._to_drop = frozenset(requests[slot].request_id for slot in self.running)
-        return super()._reset(reset_running_requests)
+    def preempt(state: State) -> State:
+        stale = () if state.frames or not state.config.async_scheduling else state.running
+        return _STALE.put(rules[process_forced_preemption](state), frozenset(stale))
 
-    def _keep_promise(self, slot: int, num_drafts: int) -> None:
-        if self.table.requests[slot].request_id not in self._to_drop:
-            super()._keep_promise(slot, num_drafts)
+    def commit(state: State, frame: Frame, sampled: Sampled) -> Committed:
+        stale = _STALE.of(state).intersection([name for name, it in sampled.items() if it])
+        state = _STALE.put(state, _STALE.of(state) - stale)
+        return rules[get_rows_committed](state, frame, get_without_tokens(sampled, stale))
 
-
-@PAGE.exhibit("draft placeholders survive a step without a row of the request", "#46899", "P24")
-class PlaceholdersAfterAGap(Defect):
-    """They are dispatched as drafts, but the worker has none."""
-
-    def _drop_unused_placeholders(self, frame_id: int) -> None:
-        return None
+    changed = rules.replacing(process_forced_preemption, preempt)
+    return changed.replacing(get_rows_committed, commit)
 
 
 @PAGE.exhibit(
@@ -156,23 +137,28 @@ class PlaceholdersAfterAGap(Defect):
     "P12 P14",
     invisible_if_hidden="books: the counter is set again when the request is resumed",
 )
-class StaleFrameRollsBack(Defect):
+def stale_frame_rolls_back(rules: Rules, _config: Config) -> Rules:
     """A preempted request has no computed tokens, so the counter becomes negative."""
 
-    def _roll_back(self, slot: int, drafts: Any, tokens: Any) -> None:
-        before = self.table.num_computed[slot]
-        super()._roll_back(slot, drafts, tokens)
-        self.table.num_computed[slot] = before - len(drafts) + len(tokens) - 1
+    def roll_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:
+        num_rejected = compute_num_rejected(num_drafts, num_sampled)
+        return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
+
+    return rules.replacing(get_rolled_back, roll_back)
 
 
 @PAGE.exhibit(
     "a commit publishes a block whose last token is not computed", "#27648, #36052", "P4 P3"
 )
-class LastTokenPublished(Defect):
+def last_token_published(rules: Rules, _config: Config) -> Rules:
     """Known tokens are taken as computed, but the last token's KV is written one step later."""
 
-    def _publish_verified(self, slot: int) -> None:
-        known = self.table.num_known
-        known[slot] += 1
-        super()._publish_verified(slot)
-        known[slot] -= 1
+    def publish(state: State, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
+        pool, request = rules[publish_verified](state, pool, request)
+        config, is_running = state.config, request.status is Status.RUNNING
+        if not (config.enable_prefix_caching and config.async_scheduling and is_running):
+            return pool, request
+        nums_full = [request.num_known_tokens // size for size in config.block_sizes]
+        return publish_slots(config, pool, request, nums_full, state.rules)
+
+    return rules.replacing(publish_verified, publish)

@@ -1,0 +1,208 @@
+"""Changed specification: an engine that decides by the specification with some functions replaced.
+
+A change is the same as that of a quirk: it returns the rules with functions replaced by name
+(`Rules.replacing`). The specification calls some functions as `rules[function]` and most of them
+directly. So that all can be replaced, they are made once more over namespaces of their own, in
+which the name of a replaced function is bound to its replacement. The specification that judges
+does not change.
+
+Functions are made without their assertions, since a wrong decision should be found by what it leads
+to, as in any other engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from dis import get_instructions
+from functools import cache, lru_cache
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Final
+
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.spec.core.feature import Feature
+from blockstep.spec.core.hooks import Hooks
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State, create_state
+from blockstep.spec.features import get_config_rules
+from blockstep.spec.releases.quirk import Change
+from blockstep.spec.transition import Accepted, transition
+from blockstep.spec.vocabulary import Config, Event, Observation, Rejected
+
+PACKAGES: Final = ("blockstep.spec.core", "blockstep.spec.features", "blockstep.spec.transition")
+"""Modules whose functions can be replaced, with those inside of them."""
+NUM_KEPT: Final = 8
+"""The most changed specifications that are kept: mostly episodes of one config follow each other.
+"""
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """The functions of the specification, made once more for one change."""
+
+    create_state: Callable[[Config, Rules], State]
+    transition: Callable[[State, Event], Accepted | Rejected]
+    rules: Rules
+
+
+class ChangedSpec(SpecEngine):
+    """The specification with the change of its class."""
+
+    change: Any
+    """A `Change`, as a static method."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._linked: Linked | None = link(self.change, config)
+        self.state = self._linked.create_state(config, self._linked.rules)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the state without the functions, which cannot be pickled."""
+        return {**super().__getstate__(), "_linked": None}
+
+    def apply(self, event: Event) -> Observation:
+        """Apply one event; a rejection is returned (`Rejected`) and changes nothing."""
+        if self._linked is None:
+            self._linked = link(self.change, self.state.config)
+        result = self._linked.transition(self.state, event)
+        if isinstance(result, Rejected):
+            return result
+        self.state = result.state
+        return result.observation
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def link(change: Change, config: Config) -> Linked:
+    """Return the functions of the specification with those that `change` replaces exchanged.
+
+    Raises:
+        ValueError: a replaced function is not one of the specification's.
+    """
+    modules = {one.__name__: ModuleType(one.__name__) for one in _list_modules()}
+    for one in _list_modules():
+        vars(modules[one.__name__]).update(vars(one))
+    made = {right: _make_again(right, modules) for right in _list_functions()}
+    strict = get_config_rules(config)
+    called = {right: made.get(strict[right], strict[right]) for right in made}
+    called |= {made[right]: by for right, by in called.items()}
+    rules = replace(
+        strict,
+        changes=frozenset({f"{change.__module__}.{change.__qualname__}"}),
+        remake=(_remake_rules, (change, config)),
+        replaced=called,
+    )
+    rules = change(rules, config)
+    wrong = {right: by for right, by in rules.replaced.items() if by is not called.get(right)}
+    bound: dict[Any, Any] = {**made, **{one: modules[one.__name__] for one in _list_modules()}}
+    for right, by in wrong.items():
+        if right not in made:
+            owner = _find_owner(right)
+            members = {"__slots__": (), right.__name__: by}
+            bound[owner] = type(owner.__name__, (bound.get(owner, owner),), members)
+        elif strict[right] is right:  # else a feature replaces it, and it is called by the rules
+            bound[right] = by
+    for name, module in modules.items():
+        space = vars(module)
+        space.update({one: _exchange(space[one], bound) for one in _list_names()[name]})
+    again = {made[right]: by for right, by in wrong.items() if right in made}
+    called = {right: again.get(by, by) for right, by in called.items()}
+    return Linked(
+        bound[create_state], bound[transition], replace(rules, replaced=called | wrong | again)
+    )
+
+
+def _remake_rules(change: Change, config: Config) -> Rules:
+    return link(change, config).rules
+
+
+def _make_again(right: Function, modules: Mapping[str, ModuleType]) -> Function:
+    """Return a function with the code of `right` that finds its names in the new module."""
+    code, space = _get_code(right), vars(modules[right.__module__])
+    by = FunctionType(code, space, right.__name__, right.__defaults__, right.__closure__)
+    by.__kwdefaults__ = right.__kwdefaults__
+    return by
+
+
+@cache
+def _get_code(function: Function) -> CodeType:
+    """Return the code of a function without assertions."""
+    code = function.__code__
+    if not any(one.opname == "LOAD_ASSERTION_ERROR" for one in get_instructions(code)):
+        return code
+    return next(one for one in _compile(code.co_filename) if one.co_name == code.co_name)
+
+
+@cache
+def _compile(file: str) -> tuple[CodeType, ...]:
+    """Return the code of each function of a module, without assertions."""
+    source = Path(file).read_text(encoding="utf-8")
+    module = compile(source, file, "exec", dont_inherit=True, optimize=1)
+    return tuple(one for one in module.co_consts if isinstance(one, CodeType))
+
+
+def _find_owner(method: Function) -> type[Any]:
+    """Return the class of a method.
+
+    Raises:
+        ValueError: it is no method of the specification.
+    """
+    name, _, _ = method.__qualname__.rpartition(".")
+    module = next((one for one in _list_modules() if one.__name__ == method.__module__), None)
+    owner = vars(module).get(name) if module else None
+    if not isinstance(owner, type):
+        raise ValueError(f"{method.__qualname__} is no function of the specification")
+    return owner
+
+
+@cache
+def _list_modules() -> tuple[ModuleType, ...]:
+    return tuple(module for name, module in sys.modules.items() if name.startswith(PACKAGES))
+
+
+@cache
+def _list_functions() -> tuple[FunctionType, ...]:
+    return tuple(
+        value
+        for module in _list_modules()
+        for value in vars(module).values()
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__
+    )
+
+
+@cache
+def _list_names() -> Mapping[str, tuple[str, ...]]:
+    """Return, by module, the names of all modules, functions, classes and tables of functions."""
+    every = dict.fromkeys((*_list_functions(), *_list_modules()))
+    return {
+        module.__name__: tuple(
+            name
+            for name, value in vars(module).items()
+            if _exchange(value, every) is not value
+            or (isinstance(value, type) and value.__module__.startswith(PACKAGES))
+        )
+        for module in _list_modules()
+    }
+
+
+def _exchange(value: Any, bound: Mapping[Any, Any]) -> Any:
+    """Return a value with functions exchanged: a module, a class, a function or a table of them.
+
+    Hooks of features stay, since they are called as `rules[hook]`.
+    """
+    if isinstance(value, FunctionType | type | ModuleType):
+        return bound.get(value, value)
+    if isinstance(value, dict) and all(map(is_dataclass, value.values())):
+        return {key: _exchange(one, bound) for key, one in value.items()}
+    if is_dataclass(value) and not isinstance(value, Feature | Hooks | Rules):
+        members = {field.name: getattr(value, field.name) for field in fields(value)}
+        changes = {
+            name: bound[one]
+            for name, one in members.items()
+            if isinstance(one, FunctionType) and one in bound
+        }
+        return replace(value, **changes) if changes else value
+    return value
