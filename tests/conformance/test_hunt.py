@@ -52,6 +52,8 @@ from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.wrapped import hide_state, unwrapped
 from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import (
     Abort,
@@ -260,11 +262,11 @@ PAIRS = (
 
 def plant_both(first: str, second: str) -> EngineFactory:
     """Engines with two seeded bugs."""
-    base, entry = build(first), EXHIBITS[second]
-    if not entry.part:
-        return type("Both", (entry.defect, base), {})
-    part = type("PlantedPart", (entry.defect, getattr(base, entry.part)), {})
-    return type("Both", (base,), {entry.part: part})
+
+    def change_both(rules: Rules, config: Config) -> Rules:
+        return EXHIBITS[second].change(EXHIBITS[first].change(rules, config), config)
+
+    return type("Both", (build(first),), {"change": staticmethod(change_both)})
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def museum_command(
     if show_all:
         tables.show_rows(screen, rows)
     else:
-        areas = [entry.defect.__module__.rpartition(".")[2] for entry in EXHIBITS.values()]
+        areas = [entry.change.__module__.rpartition(".")[2] for entry in EXHIBITS.values()]
         tables.show_rows(screen, tables.count_areas(areas, list(EXHIBITS), "seeded bugs"))
         screen.print(f"\n{len(EXHIBITS)} seeded bugs; `blockstep explain NAME` explains one,")
         screen.print("`blockstep museum --all` prints all, `blockstep museum run` checks them")

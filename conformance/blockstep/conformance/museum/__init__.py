@@ -1,9 +1,10 @@
-"""Seeded bugs: defects of released engines, reproduced in our host engine one at a time.
+"""Seeded bugs: defects of released engines, reproduced one at a time.
 
-Each seeded bug changes one method of the host engine, or a few that belong together. `check` must
-find it; otherwise the checks miss a defect that is known to happen. A repair that was tried
-upstream and was wrong is a seeded bug of its own. The engine is loaded by name, as any foreign
-engine would be.
+A seeded bug is a wrong rule: it replaces a function of the specification, or a few that belong
+together, as a quirk of a release does. The engine with the bug is the specification with that
+replacement (`protocol.changed_spec`), and it is held to the specification itself like any other
+engine. `check` must find it; otherwise the checks miss a defect that is known to happen. A repair
+that was tried upstream and was wrong is a seeded bug of its own.
 
 `exhibit` defines what a seeded bug is, the other modules list them by theme, and `trial` checks
 them.
@@ -40,11 +41,10 @@ from blockstep.conformance.museum import (
     tiers,
     transfers,
 )
-from blockstep.conformance.museum.exhibit import Engine, Exhibit, collect
+from blockstep.conformance.museum.exhibit import Exhibit, collect
 from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.conformance.protocol.feature import without_states
 from blockstep.conformance.protocol.features import BY_NAME, LATE
-from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config
 
 __all__ = ["EXHIBITS", "Exhibit", "build"]
@@ -68,20 +68,19 @@ EXHIBITS: Mapping[str, Exhibit] = collect(
         tiers.PAGE,
         tiers.GROUPS,
         idle.PAGE,
-        idle.STORE,
     )
 )
 """All seeded bugs, by name."""
 
 
-class _Plain(Engine):  # type: ignore[misc]
-    """The clean engine without the late features that the seeded bug does not use."""
+class _Planted(ChangedSpec):
+    """The specification with a seeded bug, without the late features that the bug does not use."""
 
     left_out: frozenset[str]
 
     def capabilities(self) -> frozenset[str]:
-        has: frozenset[str] = super().capabilities()
-        return has - self.left_out
+        """Return all capabilities but those of the features that are left out."""
+        return super().capabilities() - self.left_out
 
 
 def _leave_states_out(config: Config) -> tuple[Config, str | None]:
@@ -96,19 +95,12 @@ def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
         KeyError: no seeded bug has this name.
     """
     chosen = EXHIBITS[name]
-    clean: Any = load_engine("blockstep.impl.host:HostEngine")
     late = {name: BY_NAME[name].capability for name in LATE if name in BY_NAME}
     taken = {chosen.takes, GROUPS.name if chosen.takes_groups else ""}
     if chosen.takes == TIERS.name:
         taken.add(TRANSFERS.name)  # only the store receives what is swapped out
     left_out = frozenset(late[name] for name in late.keys() - taken)
-    before: tuple[type[Any], ...] = (type("Plain", (_Plain,), {"left_out": left_out}),)
     if chosen.takes_groups and not chosen.takes_states:
         traits = replace(traits, fit_config=_leave_states_out)
-    if not isinstance(chosen.defect, type):
-        wrong = {"change": staticmethod(chosen.defect), "traits": traits}
-        return type("PlantedEngine", (*before, ChangedSpec), wrong)
-    if chosen.part:
-        part = type("PlantedPart", (chosen.defect, getattr(clean, chosen.part)), {})
-        return type("PlantedEngine", (*before, clean), {chosen.part: part, "traits": traits})
-    return type("PlantedEngine", (chosen.defect, *before, clean), {"traits": traits})
+    members = {"change": staticmethod(chosen.change), "left_out": left_out, "traits": traits}
+    return type("PlantedEngine", (_Planted,), members)

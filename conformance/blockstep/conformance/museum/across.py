@@ -5,87 +5,102 @@ The episodes have an encoder and several KV groups; one of them may be a cross-a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Final
 
-from blockstep.conformance.museum.exhibit import Defect, Page
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.parts import Part
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import Growth, compute_num_blocks, count_taken, release_slots
+from blockstep.spec.core.work import Step
+from blockstep.spec.features.encoder.claims import (
+    CLAIM,
+    Claim,
+    process_items_asked,
+    process_items_taken,
+)
+from blockstep.spec.vocabulary import Config, FrameId, GroupKind, KVGroup
 
 PAGE = Page(takes_groups=True, takes="encoder")
-PART = "groups_type"
 
 
 @PAGE.exhibit(
     "cross-attention blocks are allocated again in every step",
     "vLLM 0.19.1 schedule, breaks its rule",
     "P8 P26",
-    part=PART,
     invisible="efficiency: unused blocks are held until the request finishes",
 )
-class AcrossCountedAgain(Defect):
+def across_counted_again(rules: Rules, _config: Config) -> Rules:
     """Each row allocates blocks for all encoder outputs, as only the first row should."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        for group in self.groups:
-            if group.is_beside:
-                group.count_missing = lambda holding, _extent, of=group: of.count_blocks(
-                    holding.num_beside
-                )
+    def count(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
+        if group.kind is GroupKind.CROSS_ATTENTION:
+            return compute_num_blocks(growth.num_slots, group.block_size)
+        return rules[count_taken](group, growth, num_held, num_hit)
+
+    return rules.replacing(count_taken, count)
 
 
 @PAGE.exhibit(
     "a cross-attention table is as long as the decoder's token sequence",
     "vLLM 0.19.1 CrossAttentionManager, breaks its rule",
     "P8 P26",
-    part=PART,
 )
-class AcrossAsLongAsTheText(Defect):
+def across_as_long_as_the_text(rules: Rules, _config: Config) -> Rules:
     """Cross-attention blocks are counted by the tokens of the step, as in the other groups."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        for group in self.groups:
-            if group.is_beside:
-                group.count_missing = lambda holding, extent, of=group: max(
-                    of.count_blocks(extent.num_slots) - len(holding.blocks), 0
-                )
+    def count(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
+        if group.kind is GroupKind.CROSS_ATTENTION:
+            growth = growth._replace(num_slots=growth.num_tokens)
+        return rules[count_taken](group, growth, num_held, num_hit)
+
+    return rules.replacing(count_taken, count)
 
 
 @PAGE.exhibit(
     "cross-attention blocks are not freed",
     "vLLM 0.19.1 SingleTypeKVCacheManager.free, breaks its rule",
     "P1 P10",
-    part=PART,
 )
-class AcrossIsKept(Defect):
+def across_is_kept(rules: Rules, config: Config) -> Rules:
     """A request that finishes or is preempted frees only its self-attention blocks."""
 
-    def free(self, holdings: Any) -> None:
-        for group, holding in zip(self.groups, holdings, strict=True):
-            if group.is_beside:
-                holding.clear()
-        super().free(holdings)
+    def release(
+        pool: Pool, request: RequestState, all_rules: Rules, fence: FrameId | None = None
+    ) -> Pool:
+        pairs = zip(config.kv_groups, request.holdings, strict=True)
+        freed = [held for group, held in pairs if group.kind is not GroupKind.CROSS_ATTENTION]
+        request = replace(request, holdings=tuple(freed))
+        return rules[release_slots](pool, request, all_rules, fence)
+
+    return rules.replacing(release_slots, release)
+
+
+_IS_MADE: Final = Part("is_made", False)
+"""Whether the encoder has run for a request."""
 
 
 @PAGE.exhibit(
     "a resumed encoder-decoder request does not run its encoder again",
     "vLLM 0.19.1 _try_schedule_encoder_inputs, breaks its rule",
     "P22 P4 P3 P6",
-    part="encoder_type",
 )
-class ItemMadeOnce(Defect):
+def item_made_once(rules: Rules, config: Config) -> Rules:
     """The encoder runs once per request, although a preemption freed the cross-attention blocks."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._made: set[int] = set()
+    def ask(step: Step, request: RequestState, num_computed: int, num_new: int) -> Claim:
+        if _IS_MADE.of(request):
+            return Claim(num_new)
+        return rules[process_items_asked](step, request, num_computed, num_new)
 
-    def choose(self, request: Any, num_computed: int, num_tokens: int, budget: int) -> Any:
-        chosen = super().choose(request, num_computed, num_tokens, budget)
-        if self.is_beside and id(request) in self._made:
-            chosen.inputs.clear()
-        return chosen
+    def take(step: Step, request: RequestState) -> None:
+        rules[process_items_taken](step, request)
+        if CLAIM.of(step).items:
+            name = request.request_id
+            step.requests[name] = _IS_MADE.put(step.requests[name], True)
 
-    def hold(self, request: Any, chosen: Any) -> None:
-        if self.is_beside and chosen.inputs:
-            self._made.add(id(request))
-        super().hold(request, chosen)
+    if not config.is_encoder_decoder:
+        return rules
+    return rules.replacing(process_items_asked, ask).replacing(process_items_taken, take)

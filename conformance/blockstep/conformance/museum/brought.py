@@ -5,28 +5,22 @@ Each list is checked with one additional feature.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from typing import Final
 
-from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import Status
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.parts import Part
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.work import Step, Verdict
+from blockstep.spec.features.identity import get_request_of_key
+from blockstep.spec.features.lora import list_seated, process_adapter_gate
+from blockstep.spec.features.reclaim import find_giver, process_giving
+from blockstep.spec.features.sessions import RESTING, get_continued
+from blockstep.spec.vocabulary import Config, Request, RequestId, Status
 
 ADAPTERS = Page(takes="adapters")
 SESSIONS = Page(takes="sessions")
-
-
-@ADAPTERS.exhibit(
-    "LoRA adapters count only while their request has a row in the plan",
-    "vLLM 0.19.1 schedule",
-    "P9 P16",
-)
-class AdaptersOfRowsOnly(Defect):
-    """A running request without a row in a step loses its LoRA slot, and needs one in the next."""
-
-    def _count_seats(self, step: Any) -> Any:
-        seats, requests = super()._count_seats(step), self.table.requests
-        seats.used = {requests[slot].adapter for slot in step.rows} - {None}
-        return seats
 
 
 @ADAPTERS.exhibit(
@@ -35,40 +29,38 @@ class AdaptersOfRowsOnly(Defect):
     "P15 P16",
     invisible="policy: which request is skipped",
 )
-class BaseModelTakesASeat(Defect):
+def base_model_takes_a_seat(rules: Rules, _config: Config) -> Rules:
     """Requests of the base model are skipped while `max_loras` adapters are running."""
 
-    def _is_passed_over(self, slot: int, step: Any) -> Any:
-        seats, adapter = step.seats, self.table.requests[slot].adapter
-        is_full = seats is not None and len(seats.used) >= seats.max_loras
-        return super()._is_passed_over(slot, step) or (is_full and adapter is None)
+    def admit(step: Step, request: RequestState) -> Verdict | None:
+        in_use = {step.requests[name].request.adapter for name in rules[list_seated](step)}
+        is_full = len(in_use - {None}) >= step.state.config.max_loras
+        if is_full and request.request.adapter is None:
+            return Verdict.PASSED_OVER
+        return rules[process_adapter_gate](step, request)
+
+    return rules.replacing(process_adapter_gate, admit)
 
 
 @ADAPTERS.exhibit(
     "max_loras is checked against the adapters at the begin of the step", "SGLang #23141", "P9 P16"
 )
-class AdaptersCountedAfterwards(Defect):
+def adapters_counted_afterwards(rules: Rules, _config: Config) -> Rules:
     """All requests admitted in one step see the LoRA slots that were free before it."""
 
-    def _is_passed_over(self, slot: int, step: Any) -> Any:
-        seats = step.seats
-        if seats is None or not step.admitted:
-            return super()._is_passed_over(slot, step)
-        step.seats = None
-        try:
-            return super()._is_passed_over(slot, step)
-        finally:
-            step.seats = seats
+    def get_seated(step: Step) -> list[RequestId]:
+        admitted = {row.request_id for row in step.rows if row.status is not Status.RUNNING}
+        return [name for name in rules[list_seated](step) if name not in admitted]
+
+    return rules.replacing(list_seated, get_seated)
 
 
 @SESSIONS.exhibit(
     "idle sessions never free their blocks when another request lacks them", "#49439", "P10"
 )
-class SessionsNeverGiveWay(Defect):
+def sessions_never_give_way(rules: Rules, _config: Config) -> Rules:
     """Two sessions that wait for input may each hold the blocks that the other one needs."""
-
-    def _take_back_one(self, _needy: int, _passed_over: Any = ()) -> bool:
-        return False
+    return rules.replacing(process_giving, lambda _step, _receiver_id: False)
 
 
 @SESSIONS.exhibit(
@@ -77,26 +69,34 @@ class SessionsNeverGiveWay(Defect):
     "P10",
     wrong_fix_of="sessions-never-give-way",
 )
-class SessionsWithInputNeverGiveWay(Defect):
+def sessions_with_input_never_give_way(rules: Rules, _config: Config) -> Rules:
     """Two sessions that have new input may each hold the blocks that the other one needs."""
 
-    def _take_back_one(self, needy: int, passed_over: Any = ()) -> bool:
-        rests = Status.WAITING_FOR_STREAMING_REQ
-        idle = [slot for slot in self._list_idle(passed_over) if slot != needy]
-        resting = [slot for slot in idle if self.table.statuses[slot] is rests]
-        if resting:
-            self._take_back(resting[0])
-        return bool(resting)
+    def find(step: Step, receiver_id: RequestId | None = None) -> RequestId | None:
+        giver_id = rules[find_giver](step, receiver_id)  # idle ones come first
+        is_kept = receiver_id and giver_id and step.requests[giver_id].status is not RESTING
+        return None if is_kept else giver_id
+
+    return rules.replacing(find_giver, find)
+
+
+_IS_CONTINUED: Final = Part("is_continued", False)
 
 
 @SESSIONS.exhibit(
     "block keys of a session's later inputs contain only its last item", "#36708, rule", "P6 P3"
 )
-class LastItemNamesAChunk(Defect):
+def last_item_names_a_chunk(rules: Rules, _config: Config) -> Rules:
     """The search for a block's items starts at the last item, as it may for blocks of outputs."""
 
-    def _go_on(self, slot: int, update: Any) -> None:
-        super()._go_on(slot, update)
-        lineage = self.table.lineages[slot]
-        lineage.request = replace(lineage.request, items=lineage.request.items[-1:])
-        lineage._ends = lineage._ends[-1:]
+    def go_on(
+        config: Config, request: RequestState, update: Request, all_rules: Rules
+    ) -> RequestState:
+        request = _IS_CONTINUED.put(request, True)
+        return rules[get_continued](config, request, update, all_rules)
+
+    def get_request(request: RequestState, index: int) -> Request:
+        asked = rules[get_request_of_key](request, index)
+        return replace(asked, items=asked.items[-1:]) if _IS_CONTINUED.of(request) else asked
+
+    return rules.replacing(get_continued, go_on).replacing(get_request_of_key, get_request)

@@ -39,9 +39,7 @@ def cached_drafts(rules: Rules, _config: Config) -> Rules:
         drafts = request.spec_token_ids[: max(num_drafts, 0)]
         guessed = replace(request, output_token_ids=known + drafts)
         guessed = get_keyed(config, guessed, rules)
-        granted = allocate_rightly(
-            config, pool, guessed, num_new, num_lookahead, hit, rules
-        )
+        granted = allocate_rightly(config, pool, guessed, num_new, num_lookahead, hit, rules)
         if granted is None:
             return None
         pool, after = granted

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Final
 
-from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import Status
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.parts import Note, Part
+from blockstep.spec.core.requests import FrameRow, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.work import Step
+from blockstep.spec.features.encoder.cache import ENCODER, Encoder, free_items, hold_entry
+from blockstep.spec.features.encoder.claims import (
+    CLAIM,
+    limit_to_items,
+    process_items_of_victim,
+    process_items_refused,
+    tell_items,
+)
+from blockstep.spec.releases.encoder import remade_items_are_dropped
+from blockstep.spec.vocabulary import Config, EncoderInputs, Plan, Request, Status
 
 PAGE = Page(takes="encoder")
 
@@ -14,15 +29,14 @@ PAGE = Page(takes="encoder")
     "an item that is evicted and encoded again in one step is freed by the worker",
     "#52482",
     "P22",
-    part="encoder_type",
 )
-class EvictedAndMadeIsDropped(Defect):
+def evicted_and_made_is_dropped(rules: Rules, config: Config) -> Rules:
     """An item stays in the plan's list of freed items although the same plan encodes it."""
+    return remade_items_are_dropped(rules, config)
 
-    def announce(self) -> Any:
-        freed = tuple(dict.fromkeys(self.freed))
-        super().announce()
-        return freed
+
+_LATE: Final = Part[tuple[str, ...]]("late", ())
+"""The items that the last step freed."""
 
 
 @PAGE.exhibit(
@@ -30,32 +44,40 @@ class EvictedAndMadeIsDropped(Defect):
     "#52482",
     "P22 P9",
     wrong_fix_of="evicted-and-made-is-dropped",
-    part="encoder_type",
 )
-class DropsToldLate(Defect):
+def drops_told_late(rules: Rules, _config: Config) -> Rules:
     """The items of this step are safe, but the next plan frees an item that it encodes."""
 
-    def announce(self) -> Any:
-        told, self._late = getattr(self, "_late", ()), super().announce()
-        return told
+    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
+        plan = rules[tell_items](step, rows, plan)
+        late = _LATE.of(step)
+        _LATE.set(step, plan.free_encoder_mm_hashes)
+        return replace(plan, free_encoder_mm_hashes=late)
+
+    return rules.replacing(tell_items, tell)
+
+
+def hold_what_is_found(rules: Rules) -> Rules:
+    """Return rules by which a waiting request holds cached items that it would read."""
+
+    def limit(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
+        num_new = rules[limit_to_items](step, request, num_computed, num_new)
+        for index in CLAIM.of(step).items if request.status is not Status.RUNNING else ():
+            identifier, encoder = request.request.items[index].identifier, ENCODER.of(step)
+            if identifier in encoder.entries:  # else it would be encoded for this row
+                holder = (request.request_id, index)
+                ENCODER.set(step, hold_entry(encoder, identifier, holder))
+        return num_new
+
+    return rules.replacing(limit_to_items, limit)
 
 
 @PAGE.exhibit(
     "a waiting request keeps references to the cached items that it found", "#31857", "P22 P10"
 )
-class WaiterKeepsWhatItFound(Defect):
+def waiter_keeps_what_it_found(rules: Rules, _config: Config) -> Rules:
     """It takes references before it is known whether there are blocks for it."""
-
-    def _choose_if_any(self, slot: int, num_computed: int, num_scheduled: int, step: Any) -> Any:
-        chosen = super()._choose_if_any(slot, num_computed, num_scheduled, step)
-        if chosen is not None and self.table.statuses[slot] is not Status.RUNNING:
-            request, encoder = self.table.requests[slot], self.encoder
-            for index in chosen.found:
-                entry = encoder.entries.get(encoder.name_of(request, index))
-                if entry is not None:  # else it is one that comes with this row
-                    encoder.freeable.pop(entry.identifier, None)
-                    entry.holders.add((request.request_id, index))
-        return chosen
+    return hold_what_is_found(rules).replacing(process_items_refused, lambda _step, _request: None)
 
 
 @PAGE.exhibit(
@@ -64,50 +86,52 @@ class WaiterKeepsWhatItFound(Defect):
     "P22 P10",
     wrong_fix_of="waiter-keeps-what-it-found",
 )
-class WaiterAtTheGateKeepsThem(WaiterKeepsWhatItFound):
+def waiter_at_the_gate_keeps_them(rules: Rules, config: Config) -> Rules:
     """The repair handles one way to fail an admission and forgets the other."""
-
-    def _try_admit(self, slot: int, queue: Any, step: Any) -> Any:
-        is_admitted = super()._try_admit(slot, queue, step)
-        if not is_admitted and not self.config.scheduler_reserve_full_isl:
-            self.encoder.drop(self.table.requests[slot])
-        return is_admitted
+    if config.scheduler_reserve_full_isl:
+        return waiter_keeps_what_it_found(rules, config)
+    return hold_what_is_found(rules)
 
 
 @PAGE.exhibit(
     "an item is freed again in every step after its last token",
     "#55733",
     "P22 P9",
-    part="encoder_type",
 )
-class FreedWithEachStep(Defect):
+def freed_with_each_step(rules: Rules, _config: Config) -> Rules:
     """The counter of free encoder-cache slots grows beyond the size of the cache."""
 
-    def _let_go(self, request: Any, index: int) -> None:
-        entry = self.entries.get(self.name_of(request, index))
-        is_held = entry is not None and (request.request_id, index) in entry.holders
-        super()._let_go(request, index)
-        if not is_held:
-            self.num_free += request.items[index].num_embeds
+    def free(encoder: Encoder, request: Request, num_computed: int | None = None) -> Encoder:
+        after, num_again = rules[free_items](encoder, request, num_computed), 0
+        for index, item in enumerate(request.items if encoder.is_shared else ()):
+            entry, holder = encoder.entries.get(item.identifier), (request.request_id, index)
+            is_read = num_computed is None or item.offset + item.length <= num_computed
+            if is_read and (entry is None or holder not in entry.holders):
+                num_again += item.num_embeds
+        return replace(after, size=after.size + num_again)
+
+    return rules.replacing(free_items, free)
 
 
-@PAGE.exhibit("items of a withdrawn row are still encoded", "#23713", "P26 P22")
-class ItemsOfVictimAreMade(Defect):
+_OF_VICTIMS: Final = Note[tuple[EncoderInputs, ...]]("of_victims", ())
+"""The items that withdrawn rows would have encoded."""
+
+
+@PAGE.exhibit("items of a withdrawn row are still encoded", "#23713", "P26 P22 P9")
+def items_of_victim_are_made(rules: Rules, _config: Config) -> Rules:
     """A victim's row leaves the plan, but its encoder inputs stay in the plan."""
 
-    def _undo_encoding(self, encoder: Any, victim: int, step: Any) -> None:
-        chosen = step.encodings.get(victim)
-        super()._undo_encoding(encoder, victim, step)
-        if chosen is not None:
-            step.encodings[victim] = chosen
+    def withdraw(step: Step, victim: RequestState, had_row: bool) -> None:
+        name = victim.request_id
+        planned = [one for one in ENCODER.of(step).planned if one.holder[0] == name]
+        indices = tuple(sorted([one.holder[1] for one in planned if not one.is_external]))
+        if indices:
+            _OF_VICTIMS.set(step, (*_OF_VICTIMS.of(step), EncoderInputs(name, indices)))
+        rules[process_items_of_victim](step, victim, had_row)
 
+    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
+        plan = rules[tell_items](step, rows, plan)
+        inputs = plan.scheduled_encoder_inputs + _OF_VICTIMS.of(step)
+        return replace(plan, scheduled_encoder_inputs=inputs)
 
-@PAGE.exhibit("items of a withdrawn row count as encoded", "#23713, rule", "P22")
-class ItemsOfVictimStay(Defect):
-    """The next request that reads such an item takes it as present in the encoder cache."""
-
-    def _undo_encoding(self, encoder: Any, victim: int, step: Any) -> None:
-        encoder.drop(self.table.requests[victim])
-        chosen = step.encodings.pop(victim, None)
-        if chosen is not None:
-            step.encoder_budget += chosen.num_embeds
+    return rules.replacing(process_items_of_victim, withdraw).replacing(tell_items, tell)

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from blockstep.spec.releases.quirk import Change
-
-if TYPE_CHECKING:
-    Engine = Any
-else:
-    Engine = object
-
-
-class Defect(Engine):  # type: ignore[misc]
-    """Methods that override those of the clean engine, or of one of its parts.
-
-    Loosely typed on purpose: this package overrides methods of an engine that it must not import.
-    """
-
-
-D = TypeVar("D", type[Defect], Change)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +20,10 @@ class Exhibit:
     properties: tuple[str, ...]
     """Properties that can find the defect; a finding of any such property, or a divergence, counts.
     """
-    defect: type[Defect] | Change
-    """The change of the specification's rules; or of the host engine's methods."""
+    change: Change
+    """The wrong rules: a function that replaces functions of the specification."""
     wrong_fix_of: str = ""
     """The seeded bug that this one is a wrong repair of, if it is one."""
-    part: str = ""
-    """The engine's attribute that names the class of the changed part, if the defect is in a part.
-    """
     invisible: str = ""
     """Why no client and no worker can see the defect: it changes only policy, speed or bookkeeping.
     A run at `safety` must then not find it, even if the engine shows its state."""
@@ -68,17 +49,17 @@ class Page:
 
     def exhibit(
         self, title: str, upstream: str, properties: str, **more: str
-    ) -> Callable[[D], D]:
+    ) -> Callable[[Change], Change]:
         """Return a decorator that registers a seeded bug, named after its function; `more` are
         other fields.
         """
 
-        def register(defect: D) -> D:
-            name = re.sub(r"\B(?=[A-Z])", "-", defect.__name__).lower().replace("_", "-")
+        def register(change: Change) -> Change:
+            name = change.__name__.replace("_", "-")
             told = tuple(properties.split())
             given: Any = {**self._takes, **more}
-            self.exhibits.append(Exhibit(name, title, upstream, told, defect, **given))
-            return defect
+            self.exhibits.append(Exhibit(name, title, upstream, told, change, **given))
+            return change
 
         return register
 

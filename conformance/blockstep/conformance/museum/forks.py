@@ -6,102 +6,131 @@ mistakes that suggest themselves, and wrong repairs.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import BlockCopy, Status
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.block_pool import Pool, free_blocks, get_num_free_blocks
+from blockstep.spec.core.endings import get_released
+from blockstep.spec.core.requests import (
+    NO_HIT,
+    FrameRow,
+    Hit,
+    Holding,
+    RequestState,
+    without_nulls,
+)
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import allocate_slots, count_copies
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
+from blockstep.spec.features.admission_control import get_watermark
+from blockstep.spec.features.forks import (
+    COPIES,
+    compute_num_copies,
+    count_common_tokens,
+    get_branch,
+    get_shared,
+    is_shareable,
+    list_copies,
+    tell_copies,
+)
+from blockstep.spec.vocabulary import (
+    BlockCopy,
+    BlockTables,
+    Config,
+    Fork,
+    KVGroup,
+    Plan,
+    Status,
+)
 
 PAGE = Page(takes="forks")
 GROUPS = Page(takes_groups=True, takes="forks")
-PART = "groups_type"
 FORK, COW, APPEND, WATERMARK = (
     f"the block manager: {where}, breaks its rule"
     for where in ("Fork", "The COW Mechanism", "Append Path", "The Watermark")
 )
 LEFT = "policy: how many free blocks an admission leaves"
 ORDER = "policy: which free block is taken next"
+Granted = tuple[Pool, RequestState] | None
 
 
 # Sharing.
 
 
-@PAGE.exhibit("a branch shares its parent's whole block table", FORK, "P5 P1", part=PART)
-class WholeTableIsShared(Defect):
+@PAGE.exhibit("a branch shares its parent's whole block table", FORK, "P5 P1")
+def whole_table_is_shared(rules: Rules, _config: Config) -> Rules:
     """Blocks that are not computed yet become the next blocks of two requests."""
 
-    def branch(self, holdings: Any, children: Any, num_tokens: int) -> None:
-        super().branch(holdings, children, num_tokens)
-        for holding, child in zip(holdings, children, strict=True):
-            more = holding.blocks[len(child.blocks) :]
-            self.pool.touch(more)
-            child.blocks += more
+    def share(group: KVGroup, holding: Holding, num_shared: int) -> Holding:
+        shared = rules[get_shared](group, holding, num_shared)
+        return replace(shared, block_table=holding.block_table)
+
+    return rules.replacing(get_shared, share)
 
 
 @PAGE.exhibit(
     "a branch shares all computed blocks of its parent, even if their tokens differ", FORK, "P5 P3"
 )
-class SharedBehindTheDifference(Defect):
+def shared_behind_the_difference(rules: Rules, _config: Config) -> Rules:
     """It attends to tokens of its parent that are not its own."""
-
-    def _share(self, parent: int, child: int) -> None:
-        most = min(self.table.num_computed[parent], self.table.num_known[child] - 1)
-        find = self.groups.find_branch_point
-        self.groups.find_branch_point = lambda holdings, _most: find(holdings, most)
-        super()._share(parent, child)
-        del self.groups.find_branch_point
+    return rules.replacing(count_common_tokens, lambda mine, _theirs: len(mine))
 
 
-@PAGE.exhibit(
-    "a branch continues within a block that is in the prefix cache", FORK, "P5 P2 P3", part=PART
-)
-class FindableBlockIsWrittenAgain(Defect):
+@PAGE.exhibit("a branch continues within a block that is in the prefix cache", FORK, "P5 P2 P3")
+def findable_block_is_written_again(rules: Rules, _config: Config) -> Rules:
     """The block is written again and no longer holds the tokens of its key."""
 
-    def find_branch_point(self, holdings: Any, most: int) -> int:
-        settled = [holding.num_cached for holding in holdings]
-        for holding in holdings:
-            holding.num_cached = 0
-        found: int = super().find_branch_point(holdings, most)
-        for holding, count in zip(holdings, settled, strict=True):
-            holding.num_cached = count
-        return found
+    def is_right(group: KVGroup, holding: Holding, num_shared: int) -> bool:
+        unpublished = replace(holding, num_cached_blocks=0)
+        return rules[is_shareable](group, unpublished, num_shared)
+
+    return rules.replacing(is_shareable, is_right)
 
 
 @GROUPS.exhibit(
-    "a branch starts after blocks that its parent's sliding window has freed", FORK, "P5", part=PART
+    "a branch starts after blocks that its parent's sliding window has freed", FORK, "P5"
 )
-class BranchBehindTheWindow(Defect):
+def branch_behind_the_window(rules: Rules, _config: Config) -> Rules:
     """The window of the branch includes blocks that were freed."""
 
-    def find_branch_point(self, holdings: Any, most: int) -> int:
-        left = [holding.num_left for holding in holdings]
-        for holding in holdings:
-            holding.num_left = 0
-        found: int = super().find_branch_point(holdings, most)
-        for holding, count in zip(holdings, left, strict=True):
-            holding.num_left = count
-        return found
+    def is_right(group: KVGroup, holding: Holding, num_shared: int) -> bool:
+        there = tuple([block_id or 1 for block_id in holding.block_table])
+        return rules[is_shareable](group, replace(holding, block_table=there), num_shared)
+
+    return rules.replacing(is_shareable, is_right)
+
+
+def change_branch(
+    rules: Rules, change: Callable[[RequestState, RequestState], RequestState]
+) -> Rules:
+    """Return rules by which a branch is changed before it shares blocks: (parent, branch)."""
+
+    def get(state: State, fork: Fork) -> RequestState | None:
+        branch = rules[get_branch](state, fork)
+        return None if branch is None else change(state.requests[fork.request_id], branch)
+
+    return rules.replacing(get_branch, get)
 
 
 @PAGE.exhibit("a branch inherits the drafts of its parent", "by the rule of P24", "P5 P24")
-class BranchHasItsParentsDrafts(Defect):
+def branch_has_its_parents_drafts(rules: Rules, _config: Config) -> Rules:
     """They were proposed for another token sequence."""
-
-    def _share(self, parent: int, child: int) -> None:
-        super()._share(parent, child)
-        self.table.spec_token_ids[child] = self.table.spec_token_ids[parent]
+    return change_branch(
+        rules, lambda parent, branch: replace(branch, spec_token_ids=parent.spec_token_ids)
+    )
 
 
 @PAGE.exhibit("a branch uses its parent's block keys", "by the rule of P3", "P3 P6")
-class BranchHasItsParentsNames(Defect):
+def branch_has_its_parents_names(rules: Rules, _config: Config) -> Rules:
     """Blocks after the common prefix are published under the keys of the parent's tokens."""
 
-    def _share(self, parent: int, child: int) -> None:
-        super()._share(parent, child)
-        own, other = self.table.lineages[child], self.table.lineages[parent]
-        if self.config.enable_prefix_caching:
-            own._digests = [*other.name_blocks()]
+    def rename(parent: RequestState, branch: RequestState) -> RequestState:
+        keys = parent.block_keys[: len(branch.block_keys)]
+        return replace(branch, block_keys=keys + branch.block_keys[len(keys) :])
+
+    return change_branch(rules, rename)
 
 
 @PAGE.exhibit(
@@ -109,25 +138,45 @@ class BranchHasItsParentsNames(Defect):
     "the block manager: offload_to_cpu, breaks its rule",
     "P1 P2",
 )
-class EndFreesWhatOthersHold(Defect):
+def end_frees_what_others_hold(rules: Rules, _config: Config) -> Rules:
     """Reference counts are ignored, so blocks of a branch are given to the next request."""
 
-    def _finish(self, slot: int) -> None:
-        for holding in self.table.holdings[slot]:
-            for block in filter(None, holding.blocks):
-                self.pool.ref_counts[block] = 1
-        super()._finish(slot)
+    def release(state: State, request: RequestState) -> State:
+        counts = [*state.pool.ref_counts]
+        for block_id in without_nulls(sum(request.block_tables, ())):
+            counts[block_id] = 1
+        pool = replace(state.pool, ref_counts=tuple(counts))
+        return rules[get_released](replace(state, pool=pool), request)
+
+    return rules.replacing(get_released, release)
 
 
 # Copy on write.
 
 
-@PAGE.exhibit("a request writes to a block that it shares", APPEND, "P2 P8", part=PART)
-class WrittenInPlace(Defect):
+@PAGE.exhibit("a request writes to a block that it shares", APPEND, "P2 P8")
+def written_in_place(rules: Rules, _config: Config) -> Rules:
     """The function that copies is there, but it is never called."""
+    return rules.replacing(compute_num_copies, lambda _pool, _group, _holding, _num_computed: 0)
 
-    def _find_shared(self, _group: Any, _holding: Any, _num_computed: int) -> None:
-        return None
+
+def change_slots(rules: Rules, change: Callable[[RequestState, Rules], Rules]) -> Rules:
+    """Return rules by which slots of a request are allocated by other rules."""
+    allocate_rightly = rules[allocate_slots]
+
+    def allocate(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        num_new: int,
+        num_lookahead: int = 0,
+        hit: Hit = NO_HIT,
+        rules: Rules = rules,
+    ) -> Granted:
+        rules = change(request, rules)
+        return allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
+
+    return rules.replacing(allocate_slots, allocate)
 
 
 @PAGE.exhibit(
@@ -136,37 +185,38 @@ class WrittenInPlace(Defect):
     "P2 P8",
     wrong_fix_of="written-in-place",
 )
-class FirstRowWritesInPlace(Defect):
+def first_row_writes_in_place(rules: Rules, _config: Config) -> Rules:
     """The first row of a branch, too, writes to a block that its parent holds."""
 
-    def _take(self, groups: Any, slot: int, extent: Any, step: Any) -> Any:
-        if self.table.statuses[slot] is Status.RUNNING:
-            return super()._take(groups, slot, extent, step)
-        return groups.take(self.table.holdings[slot], extent)
+    def change(request: RequestState, rules: Rules) -> Rules:
+        if request.status is Status.RUNNING:
+            return rules
+        return replace(rules, hooks=replace(rules.hooks, owns=()))
+
+    return change_slots(rules, change)
 
 
 @GROUPS.exhibit(
     "copy on write copies only the block of the first KV group",
     APPEND,
     "P2 P8",
-    part=PART,
     wrong_fix_of="written-in-place",
 )
-class FirstGroupAloneIsCopied(Defect):
+def first_group_alone_is_copied(rules: Rules, config: Config) -> Rules:
     """Two requests write to one block of a sliding-window group."""
 
-    def _find_shared(self, group: Any, holding: Any, num_computed: int) -> Any:
-        return None if group.number else super()._find_shared(group, holding, num_computed)
+    def count(pool: Pool, group: KVGroup, holding: Holding, num_computed: int) -> int:
+        if group != config.kv_groups[0]:
+            return 0
+        return rules[compute_num_copies](pool, group, holding, num_computed)
+
+    return rules.replacing(compute_num_copies, count)
 
 
 @PAGE.exhibit("the free block for a copy is not counted", COW, "P1 P2 P8 P10")
-class CopyTakesWhatIsNotThere(Defect):
-    """If the pool is empty, the step fails halfway or takes blocks that others hold."""
-
-    def _make_room(self, slot: int, needed: int, position: int, step: Any) -> int:
-        if needed - self._count_copies(slot) <= self.pool.num_free:
-            return position
-        return int(super()._make_room(slot, needed, position, step))
+def copy_takes_what_is_not_there(rules: Rules, _config: Config) -> Rules:
+    """If the pool is empty, the copy has no block."""
+    return rules.replacing(count_copies, lambda _pool, _group, _holding, _num_computed, _rules: 0)
 
 
 @PAGE.exhibit(
@@ -175,23 +225,35 @@ class CopyTakesWhatIsNotThere(Defect):
     "P1 P2 P8 P10",
     wrong_fix_of="copy-takes-what-is-not-there",
 )
-class FirstCopyIsNotCounted(Defect):
+def first_copy_is_not_counted(rules: Rules, _config: Config) -> Rules:
     """The first row of a branch takes a block that was not counted."""
 
-    def _count_copies(self, slot: int) -> int:
-        is_running = self.table.statuses[slot] is Status.RUNNING
-        return int(super()._count_copies(slot)) if is_running else 0
+    def change(request: RequestState, rules: Rules) -> Rules:
+        if request.status is Status.RUNNING:
+            return rules
+        return replace(rules, hooks=replace(rules.hooks, needs=()))
+
+    return change_slots(rules, change)
 
 
-@PAGE.exhibit(
-    "source and destination of a copy are swapped", "by the rule of P8", "P8 P2 P4", part=PART
-)
-class CopyGoesTheOtherWay(Defect):
+@PAGE.exhibit("source and destination of a copy are swapped", "by the rule of P8", "P8 P2 P4")
+def copy_goes_the_other_way(rules: Rules, _config: Config) -> Rules:
     """A new block without content overwrites one that two requests read."""
 
-    def take_own(self, holdings: Any, num_computed: int, extent: Any) -> Any:
-        copies, taken = super().take_own(holdings, num_computed, extent)
-        return tuple(BlockCopy(it.destination, it.source) for it in copies), taken
+    def get_copies(before: BlockTables, after: BlockTables) -> tuple[BlockCopy, ...]:
+        copies = rules[list_copies](before, after)
+        return tuple([BlockCopy(it.destination, it.source) for it in copies])
+
+    return rules.replacing(list_copies, get_copies)
+
+
+def change_copies(rules: Rules, change: Callable[[Step, Plan], Plan]) -> Rules:
+    """Return rules by which the copies in a plan are changed."""
+
+    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
+        return change(step, rules[tell_copies](step, rows, plan))
+
+    return rules.replacing(tell_copies, tell)
 
 
 @PAGE.exhibit(
@@ -199,52 +261,62 @@ class CopyGoesTheOtherWay(Defect):
     "the block manager: execute_pending_copies, breaks its rule",
     "P8 P4",
 )
-class CopyIsNotMade(Defect):
+def copy_is_not_made(rules: Rules, _config: Config) -> Rules:
     """The plan has the new block in its table, but not the copy that fills it."""
-
-    def _issue_plan(self, step: Any) -> Any:
-        return replace(super()._issue_plan(step), block_copies=())
+    return change_copies(rules, lambda _step, plan: replace(plan, block_copies=()))
 
 
 @PAGE.exhibit("the copy for a withdrawn row stays in the plan", "by the rule of P7", "P8 P26 P2")
-class CopyOutlivesItsRow(Defect):
+def copy_outlives_its_row(rules: Rules, _config: Config) -> Rules:
     """The copy's destination may belong to another request in the same step."""
 
-    def _unschedule(self, victim: int, step: Any) -> None:
-        copies = step.copies.get(victim)
-        super()._unschedule(victim, step)
-        if copies:
-            step.copies[victim] = copies
+    def add(step: Step, plan: Plan) -> Plan:
+        planned = {row.request_id for row in step.rows}
+        others = [it for name, it in COPIES.of(step).items() if name not in planned]
+        return replace(plan, block_copies=sum(others, plan.block_copies))
+
+    return change_copies(rules, add)
 
 
 @PAGE.exhibit(
     "a changed block table is sent as if blocks were appended", "by the rule of P26", "P26"
 )
-class RemappingIsNotTold(Defect):
+def remapping_is_not_told(rules: Rules, _config: Config) -> Rules:
     """The worker appends the whole table to the one that it has."""
-
-    def _issue_plan(self, step: Any) -> Any:
-        return replace(super()._issue_plan(step), remapped_req_ids=())
+    return change_copies(rules, lambda _step, plan: replace(plan, remapped_req_ids=()))
 
 
 # The watermark and the order of the free queue.
 
 
 @PAGE.exhibit("admissions ignore the watermark", WATERMARK, "P10", invisible=LEFT)
-class WatermarkIgnored(Defect):
+def watermark_ignored(rules: Rules, _config: Config) -> Rules:
     """The text subtracts the watermark from the free blocks, but the listing does not."""
-
-    def _count_kept_free(self) -> int:
-        return 0
+    return rules.replacing(get_watermark, lambda _step: 0)
 
 
 @PAGE.exhibit("running requests keep the watermark, too", WATERMARK, "P15 P10")
-class RunningLeaveTheWatermark(Defect):
+def running_leave_the_watermark(rules: Rules, config: Config) -> Rules:
     """Requests are preempted although there are free blocks, which were kept to avoid this."""
+    allocate_rightly = rules[allocate_slots]
 
-    def _blocks_needed(self, slot: int, num_scheduled: int) -> int:
-        needed = int(super()._blocks_needed(slot, num_scheduled))
-        return needed + self.config.watermark_blocks if needed else 0
+    def allocate(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        num_new: int,
+        num_lookahead: int = 0,
+        hit: Hit = NO_HIT,
+        rules: Rules = rules,
+    ) -> Granted:
+        granted = allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
+        if granted is None or request.status is not Status.RUNNING:
+            return granted
+        grows = granted[1].block_tables != request.block_tables
+        is_short = get_num_free_blocks(granted[0]) < config.watermark_blocks
+        return None if grows and is_short else granted
+
+    return rules.replacing(allocate_slots, allocate) if config.watermark_blocks else rules
 
 
 @PAGE.exhibit(
@@ -254,23 +326,25 @@ class RunningLeaveTheWatermark(Defect):
     invisible=LEFT,
     wrong_fix_of="watermark-ignored",
 )
-class WatermarkBeforeTheAdmission(Defect):
+def watermark_before_the_admission(rules: Rules, _config: Config) -> Rules:
     """The last admission takes all free blocks."""
 
-    def _count_kept_free(self) -> int:
-        kept = int(super()._count_kept_free())
-        return 0 if self.pool.num_free >= kept else kept
+    def get_kept(step: Step) -> int:
+        num_kept = rules[get_watermark](step)
+        return 0 if get_num_free_blocks(step.pool) >= num_kept else num_kept
+
+    return rules.replacing(get_watermark, get_kept)
 
 
 @PAGE.exhibit(
     "a LIFO free list reuses the head of a freed table first",
     "the block manager: Deallocation Path, breaks its rule",
     "P16",
-    part="pool_type",
     invisible=ORDER,
 )
-class HeadOnTopOfTheStack(Defect):
+def head_on_top_of_the_stack(rules: Rules, _config: Config) -> Rules:
     """The block that is most likely to be hit again is reused first."""
-
-    def free(self, table: Any) -> None:
-        super().free([*reversed(table)] if self.is_lifo else table)
+    free = rules[free_blocks]
+    return rules.replacing(
+        free_blocks, lambda pool, table: free(pool, table[::-1] if pool.is_lifo else table)
+    )

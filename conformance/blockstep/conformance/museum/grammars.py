@@ -2,51 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
-from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, GrammarOutput
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.parts import Part
+from blockstep.spec.core.preemption import get_preempted
+from blockstep.spec.core.requests import Frame, FrameRow, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Scheduled, Step
+from blockstep.spec.features.structured_output.grammar import (
+    STAND,
+    get_next_stand,
+    get_stands,
+    holds,
+)
+from blockstep.spec.features.structured_output.masks import (
+    fill_mask,
+    get_accepted_drafts,
+    get_advanced,
+    get_behind,
+    get_mask_output,
+    get_read,
+)
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.releases.grammars import padding_unmasks_what_follows
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    Config,
+    GrammarBitmask,
+    GrammarOutput,
+    RequestId,
+    TokenIds,
+)
 
 PAGE = Page(takes="masks")
-
-
-def _unmask(row: Any) -> Any:
-    """Return the row of a bitmask with every position after the first placeholder unmasked."""
-    drafts = row.draft_token_ids
-    if DRAFT_PLACEHOLDER not in drafts:
-        return row
-    end = drafts.index(DRAFT_PLACEHOLDER) + 1
-    return replace(row, allowed=row.allowed[:end] + (None,) * (len(row.allowed) - end))
 
 
 @PAGE.exhibit(
     "positions after a draft that was cut are not masked", "vLLM 0.19.1 grammar_bitmask", "P24"
 )
-class UnmaskedBehindAPlaceholder(Defect):
+def unmasked_behind_a_placeholder(rules: Rules, config: Config) -> Rules:
     """Only positions up to the first placeholder are masked."""
-
-    def _make_mask(self, event: Any) -> Any:
-        answer = super()._make_mask(event)
-        if not isinstance(answer, GrammarOutput):
-            return answer
-        return GrammarOutput(tuple([_unmask(row) for row in answer.rows]))
+    return padding_unmasks_what_follows(rules, config)
 
 
 @PAGE.exhibit("drafts that the grammar rejects are verified", "vLLM #30916", "P23 P24 P18")
-class DraftsNotCut(Defect):
+def drafts_not_cut(rules: Rules, _config: Config) -> Rules:
     """The bitmask keeps all drafts that the worker proposed."""
-
-    def _cut_drafts(self, _matcher: Any, drafts: Any) -> Any:
-        return drafts
+    return rules.replacing(get_accepted_drafts, lambda _state, _request, drafts: drafts)
 
 
 @PAGE.exhibit("a bitmask is computed before older frames are committed", "vLLM #45014", "P23 P18")
-class MaskOfAStaleGrammar(Defect):
+def mask_of_a_stale_grammar(rules: Rules, _config: Config) -> Rules:
     """It is computed from a grammar state that lacks the tokens of these frames."""
+    return rules.replacing(get_behind, lambda _frames, _frame, _masked: None)
 
-    def _samples_before(self, _frame_id: int, _request_id: str) -> bool:
-        return False
+
+_AWAITED: Final = Part("awaited", -1)
+"""The frame for which the mask of a row waits."""
 
 
 @PAGE.exhibit(
@@ -55,35 +71,40 @@ class MaskOfAStaleGrammar(Defect):
     "P23 P18",
     wrong_fix_of="mask-of-a-stale-grammar",
 )
-class MaskWaitsForOneFrame(Defect):
+def mask_waits_for_one_frame(rules: Rules, _config: Config) -> Rules:
     """The bitmask of a third frame lacks the tokens that the second one samples."""
 
-    def _tell_masks(self, frame: Any) -> Any:
-        oldest = {**getattr(self, "_oldest", {}), self.prev_frame_id: next(iter(self.frames), -1)}
-        self._oldest = oldest
-        return super()._tell_masks(frame)
+    def fill(step: Step, row: Scheduled, frame_row: FrameRow) -> FrameRow:
+        frame_row = rules[fill_mask](step, row, frame_row)
+        frames = step.state.frames
+        return _AWAITED.put(frame_row, frames[0].frame_id) if frames else frame_row
 
-    def _samples_before(self, frame_id: int, request_id: str) -> Any:
-        awaited = self._oldest.get(frame_id, -1) in self.frames
-        return awaited and super()._samples_before(frame_id, request_id)
+    def find(frames: Sequence[Frame], frame: Frame, masked: Sequence[FrameRow]) -> RequestId | None:
+        awaited = {_AWAITED.of(row) for row in frame.rows}
+        is_there = any(one.frame_id in awaited for one in frames)
+        return rules[get_behind](frames, frame, masked) if is_there else None
+
+    return rules.replacing(fill_mask, fill).replacing(get_behind, find)
+
+
+def change_preempted(
+    rules: Rules, change: Callable[[RequestState, RequestState], RequestState]
+) -> Rules:
+    """Return rules by which a preempted request with a grammar is changed: (before, after)."""
+
+    def get(request: RequestState) -> RequestState:
+        after = rules[get_preempted](request)
+        return change(request, after) if request.request.grammar is not None else after
+
+    return rules.replacing(get_preempted, get)
 
 
 @PAGE.exhibit("drafts of a request with a grammar survive a preemption", "#30916", "P24 P12 P23")
-class DraftsOutliveAPreemption(Defect):
+def drafts_outlive_a_preemption(rules: Rules, _config: Config) -> Rules:
     """They were proposed after a shorter token sequence."""
-
-    def _preempt(self, slot: int) -> None:
-        drafts, matcher = self._get_drafts(slot)
-        super()._preempt(slot)
-        if matcher is not None:
-            self.table.spec_token_ids[slot] = self._keep(matcher, drafts)
-
-    def _get_drafts(self, slot: int) -> Any:
-        matcher = self.matchers.get(self.table.requests[slot].request_id)
-        return self.table.spec_token_ids[slot], matcher
-
-    def _keep(self, _matcher: Any, drafts: Any) -> Any:
-        return drafts
+    return change_preempted(
+        rules, lambda before, after: replace(after, spec_token_ids=before.spec_token_ids)
+    )
 
 
 @PAGE.exhibit(
@@ -92,24 +113,26 @@ class DraftsOutliveAPreemption(Defect):
     "P24 P12 P23",
     wrong_fix_of="drafts-outlive-a-preemption",
 )
-class DraftsCutAtAPreemption(DraftsOutliveAPreemption):
+def drafts_cut_at_a_preemption(rules: Rules, config: Config) -> Rules:
     """The grammar accepts them after today's tokens, but they are verified after more tokens."""
 
-    def _keep(self, matcher: Any, drafts: Any) -> Any:
-        return matcher.cut(drafts)
+    def keep(before: RequestState, after: RequestState) -> RequestState:
+        drafts, grammar = before.spec_token_ids, before.request.grammar
+        assert grammar is not None
+        stands = get_stands(config, grammar, STAND.of(before), drafts, get_next_stand)
+        return replace(after, spec_token_ids=drafts[: len(stands) - 1])
+
+    return change_preempted(rules, keep)
 
 
 @PAGE.exhibit(
     "a preemption resets the grammar state", "rule: outputs survive a preemption", "P23 P12 P18"
 )
-class GrammarBeginsAnew(Defect):
+def grammar_begins_anew(rules: Rules, _config: Config) -> Rules:
     """The request keeps its outputs, but the grammar state that they led to is lost."""
-
-    def _preempt(self, slot: int) -> None:
-        super()._preempt(slot)
-        matcher = self.matchers.get(self.table.requests[slot].request_id)
-        if matcher is not None:
-            matcher.position = matcher.position._replace(state=0)
+    return change_preempted(
+        rules, lambda _before, after: STAND.put(after, replace(STAND.of(after), state=0))
+    )
 
 
 @PAGE.exhibit(
@@ -117,27 +140,33 @@ class GrammarBeginsAnew(Defect):
     "vLLM 0.19.1 should_advance",
     "P23 P18",
 )
-class TokensBehindReasoningLost(Defect):
+def tokens_behind_reasoning_lost(rules: Rules, config: Config) -> Rules:
     """One commit can deliver the end of reasoning and, with drafts, the grammar's first tokens."""
 
-    def _advance_grammar(self, request_id: str, delivered: Any) -> None:
-        matcher = self.matchers.get(request_id)
-        was_held = matcher is None or matcher.position.holds
-        super()._advance_grammar(request_id, delivered)
-        if not was_held and matcher.position.holds:
-            matcher.position = matcher.position._replace(state=0)
+    def read(state: State, row: FrameRow, request: RequestState, tokens: TokenIds) -> RequestState:
+        after = rules[get_read](state, row, request, tokens)
+        stand = STAND.of(after)
+        is_begun = holds(config, stand) and not holds(config, STAND.of(request))
+        return STAND.put(after, replace(stand, state=0)) if is_begun else after
+
+    return rules.replacing(get_read, read)
 
 
 @PAGE.exhibit(
     "computing a bitmask advances the grammar by the drafts", "vLLM 0.19.1 rule S4", "P23 P18"
 )
-class MaskMovesTheGrammar(Defect):
+def mask_moves_the_grammar(rules: Rules, _config: Config) -> Rules:
     """The drafts may be rejected; those accepted advance the grammar once more with the outputs."""
 
-    def _make_mask(self, event: Any) -> Any:
-        answer = super()._make_mask(event)
-        for row in answer.rows if isinstance(answer, GrammarOutput) else ():
-            matcher = self.matchers[row.request_id]
-            known = [token for token in row.draft_token_ids if token != DRAFT_PLACEHOLDER]
-            matcher.position = matcher.follow(known) or matcher.position
-        return answer
+    def make(
+        state: State, frame: Frame, rows: Mapping[RequestId, FrameRow], bitmask: GrammarBitmask
+    ) -> tuple[State, GrammarOutput]:
+        state, answer = rules[get_mask_output](state, frame, rows, bitmask)
+        requests = state.requests.to_dict()
+        for row in answer.rows:
+            known = tuple([token for token in row.draft_token_ids if token != DRAFT_PLACEHOLDER])
+            request = requests[row.request_id]
+            requests[row.request_id] = get_advanced(state, request, known) or request
+        return replace(state, requests=FrozenMap(requests)), answer
+
+    return rules.replacing(get_mask_output, make)

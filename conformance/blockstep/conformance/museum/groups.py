@@ -302,9 +302,7 @@ def nulls_freed(rules: Rules, _config: Config) -> Rules:
 def group_left_out_of_keys(rules: Rules, _config: Config) -> Rules:
     """A group hits blocks of another group, whose KV is of other layers."""
     get = rules[get_group_keys]
-    return rules.replacing(
-        get_group_keys, lambda keys, _group, num_links, first, end: get(keys, 0, num_links, first, end)
-    )
+    return rules.replacing(get_group_keys, lambda keys, _group, *others: get(keys, 0, *others))
 
 
 @PAGE.exhibit(

@@ -55,9 +55,7 @@ def published_as_it_is_taken(rules: Rules, _config: Config) -> Rules:
         hit: Hit = NO_HIT,
         rules: Rules = rules,
     ) -> tuple[Pool, RequestState] | None:
-        granted = allocate_rightly(
-            config, pool, request, num_new, num_lookahead, hit, rules
-        )
+        granted = allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
         if granted is None or not config.enable_prefix_caching:
             return granted
         pool, request = granted

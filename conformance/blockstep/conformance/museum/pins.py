@@ -6,13 +6,36 @@ for each check.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import Status
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.commit import get_request_ended
+from blockstep.spec.core.preemption import process_claim
+from blockstep.spec.core.queues import Requests
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import allocate_slots
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
+from blockstep.spec.features.pins import (
+    PINS,
+    Pins,
+    compute_coldness,
+    forget_jobs,
+    get_findable_tables,
+    get_turn_ended,
+    list_givers,
+    list_jobs,
+    list_of_job,
+    process_unpinning,
+    process_yielding,
+    select_cold_victim,
+    take_estimate,
+)
+from blockstep.spec.vocabulary import Config, PinEstimate, RequestId
 
 PAGE = Page(takes="pins")
-PART = "pins_type"
 KEPT = "policy: which blocks stay pinned, and for how long"
 FIRST = "policy: which request is admitted or preempted first"
 
@@ -23,15 +46,19 @@ FIRST = "policy: which request is admitted or preempted first"
 @PAGE.exhibit(
     "the pin of the previous turn is replaced, but not freed", "vLLM V1: The Fork, Change 4", "P1"
 )
-class StalePinLeaks(Defect):
+def stale_pin_leaks(rules: Rules, _config: Config) -> Rules:
     """The blocks of the old pin keep a reference that nothing will ever drop."""
 
-    def _end_turn(self, pins: Any, slot: int) -> None:
-        request = self.table.requests[slot]
-        stale = pins.pins.pop(request.job_id, None) if pins.may_pin(request.job_id) else None
-        super()._end_turn(pins, slot)
-        if stale is not None and not pins.is_warm(request.job_id):
-            pins.pins[request.job_id] = stale
+    def end(state: State, request_id: RequestId) -> State:
+        pins, asked = PINS.of(state), state.requests[request_id].request
+        stale = [] if asked.is_last_step else list_of_job(pins, asked.job_id or "")
+        others = tuple([pin for pin in pins.pins if pin not in stale])
+        after = rules[get_turn_ended](PINS.put(state, replace(pins, pins=others)), request_id)
+        if asked.job_id in list_jobs(PINS.of(after)):
+            return after
+        return PINS.put(after, replace(PINS.of(after), pins=pins.pins))
+
+    return rules.replacing(get_turn_ended, end)
 
 
 # Change 5: pins expire before the step allocates, and turns of pinned jobs are admitted first.
@@ -43,11 +70,11 @@ class StalePinLeaks(Defect):
     "P16",
     invisible=FIRST,
 )
-class WarmAheadOfThePreempted(Defect):
+def warm_ahead_of_the_preempted(rules: Rules, _config: Config) -> Rules:
     """A preempted request, which waited longest and lost its KV, waits even longer."""
-
-    def _rank_by_warmth(self, slot: int) -> Any:
-        return 2 - self._is_warm(slot)
+    return rules.replacing(
+        compute_coldness, lambda request, warm: int(request.request.job_id not in warm)
+    )
 
 
 # Change 7: which requests a pin protects.
@@ -58,12 +85,9 @@ class WarmAheadOfThePreempted(Defect):
     "vLLM V1: The Fork, Changes 7 and 9",
     "P26 P2 P3 P9",
 )
-class RowOfColdVictimStays(Defect):
+def row_of_cold_victim_stays(rules: Rules, config: Config) -> Rules:
     """The plan has more rows than running requests; the fork only warns about this."""
-
-    def _unschedule(self, victim: int, step: Any) -> None:
-        if self.pins is None:
-            super()._unschedule(victim, step)
+    return rules.replacing(Step.withdraw, lambda _step, _name: False) if config.has_pins else rules
 
 
 # Change 11: estimates that arrive with a turn.
@@ -73,15 +97,16 @@ class RowOfColdVictimStays(Defect):
     "an estimate is lost if it arrives before the turn ends",
     "vLLM V1: The Fork, Change 11",
     "P18 P17",
-    part=PART,
     invisible_if_hidden=KEPT,
 )
-class EstimateAtArrivalIsLost(Defect):
+def estimate_at_arrival_is_lost(rules: Rules, _config: Config) -> Rules:
     """A client that sends the estimate together with the turn is ignored."""
 
-    def take_estimate(self, estimate: Any) -> None:
-        if estimate.job_id in self.pins:
-            super().take_estimate(estimate)
+    def take(pins: Pins, estimate: PinEstimate) -> Pins:
+        is_pinned = estimate.job_id in list_jobs(pins)
+        return rules[take_estimate](pins, estimate) if is_pinned else pins
+
+    return rules.replacing(take_estimate, take)
 
 
 # Change 12: which turns are pinned.
@@ -92,23 +117,17 @@ class EstimateAtArrivalIsLost(Defect):
     "vLLM V1: The Fork, Change 12",
     "P26",
 )
-class PinnedTurnIsNotTold(Defect):
+def pinned_turn_is_not_told(rules: Rules, _config: Config) -> Rules:
     """The worker keeps the row of the finished request, and a later request may have its id."""
 
-    _is_pinned = False
+    def end(state: State, request_id: RequestId) -> State:
+        after = rules[get_request_ended](state, request_id)
+        if set(PINS.of(after).pins) <= set(PINS.of(state).pins):
+            return after
+        finished = tuple([name for name in after.finished_req_ids if name != request_id])
+        return replace(after, finished_req_ids=finished)
 
-    def _end_turn(self, pins: Any, slot: int) -> None:
-        job_id = self.table.requests[slot].job_id
-        before = pins.pins.get(job_id)
-        super()._end_turn(pins, slot)
-        self._is_pinned = pins.pins.get(job_id) not in (None, before)
-
-    def _finish(self, slot: int) -> None:
-        request_id = self.table.requests[slot].request_id
-        super()._finish(slot)
-        if self._is_pinned:
-            self.finished_req_ids.discard(request_id)
-            self._is_pinned = False
+    return rules.replacing(get_request_ended, end)
 
 
 @PAGE.exhibit(
@@ -117,28 +136,18 @@ class PinnedTurnIsNotTold(Defect):
     "P17 P16",
     invisible=KEPT,
 )
-class WholeTableIsPinned(Defect):
+def whole_table_is_pinned(rules: Rules, _config: Config) -> Rules:
     """No next turn can hit them."""
-
-    def _end_turn(self, pins: Any, slot: int) -> None:
-        holdings = self.table.holdings[slot]
-        for holding in holdings:
-            holding.num_cached = len(holding.blocks)
-        super()._end_turn(pins, slot)
+    return rules.replacing(get_findable_tables, lambda request: request.block_tables)
 
 
 # What the seed leaves open.
 
 
 @PAGE.exhibit("pins are never reclaimed", "vLLM V1: The Fork, Feature A", "P10")
-class PinsNeverGiveWay(Defect):
+def pins_never_give_way(rules: Rules, _config: Config) -> Rules:
     """A pool full of pins serves no request until the pins expire."""
-
-    def _take_back_one(self, needy: int, passed_over: Any = ()) -> bool:
-        idle = [slot for slot in self._list_idle(passed_over) if slot != needy]
-        if idle:
-            self._take_back(idle[0])
-        return bool(idle)
+    return rules.replacing(process_yielding, lambda _step, _receiver_id: False)
 
 
 @PAGE.exhibit(
@@ -148,13 +157,19 @@ class PinsNeverGiveWay(Defect):
     wrong_fix_of="pins-never-give-way",
     invisible=FIRST,
 )
-class PinsGiveWayAtOnce(Defect):
+def pins_give_way_at_once(rules: Rules, config: Config) -> Rules:
     """All pins are gone as soon as blocks are short, which is when they would help."""
+    num_ahead = config.num_lookahead_tokens
 
-    def _make_room(self, slot: int, needed: int, position: int, step: Any) -> Any:
-        while needed > self.pool.num_free and self.pins is not None and self.pins.pins:
-            self._end_pins([self.pins.find_giver(self.table.requests[slot].job_id)])
-        return super()._make_room(slot, needed, position, step)
+    def claim(step: Step, index: int, num_new: int) -> Any:
+        request, allocate = step.requests[step.running[index]], rules[allocate_slots]
+        while PINS.of(step).pins:
+            if allocate(config, step.pool, request, num_new, num_ahead, rules=step.state.rules):
+                break
+            process_yielding(step, request.request_id)
+        return rules[process_claim](step, index, num_new)
+
+    return rules.replacing(process_claim, claim)
 
 
 @PAGE.exhibit(
@@ -164,28 +179,26 @@ class PinsGiveWayAtOnce(Defect):
     wrong_fix_of="pins-never-give-way",
     invisible="efficiency: more blocks than needed are computed again",
 )
-class AllPinsGiveWay(Defect):
+def all_pins_give_way(rules: Rules, _config: Config) -> Rules:
     """One reclaimed pin may have been enough."""
 
-    def _take_back_one(self, needy: int, passed_over: Any = ()) -> bool:
-        had_pins = bool(self.pins and self.pins.pins)
-        if had_pins:
-            self._end_pins([*self.pins.pins])
-        return had_pins or super()._take_back_one(needy, passed_over)
+    def give_way(step: Step, receiver_id: RequestId) -> bool:
+        givers = list_givers(PINS.of(step), step.requests[receiver_id].request.job_id)
+        process_unpinning(step, givers)
+        return bool(givers)
+
+    return rules.replacing(process_yielding, give_way)
 
 
 @PAGE.exhibit(
     "estimates of finished jobs are never dropped",
     "vLLM V1: The Fork, Change 3",
     "P18",
-    part=PART,
     invisible_if_hidden=KEPT,
 )
-class EstimatesPileUp(Defect):
+def estimates_pile_up(rules: Rules, _config: Config) -> Rules:
     """Jobs finish, but the table of estimates only grows."""
-
-    def _forget_if_gone(self, _job_id: str) -> None:
-        return None
+    return rules.replacing(forget_jobs, lambda pins, _unfinished: pins)
 
 
 @PAGE.exhibit(
@@ -194,11 +207,15 @@ class EstimatesPileUp(Defect):
     "P16",
     invisible=FIRST,
 )
-class PreemptedTurnsStayWarm(Defect):
+def preempted_turns_stay_warm(rules: Rules, _config: Config) -> Rules:
     """It is protected from preemption as if its job had a pin."""
 
-    def _is_warm(self, slot: int) -> bool:
-        is_back = (
-            self.table.num_preemptions[slot] > 0 and self.table.statuses[slot] is Status.RUNNING
-        )
-        return super()._is_warm(slot) or is_back
+    def select(running: Sequence[RequestId], requests: Requests, warm: Collection[str]) -> int:
+        cold = [
+            index
+            for index, name in enumerate(running)
+            if requests[name].request.job_id not in warm and not requests[name].num_preemptions
+        ]
+        return max(cold, default=len(running) - 1)
+
+    return rules.replacing(select_cold_victim, select)

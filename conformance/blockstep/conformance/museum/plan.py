@@ -35,7 +35,9 @@ def length_off_by_one(rules: Rules, _config: Config) -> Rules:
     is_over = rules[is_at_length]
     return rules.replacing(
         is_at_length,
-        lambda asked, num_outputs, num_known, most: is_over(asked, num_outputs - 1, num_known, most),
+        lambda asked, num_outputs, num_known, most: is_over(
+            asked, num_outputs - 1, num_known, most
+        ),
     )
 
 
@@ -106,9 +108,7 @@ def told_one_token_more(rules: Rules, _config: Config) -> Rules:
         computed, scheduled = row.num_computed_tokens, row.num_scheduled_tokens
         if not computed or scheduled == 1:
             return row
-        return replace(
-            row, num_computed_tokens=computed + 1, num_scheduled_tokens=scheduled - 1
-        )
+        return replace(row, num_computed_tokens=computed + 1, num_scheduled_tokens=scheduled - 1)
 
     def make_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         plan = rules[get_plan](step, frame_rows)

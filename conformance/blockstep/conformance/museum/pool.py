@@ -70,9 +70,7 @@ def stale_key_after_reuse(rules: Rules, _config: Config) -> Rules:
 
     def allocate(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[BlockId, ...]]:
         after, taken = rules[allocate_blocks](pool, num_blocks)
-        kept = replace(
-            after, block_keys=pool.block_keys, cached=pool.cached, journal=pool.journal
-        )
+        kept = replace(after, block_keys=pool.block_keys, cached=pool.cached, journal=pool.journal)
         return kept, taken
 
     return rules.replacing(allocate_blocks, allocate)

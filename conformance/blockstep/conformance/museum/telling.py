@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
-from blockstep.conformance.museum.exhibit import Defect, Page
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.admission import get_findable_pool
+from blockstep.spec.core.block_pool import Pool, with_changes, withdraw_all, withdraw_blocks
+from blockstep.spec.core.prefix_cache import get_group_keys, get_tokens
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import revoke_slots
+from blockstep.spec.core.work import Step
+from blockstep.spec.features.kv_events import get_stored
+from blockstep.spec.releases.telling import null_blocks_are_told
+from blockstep.spec.vocabulary import (
+    AllBlocksCleared,
+    BlockId,
+    BlockStored,
+    Config,
+    FrameId,
+)
 
 PAGE = Page(takes="events")
 SKIPPING = Page(takes_groups=True, takes_states=True, takes="events")
@@ -16,77 +32,89 @@ _UNSEEN = "books: the events are compared with the state, which is hidden"
     "no BlockRemoved is sent for an evicted block",
     "LMCache #5076 sends stores only",
     "P20",
-    part="log_type",
     invisible_if_hidden=_UNSEEN,
 )
-class EvictionsAreNotTold(Defect):
+def evictions_are_not_told(rules: Rules, _config: Config) -> Rules:
     """A router takes every block that was ever stored as cached."""
 
-    def removed(self, _key: Any) -> None:
-        return None
+    def withdraw(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
+        return replace(rules[withdraw_blocks](pool, block_ids), journal=pool.journal)
+
+    return rules.replacing(withdraw_blocks, withdraw)
 
 
 @PAGE.exhibit(
     "BlockRemoved is sent only when the last block with a key is evicted",
     "#55092, #48933",
     "P20",
-    part="prefix_type",
     invisible_if_hidden=_UNSEEN,
 )
-class LastCopyAloneIsTold(Defect):
+def last_copy_alone_is_told(rules: Rules, _config: Config) -> Rules:
     """BlockStored is sent for each block, so a router that counts them never reaches zero."""
 
-    log: Any
+    def withdraw(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
+        for block_id in block_ids:
+            before, key = pool.journal, pool.block_keys[block_id]
+            pool = rules[withdraw_blocks](pool, [block_id])
+            if key in pool.cached:
+                pool = replace(pool, journal=before)
+        return pool
 
-    def withdraw(self, block: int) -> None:
-        bucket, log = self._buckets.get(self._digests[block]), self.log
-        self.log = None if isinstance(bucket, list) and len(bucket) > 1 else log
-        super().withdraw(block)
-        self.log = log
+    return rules.replacing(withdraw_blocks, withdraw)
 
 
 @PAGE.exhibit(
     "BlockStored repeats the blocks before the new ones",
     "Dynamo #8012, for its followers",
     "P20",
-    part="log_type",
     invisible_if_hidden=_UNSEEN,
 )
-class PrefixIsToldAgain(Defect):
+def prefix_is_told_again(rules: Rules, _config: Config) -> Rules:
     """Each event starts with the prompt's first block, so a router counts too many copies."""
 
-    def _store(self, lineage: Any, run: Any, group: int, per: int) -> None:
-        super()._store(lineage, range(run[-1] + 1), group, per)
+    def tell(
+        config: Config, request: RequestState, group: int, fresh: Sequence[BlockId], first: int
+    ) -> tuple[BlockStored, ...]:
+        end, size = first + len(fresh), config.block_sizes[group]
+        return tuple(
+            replace(
+                event,
+                keys=get_group_keys(request.block_keys, group, size // config.block_size, 0, end),
+                parent=None,
+                token_ids=get_tokens(request, 0, end * size),
+            )
+            for event in rules[get_stored](config, request, group, fresh, first)
+        )
+
+    return rules.replacing(get_stored, tell)
 
 
 @PAGE.exhibit(
     "no AllBlocksCleared is sent for a reset",
     "AIBrix #2287",
     "P20",
-    part="log_type",
     invisible_if_hidden=_UNSEEN,
 )
-class ResetsAreNotTold(Defect):
+def resets_are_not_told(rules: Rules, _config: Config) -> Rules:
     """A router sends prompts to an engine that no longer has their prefix."""
-
-    def cleared(self) -> None:
-        return None
+    withdraw = rules[withdraw_all]
+    return rules.replacing(withdraw_all, lambda pool: replace(withdraw(pool), journal=pool.journal))
 
 
 @PAGE.exhibit(
     "a prefix-cache lookup sends AllBlocksCleared",
     "TokenSpeed #166",
     "P20",
-    part="prefix_type",
     invisible_if_hidden=_UNSEEN,
 )
-class LookingIsToldAsAReset(Defect):
+def looking_is_told_as_a_reset(rules: Rules, config: Config) -> Rules:
     """The stored blocks are still cached, but a router takes them as gone."""
 
-    def hits(self, lineage: Any, limit: int) -> Any:
-        if self.log is not None:
-            self.log.cleared()
-        return super().hits(lineage, limit)
+    def look(step: Step) -> Pool:
+        step.pool = with_changes(step.pool, (AllBlocksCleared(),))
+        return rules[get_findable_pool](step)
+
+    return rules.replacing(get_findable_pool, look) if config.enable_prefix_caching else rules
 
 
 @PAGE.exhibit(
@@ -96,33 +124,28 @@ class LookingIsToldAsAReset(Defect):
     wrong_fix_of="zombie-key",
     invisible_if_hidden=_UNSEEN,
 )
-class TakenBackInSilence(Defect):
+def taken_back_in_silence(rules: Rules, _config: Config) -> Rules:
     """The key leaves the map, but a router that got it as stored still has it."""
 
-    def _withdraw_unwritten(self, slot: int) -> None:
-        log, self.prefix.log = self.prefix.log, None
-        super()._withdraw_unwritten(slot)
-        self.prefix.log = log
+    def revoke(
+        pool: Pool,
+        request: RequestState,
+        block_sizes: tuple[int, ...],
+        all_rules: Rules,
+        fence: FrameId | None = None,
+    ) -> Pool:
+        after = rules[revoke_slots](pool, request, block_sizes, all_rules, fence)
+        return replace(after, journal=pool.journal)
+
+    return rules.replacing(revoke_slots, revoke)
 
 
 @SKIPPING.exhibit(
     "BlockStored lists the tokens of blocks that are not cached",
     "#44451",
     "P20",
-    part="log_type",
     invisible_if_hidden=_UNSEEN,
 )
-class SkippedTokensAreTold(Defect):
+def skipped_tokens_are_told(rules: Rules, config: Config) -> Rules:
     """States are kept at some block boundaries only; tokens of the other blocks are listed, too."""
-
-    def stored(self, lineage: Any, indices: Any, group: int = 0, per: int = 1) -> None:
-        ends, first = self.__dict__.setdefault("ends", {}), len(self._pending)
-        super().stored(lineage, indices, group, per)
-        begin = ends.get((lineage, group))
-        if not indices:
-            return
-        ends[lineage, group] = indices[-1] + 1
-        if begin is not None and begin < indices[0]:
-            size = self._pending[first].block_size
-            tokens = tuple(lineage.tokens[begin * size : (indices[-1] + 1) * size])
-            self._pending[first] = replace(self._pending[first], token_ids=tokens)
+    return null_blocks_are_told(rules, config)

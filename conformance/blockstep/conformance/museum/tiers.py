@@ -6,11 +6,25 @@ are reproduced here. The others are mistakes that suggest themselves.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from math import lcm
-from typing import Any
+from typing import Final
 
-from blockstep.conformance.museum.exhibit import Defect, Page
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.parts import Note, Part
+from blockstep.spec.core.requests import FrameRow, RequestState, without_nulls
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
+from blockstep.spec.features.admission_control import (
+    ADMISSION_CLOSED,
+    is_closed,
+    process_pressure,
+)
+from blockstep.spec.features.offload import SAVES, get_save, process_saving, tell_saves
+from blockstep.spec.features.resets import process_forced_preemption
+from blockstep.spec.vocabulary import Config, KVSave, Plan, RequestId
 
 PAGE = Page(takes="tiers")
 GROUPS = Page(takes_groups=True, takes="tiers")
@@ -22,52 +36,55 @@ LESS = "efficiency: the store has fewer blocks, and more is computed again"
 CLOSED = "policy: when admission closes and opens again"
 
 
+def change_save(rules: Rules, change: Callable[[RequestState, KVSave], KVSave]) -> Rules:
+    """Return rules by which the swap-out of a victim is changed."""
+
+    def get(config: Config, victim: RequestState) -> KVSave | None:
+        save = rules[get_save](config, victim)
+        return None if save is None else change(victim, save)
+
+    return rules.replacing(get_save, get)
+
+
 # How many tokens of a victim are swapped out.
 
 
 @PAGE.exhibit("a victim's whole block table is swapped out", SWAP, "P15 P3")
-class WholeTableIsSaved(Defect):
+def whole_table_is_saved(rules: Rules, config: Config) -> Rules:
     """The last block is filled in part or not at all, but is stored under the key of a full one."""
+    sizes = config.block_sizes
 
-    def _save(self, victim: int, step: Any) -> None:
-        super()._save(victim, step)
-        _resize_last(self, victim, step, 1)
+    def add_blocks(victim: RequestState, save: KVSave) -> KVSave:
+        tables, num_tokens = victim.block_tables, save.num_tokens + lcm(*sizes)
+        pairs = [*zip(tables, sizes, strict=True)]
+        if any(len(table) * size < num_tokens for table, size in pairs):
+            return save
+        block_ids = tuple([table[: num_tokens // size] for table, size in pairs])
+        return replace(save, num_tokens=num_tokens, block_ids=block_ids)
+
+    return change_save(rules, add_blocks)
 
 
-def _resize_last(engine: Any, victim: int, step: Any, num_more: int) -> None:
-    """Change the last swap-out of this step by `num_more` units if it is of `victim`.
-
-    It stays as it is if the victim's tables are too short, and is dropped if no token is left.
-    """
-    name, sizes = engine.table.requests[victim].request_id, engine.config.block_sizes
-    if not step.saves or step.saves[-1].request_id != name:
-        return
-    save, tables = step.saves.pop(), engine.table.block_tables(victim)
-    num_tokens = save.num_tokens + num_more * lcm(*sizes)
-    if any(len(table) * size < num_tokens for table, size in zip(tables, sizes, strict=True)):
-        num_tokens = save.num_tokens
-    if num_tokens > 0:
-        cut = zip(tables, sizes, strict=True)
-        block_ids = tuple(table[: num_tokens // size] for table, size in cut)
-        step.saves.append(replace(save, num_tokens=num_tokens, block_ids=block_ids))
+_NUM_WITHDRAWN: Final = Note("num_withdrawn", 0)
 
 
 @PAGE.exhibit(
     "tokens of a withdrawn row are swapped out as computed", "by the rule of P15", "P15 P3"
 )
-class WithdrawnRowIsSaved(Defect):
+def withdrawn_row_is_saved(rules: Rules, _config: Config) -> Rules:
     """The row was taken out of the plan, so the worker does not compute it."""
 
-    _num_withdrawn = 0
+    def withdraw(step: Step, request_id: RequestId) -> bool:
+        rows = [row.num_scheduled for row in step.rows if row.request_id == request_id]
+        _NUM_WITHDRAWN.set(step, sum(rows))
+        return rules[Step.withdraw](step, request_id)
 
-    def _unschedule(self, victim: int, step: Any) -> None:
-        self._num_withdrawn = step.rows[victim][0] if victim in step.rows else 0
-        super()._unschedule(victim, step)
+    def save(step: Step, victim: RequestState, had_row: bool) -> None:
+        num_computed = victim.num_computed_tokens + _NUM_WITHDRAWN.of(step)
+        victim = replace(victim, num_computed_tokens=num_computed)
+        rules[process_saving](step, victim, had_row)
 
-    def _save(self, victim: int, step: Any) -> None:
-        self.table.num_computed[victim] += self._num_withdrawn
-        super()._save(victim, step)
-        self.table.num_computed[victim] -= self._num_withdrawn
+    return rules.replacing(Step.withdraw, withdraw).replacing(process_saving, save)
 
 
 # Which victims are swapped out, and when.
@@ -79,116 +96,93 @@ class WithdrawnRowIsSaved(Defect):
     "P15",
     invisible=LESS,
 )
-class OneVictimIsSaved(Defect):
+def one_victim_is_saved(rules: Rules, _config: Config) -> Rules:
     """If a request needs several victims, the KV of the others is lost."""
 
-    def _save(self, victim: int, step: Any) -> None:
-        if not step.saves:
-            super()._save(victim, step)
+    def save(step: Step, victim: RequestState, had_row: bool) -> None:
+        if not SAVES.of(step):
+            rules[process_saving](step, victim, had_row)
+
+    return rules.replacing(process_saving, save)
 
 
 @PAGE.exhibit("a victim's block table is read after it was freed", SWAP, "P26 P3")
-class TableReadOnceFree(Defect):
+def table_read_once_free(rules: Rules, _config: Config) -> Rules:
     """Two calls are in the wrong order, so the table is empty."""
+    return change_save(
+        rules, lambda _victim, save: replace(save, block_ids=((),) * len(save.block_ids))
+    )
 
-    def _preempt(self, slot: int) -> None:
-        super()._preempt(slot)
-        name, saves = self.table.requests[slot].request_id, self._saves
-        if saves and saves[-1].request_id == name:
-            saves[-1] = replace(saves[-1], block_ids=self.table.block_tables(slot))
 
-    def _save(self, victim: int, step: Any) -> None:
-        super()._save(victim, step)
-        self._saves = step.saves
-
-    _saves: Any = ()
+_LATE: Final = Part[tuple[KVSave, ...]]("late_saves", ())
+"""What is sent with the next plan."""
 
 
 @PAGE.exhibit("a victim's swap-out is sent with the next plan", SWAP, "P26 P15 P3")
-class SavedWithThePlanBehind(Defect):
+def saved_with_the_plan_behind(rules: Rules, _config: Config) -> Rules:
     """The blocks are free by then, and other requests may have written to them."""
 
-    def _schedule(self) -> Any:
-        plan = super()._schedule()
-        if not hasattr(plan, "kv_saves"):
-            return plan
-        saves, self._late = self.__dict__.get("_late", ()), plan.kv_saves
-        return replace(plan, kv_saves=saves)
+    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
+        plan, late = rules[tell_saves](step, rows, plan), _LATE.of(step)
+        _LATE.set(step, plan.kv_saves)
+        return replace(plan, kv_saves=late)
+
+    return rules.replacing(tell_saves, tell)
 
 
 @PAGE.exhibit("a swap-out frees blocks that other requests hold", SWAP, "P1 P2 P3")
-class SwapFreesWhatOthersHold(Defect):
+def swap_frees_what_others_hold(rules: Rules, _config: Config) -> Rules:
     """Reference counts are ignored when blocks are swapped out."""
 
-    _saved: Any = None
+    def save(step: Step, victim: RequestState, had_row: bool) -> None:
+        num_saves = len(SAVES.of(step))
+        rules[process_saving](step, victim, had_row)
+        if len(SAVES.of(step)) > num_saves:
+            counts = [*step.pool.ref_counts]
+            for block_id in without_nulls(sum(victim.block_tables, ())):
+                counts[block_id] = 1
+            step.pool = replace(step.pool, ref_counts=tuple(counts))
 
-    def _save(self, victim: int, step: Any) -> None:
-        num_saves = len(step.saves)
-        super()._save(victim, step)
-        self._saved = victim if len(step.saves) > num_saves else None
-
-    def _free_blocks(self, slot: int) -> None:
-        if self._saved == slot:
-            for holding in self.table.holdings[slot]:
-                for block in holding.blocks:
-                    self.pool.ref_counts[block] = min(self.pool.ref_counts[block], 1)
-            self._saved = None
-        super()._free_blocks(slot)
+    return rules.replacing(process_saving, save)
 
 
 @PAGE.exhibit("requests that a reset preempts are swapped out", "by the rule of P25", "P15 P25 P26")
-class SavedByAReset(Defect):
+def saved_by_a_reset(rules: Rules, _config: Config) -> Rules:
     """Their KV is void after the reset, which is what a reset is for."""
 
-    def _reset(self, reset_running_requests: bool) -> Any:
-        if reset_running_requests and self.config.swap_min_tokens:
-            told = type("Told", (), {"saves": []})()
-            for slot in reversed(self.running):
-                super()._save(slot, told)
-            self._told = tuple(told.saves)
-        return super()._reset(reset_running_requests)
+    def preempt(state: State) -> State:
+        victims = [state.requests[name] for name in reversed(state.running)]
+        saves = [rules[get_save](state.config, victim) for victim in victims]
+        state = rules[process_forced_preemption](state)
+        return _LATE.put(state, tuple([save for save in saves if save is not None]))
 
-    def _schedule(self) -> Any:
-        plan = super()._schedule()
-        if not hasattr(plan, "kv_saves"):
-            return plan
-        told, self._told = self.__dict__.get("_told", ()), ()
-        return replace(plan, kv_saves=(*told, *plan.kv_saves)) if told else plan
+    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
+        plan, late = rules[tell_saves](step, rows, plan), _LATE.of(step)
+        _LATE.set(step, ())
+        return replace(plan, kv_saves=late + plan.kv_saves)
+
+    return rules.replacing(process_forced_preemption, preempt).replacing(tell_saves, tell)
 
 
 # Several KV groups.
 
 
 @GROUPS.exhibit("a swap-out has the blocks of the first KV group only", SWAP, "P26 P3")
-class FirstGroupIsSaved(Defect):
+def first_group_is_saved(rules: Rules, _config: Config) -> Rules:
     """A victim has a block table in each group."""
-
-    def _save(self, victim: int, step: Any) -> None:
-        num_saves = len(step.saves)
-        super()._save(victim, step)
-        if len(step.saves) > num_saves:
-            save = step.saves[-1]
-            step.saves[-1] = replace(save, block_ids=save.block_ids[:1])
+    return change_save(rules, lambda _victim, save: replace(save, block_ids=save.block_ids[:1]))
 
 
 # When admission is closed.
 
 
-class _OtherThresholds(Defect):
-    """Admission closes and opens by the rule of a subclass."""
-
-    def _is_closed_behind(self, step: Any) -> bool:
-        return bool(self.running) and (
-            bool(step.preempted_req_ids) or self._is_short(self.pool.num_free)
-        )
-
-
 @PAGE.exhibit("admission opens again at the low threshold", PRESSURE, "P10", invisible=CLOSED)
-class OneThreshold(_OtherThresholds):
+def one_threshold(rules: Rules, _config: Config) -> Rules:
     """Each admitted request is preempted in the next step."""
-
-    def _is_short(self, num_free: int) -> bool:
-        return bool(num_free < self.config.admission_low_blocks)
+    is_closed_rightly = rules[is_closed]
+    return rules.replacing(
+        is_closed, lambda _was_closed, *others: is_closed_rightly(False, *others)
+    )
 
 
 @PAGE.exhibit(
@@ -198,21 +192,22 @@ class OneThreshold(_OtherThresholds):
     wrong_fix_of="one-threshold",
     invisible=CLOSED,
 )
-class HighThresholdAlone(_OtherThresholds):
+def high_threshold_alone(rules: Rules, _config: Config) -> Rules:
     """Admission has one threshold again, and running slots stay unused."""
-
-    def _is_short(self, num_free: int) -> bool:
-        return bool(num_free < self.config.admission_high_blocks)
+    is_closed_rightly = rules[is_closed]
+    return rules.replacing(is_closed, lambda _was_closed, *others: is_closed_rightly(True, *others))
 
 
 @PAGE.exhibit("admission stays closed although nothing runs", PRESSURE, "P10")
-class ClosedForNobody(Defect):
+def closed_for_nobody(rules: Rules, _config: Config) -> Rules:
     """No running request is left that could free a block."""
-
-    def _is_closed_behind(self, step: Any) -> bool:
-        if self.running:
-            return bool(super()._is_closed_behind(step))
-        return bool(self.is_closed)
+    is_closed_rightly = rules[is_closed]
+    return rules.replacing(
+        is_closed,
+        lambda was_closed, num_running, *others: (
+            is_closed_rightly(was_closed, num_running, *others) if num_running else was_closed
+        ),
+    )
 
 
 @PAGE.exhibit(
@@ -222,11 +217,15 @@ class ClosedForNobody(Defect):
     wrong_fix_of="closed-for-nobody",
     invisible=CLOSED,
 )
-class OpenWithoutRows(Defect):
+def open_without_rows(rules: Rules, _config: Config) -> Rules:
     """Running requests may only wait for a commit, and continue after it."""
 
-    def _is_closed_behind(self, step: Any) -> bool:
-        return bool(step.rows) and bool(super()._is_closed_behind(step))
+    def close(step: Step) -> bool:
+        closed = rules[process_pressure](step) and bool(step.rows)
+        ADMISSION_CLOSED.set(step, closed)
+        return closed
+
+    return rules.replacing(process_pressure, close)
 
 
 @PAGE.exhibit(
@@ -235,15 +234,13 @@ class OpenWithoutRows(Defect):
     "P10",
     invisible=CLOSED,
 )
-class CountedAsTheStepBegins(Defect):
+def counted_as_the_step_begins(rules: Rules, _config: Config) -> Rules:
     """Running requests have not taken the blocks of this step yet."""
 
-    def _schedule_running(self, step: Any) -> None:
-        self._at_first = self.pool.num_free
-        super()._schedule_running(step)
+    def close(step: Step) -> bool:
+        pool, step.pool = step.pool, step.state.pool
+        closed = rules[process_pressure](step)
+        step.pool = pool
+        return closed
 
-    def _is_closed_behind(self, step: Any) -> bool:
-        num_free, self.pool.num_free = self.pool.num_free, self._at_first
-        is_closed: bool = super()._is_closed_behind(step)
-        self.pool.num_free = num_free
-        return is_closed
+    return rules.replacing(process_pressure, close)

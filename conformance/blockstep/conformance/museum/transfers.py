@@ -1,23 +1,73 @@
 """Seeded bugs in KV transfers: late or failed loads, and blocks that a transfer still uses.
 
-Their episodes have a store; those of the page `GROUPS` have several KV groups as well.
+Their episodes have a store; those of the pages `GROUPS` and `STATES` have several KV groups as
+well.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
 
-from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.conformance.museum.groups import GroupByGroup
-from blockstep.spec.vocabulary import Status
+from blockstep.conformance.museum.exhibit import Page
+from blockstep.spec.copies import replace
+from blockstep.spec.core.block_pool import (
+    Pool,
+    free_deferred_blocks,
+    get_num_free_blocks,
+    withdraw_blocks,
+)
+from blockstep.spec.core.parts import Part
+from blockstep.spec.core.requests import NO_HIT, Hit, RequestState, without_nulls
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.slots import allocate_slots, compute_num_blocks
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step, Verdict
+from blockstep.spec.features.groups import skip_slots
+from blockstep.spec.features.kv_transfer.loads import (
+    LOADS,
+    get_offered_hit,
+    get_unparked,
+    process_parking,
+    process_refused_return,
+)
+from blockstep.spec.features.kv_transfer.reports import get_gone_back, get_reported
+from blockstep.spec.features.kv_transfer.transfers import (
+    TRANSFERS,
+    Transfers,
+    compute_num_external,
+    compute_num_valid,
+    end_recving,
+    forget_load,
+    get_offer,
+    hold_ended,
+    take_offer,
+)
+from blockstep.spec.features.mamba import get_blocks_to_zero, is_attended
+from blockstep.spec.features.reclaim import list_queued
+from blockstep.spec.releases.flight import frames_hold_no_blocks as fences_are_missing
+from blockstep.spec.releases.transfers import (
+    groups_load_by_turns,
+    loaded_keep_their_blocks,
+    loaded_wait_behind_the_head,
+)
+from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockTables,
+    Config,
+    FrameId,
+    KVTransfers,
+    OutputRow,
+    RequestId,
+    Status,
+)
 
 PAGE = Page(takes="transfers")
 GROUPS = Page(takes_groups=True, takes="transfers")
 STATES = Page(takes_groups=True, takes_states=True, takes="transfers")
-PART = "transfers_type"
-_PARKED = Status.WAITING_FOR_REMOTE_KVS
+_PARKED: Final = Status.WAITING_FOR_REMOTE_KVS
+Granted = tuple[Pool, RequestState] | None
+Reported = tuple[State, tuple[OutputRow, ...]]
 
 
 # Asynchronous loads that are complete.
@@ -26,27 +76,9 @@ _PARKED = Status.WAITING_FOR_REMOTE_KVS
 @PAGE.exhibit(
     "completed loads wait behind a head of the queue that does not fit", "#57841, #45388", "P10"
 )
-class LoadedBehindTheHead(Defect):
+def loaded_behind_the_head(rules: Rules, config: Config) -> Rules:
     """They hold the blocks that the head lacks, and are neither admitted nor reclaimed."""
-
-    def _admit_behind(self, _transfers: Any, _head: int, _step: Any) -> None:
-        return None
-
-    def _may_give(self, slot: int) -> Any:
-        return self.table.statuses[slot] is not _PARKED and super()._may_give(slot)
-
-
-@PAGE.exhibit(
-    "behind a head that does not fit, completed loads are admitted, but never reclaimed",
-    "#57841, #45406",
-    "P10",
-    wrong_fix_of="loaded-behind-the-head",
-)
-class LoadedNeverGiveWay(Defect):
-    """Two requests with completed loads may each hold the blocks that the other one needs."""
-
-    def _may_give(self, slot: int) -> Any:
-        return self.table.statuses[slot] is not _PARKED and super()._may_give(slot)
+    return loaded_keep_their_blocks(loaded_wait_behind_the_head(rules, config), config)
 
 
 @PAGE.exhibit(
@@ -56,11 +88,9 @@ class LoadedNeverGiveWay(Defect):
     wrong_fix_of="loaded-behind-the-head",
     invisible="efficiency: blocks are loaded again",
 )
-class LoadedGiveWayAlone(Defect):
+def loaded_give_way_alone(rules: Rules, config: Config) -> Rules:
     """Requests that could run at once lose their blocks as soon as nothing runs."""
-
-    def _admit_behind(self, _transfers: Any, _head: int, _step: Any) -> None:
-        return None
+    return loaded_wait_behind_the_head(rules, config)
 
 
 @PAGE.exhibit(
@@ -69,120 +99,140 @@ class LoadedGiveWayAlone(Defect):
     "P17 P2",
     wrong_fix_of="loaded-behind-the-head",
 )
-class LoadUnderWayGivesWay(Defect):
+def load_under_way_gives_way(rules: Rules, _config: Config) -> Rules:
     """The load writes into blocks that belong to another request by then."""
-
-    def _list_idle(self, passed_over: Any = ()) -> Any:
-        line = [*passed_over, *self.skipped_waiting, *self.waiting]
-        parked = [slot for slot in line if self.table.statuses[slot] is _PARKED]
-        return [*dict.fromkeys([*super()._list_idle(passed_over), *parked])]
+    return rules.replacing(list_queued, list_queued)  # as without a store
 
 
 @PAGE.exhibit("a preempted request is sent as new after a load", "#31583", "P26 P16")
-class NewAfterALoad(Defect):
+def new_after_a_load(rules: Rules, _config: Config) -> Rules:
     """The worker has its outputs from before the preemption."""
 
-    def _unpark(self, slot: int) -> None:
-        super()._unpark(slot)
-        self.table.statuses[slot] = Status.WAITING
+    def unpark(request: RequestState, transfers: Transfers) -> RequestState:
+        return replace(rules[get_unparked](request, transfers), status=Status.WAITING)
+
+    return rules.replacing(get_unparked, unpark)
 
 
 @PAGE.exhibit(
     "blocks of a completed load are published although the request is not admitted",
     "vLLM 0.19.1 _update_waiting_for_remote_kv",
-    "P7",
+    "P7 P4",
 )
-class PublishedThoughNotLetIn(Defect):
+def published_though_not_let_in(rules: Rules, _config: Config) -> Rules:
     """An admission that fails changes the prefix cache."""
 
-    def _try_go_on(self, slot: int, queue: Any, step: Any) -> Any:
-        if self.table.statuses[slot] is _PARKED:
-            self._publish(slot, self.table.num_computed[slot], 0)
-        return super()._try_go_on(slot, queue, step)
+    def undo(step: Step, request: RequestState, pool: Pool, transfers: Transfers) -> None:
+        published, after = step.pool, step.requests[request.request_id]
+        rules[process_refused_return](step, request, pool, transfers)
+        if request.num_computed_tokens:
+            step.pool = published
+            step.requests[request.request_id] = replace(request, holdings=after.holdings)
+
+    return rules.replacing(process_refused_return, undo)
 
 
 # How many tokens are loaded.
 
 
-@PAGE.exhibit("all known tokens are loaded", "#30320, #11186", "P10 P12 P11 P13", part=PART)
-class FullLoad(Defect):
+@PAGE.exhibit("all known tokens are loaded", "#30320, #11186", "P10 P12 P11 P13")
+def full_load(rules: Rules, _config: Config) -> Rules:
     """No token is left to compute, so nothing can be sampled."""
-
-    def find_load(self, request: Any, num_hit: int, num_known: int) -> Any:
-        return super().find_load(request, num_hit, num_known + 1)
+    compute = rules[compute_num_external]
+    return rules.replacing(
+        compute_num_external,
+        lambda num_offered, num_known, num_local, is_async: compute(
+            num_offered, num_known + 1, num_local, is_async
+        ),
+    )
 
 
 @PAGE.exhibit(
     "the last token that the store offers is never loaded",
     "#53706",
     "P15",
-    part=PART,
     wrong_fix_of="full-load",
     invisible="efficiency: one more token is computed",
 )
-class OneTokenLessThanOffered(Defect):
+def one_token_less_than_offered(rules: Rules, _config: Config) -> Rules:
     """This is needed only if the offer covers all known tokens."""
-
-    def find_load(self, request: Any, num_hit: int, num_known: int) -> Any:
-        offer = self._find_offer(request)
-        at_most = num_known if offer is None else min(offer.num_tokens or 0, num_known)
-        return super().find_load(request, num_hit, at_most)
-
-
-@PAGE.exhibit(
-    "after a load of all known tokens the last one is computed again",
-    "vLLM 0.19.1 _update_waiting_for_remote_kv",
-    "P2 P4 P3",
-    wrong_fix_of="full-load",
-)
-class FullLoadIsCutAtItsReturn(Defect):
-    """One slot is written again in a block that other requests may have hit by then."""
-
-    def _find_load(self, slot: int, num_hit: int) -> Any:
-        num_tokens, is_async = super()._find_load(slot, num_hit)
-        if not is_async:
-            return num_tokens, is_async
-        request, num_known = self.table.requests[slot], self.table.num_known[slot]
-        return self.transfers.find_load(request, num_hit, num_known + 1)
-
-    def _try_go_on(self, slot: int, queue: Any, step: Any) -> Any:
-        table = self.table
-        if table.num_computed[slot] == table.num_known[slot]:
-            self._publish(slot, table.num_computed[slot], 0)
-            table.num_computed[slot] -= 1
-        return super()._try_go_on(slot, queue, step)
+    compute = rules[compute_num_external]
+    return rules.replacing(
+        compute_num_external,
+        lambda num_offered, num_known, num_local, is_async: compute(
+            num_offered, min(num_offered, num_known), num_local, is_async
+        ),
+    )
 
 
-@PAGE.exhibit(
-    "a request that must not read the prefix cache loads from the store",
-    "#57269, #28194",
-    "P26 P13 P21",
-    part=PART,
-)
-class LoadedThoughItMustCompute(Defect):
-    """It needs prompt logprobs, so every token of its prompt has to be computed."""
+def change_slots(
+    rules: Rules, change: Callable[[Callable[..., Granted], Pool, RequestState, int, Hit], Granted]
+) -> Rules:
+    """Return rules by which slots are allocated as `change` has it.
 
-    def _find_offer(self, request: Any) -> Any:
-        return super()._find_offer(replace(request, skip_reading_prefix_cache=False))
+    It gets a function of pool and request that allocates by the rules, then pool, request, new
+    tokens and hit.
+    """
+    allocate_rightly = rules[allocate_slots]
+
+    def allocate(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        num_new: int,
+        num_lookahead: int = 0,
+        hit: Hit = NO_HIT,
+        rules: Rules = rules,
+    ) -> Granted:
+        def right(pool: Pool, request: RequestState) -> Granted:
+            return allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
+
+        return change(right, pool, request, num_new, hit)
+
+    return rules.replacing(allocate_slots, allocate)
 
 
-@PAGE.exhibit("the capacity check does not count loaded tokens", "#46892", "P8")
-class LoadIsFree(Defect):
-    """The check counts the tokens of the step only; blocks for the load are taken as well."""
+@PAGE.exhibit("the capacity check does not count loaded tokens", "#46892", "P8 P17 P2")
+def load_is_free(rules: Rules, config: Config) -> Rules:
+    """The check counts the tokens of the step only; blocks for the load belong to others."""
 
-    def _fits(self, groups: Any, slot: int, hits: Any, extent: Any) -> Any:
-        ahead = min(hits.num_tokens + 1, extent.num_tokens)
-        return super()._fits(groups, slot, hits, type(extent)(ahead, ahead))
+    def allocate(
+        right: Callable[..., Granted], pool: Pool, request: RequestState, num_new: int, hit: Hit
+    ) -> Granted:
+        granted = right(pool, request)
+        num_needed = compute_num_blocks(max(num_new, 1), config.block_size)
+        if granted is not None or not hit.num_pending or num_needed > get_num_free_blocks(pool):
+            return granted
+        held = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
+        granted = right(replace(pool, free_queue=pool.free_queue + tuple(held)), request)
+        if granted is None:
+            return None
+        pool, request = granted
+        return replace(pool, free_queue=()), request
+
+    return change_slots(rules, allocate)
+
+
+def publish_at_once(rules: Rules) -> Rules:
+    """Return rules by which blocks are published before their load is confirmed."""
+
+    def allocate(
+        right: Callable[..., Granted], pool: Pool, request: RequestState, _num_new: int, _hit: Hit
+    ) -> Granted:
+        granted = right(pool, replace(request, is_unsettled=False))
+        if granted is None:
+            return None
+        return granted[0], replace(granted[1], is_unsettled=request.is_unsettled)
+
+    return change_slots(rules, allocate)
 
 
 @PAGE.exhibit(
     "blocks of an unconfirmed load are published", "#49250; vLLM 0.19.1 allocate_slots", "P19 P4 P3"
 )
-class FoundBeforeItCame(Defect):
+def found_before_it_came(rules: Rules, _config: Config) -> Rules:
     """Other requests hit blocks whose load may still fail."""
-
-    def _is_unsettled(self, _slot: int) -> bool:
-        return False
+    return publish_at_once(rules)
 
 
 @PAGE.exhibit(
@@ -191,12 +241,16 @@ class FoundBeforeItCame(Defect):
     "P19 P4 P3",
     wrong_fix_of="found-before-it-came",
 )
-class WithdrawnFromNewcomersOnly(FoundBeforeItCame):
+def withdrawn_from_newcomers_only(rules: Rules, _config: Config) -> Rules:
     """Requests that already share these blocks rely on the owner to compute them again."""
 
-    def _recompute(self, transfers: Any, slot: int, valid: int) -> None:
-        self.groups.withdraw(self.table.holdings[slot], valid)
-        super()._recompute(transfers, slot, valid)
+    def go_back(state: State, request: RequestState, num_valid: int) -> State:
+        pool, sizes = state.pool, state.config.block_sizes
+        for table, size in zip(request.block_tables, sizes, strict=True):
+            pool = withdraw_blocks(pool, without_nulls(table[num_valid // size :]))
+        return rules[get_gone_back](replace(state, pool=pool), request, num_valid)
+
+    return publish_at_once(rules).replacing(get_gone_back, go_back)
 
 
 # Reports of loads.
@@ -205,14 +259,19 @@ class WithdrawnFromNewcomersOnly(FoundBeforeItCame):
 @PAGE.exhibit(
     "a late or repeated report of a load crashes the engine", "#53049, #50546, #51595", "P18"
 )
-class LateReportKills(Defect):
+def late_report_kills(rules: Rules, _config: Config) -> Rules:
     """The code assumes that the reported request still waits for its load."""
 
-    def _take_finished(self, transfers: Any, report: Any) -> None:
-        for request_id in report.finished_recving:
-            slot = self.table.slot_of.get(request_id)
-            assert slot is None or self.table.statuses[slot] is _PARKED
-        super()._take_finished(transfers, report)
+    def report(state: State, transfers: KVTransfers, failed: Sequence[RequestId]) -> Reported:
+        for name in transfers.finished_recving:
+            assert name not in state.requests or state.requests[name].status is _PARKED
+        return rules[get_reported](state, transfers, failed)
+
+    return rules.replacing(get_reported, report)
+
+
+_EARLY: Final = Part("early", frozenset[RequestId]())
+"""The requests of which a load was reported."""
 
 
 @PAGE.exhibit(
@@ -221,29 +280,26 @@ class LateReportKills(Defect):
     "P18 P19 P4",
     wrong_fix_of="late-report-kills",
 )
-class LateReportIsKept(Defect):
+def late_report_is_kept(rules: Rules, _config: Config) -> Rules:
     """A request that loads again reads blocks that are not loaded yet."""
 
-    def _take_finished(self, transfers: Any, report: Any) -> None:
-        super()._take_finished(transfers, report)
-        self.__dict__.setdefault("early", set()).update(report.finished_recving)
+    def report(state: State, transfers: KVTransfers, failed: Sequence[RequestId]) -> Reported:
+        state, rows = rules[get_reported](state, transfers, failed)
+        return _EARLY.put(state, _EARLY.of(state).union(transfers.finished_recving)), rows
 
-    def _try_park(
-        self, groups: Any, transfers: Any, slot: int, hits: Any, n: int, step: Any
-    ) -> Any:
-        is_parked = super()._try_park(groups, transfers, slot, hits, n, step)
-        name = self.table.requests[slot].request_id
-        if is_parked and name in self.__dict__.get("early", ()):
-            transfers.received.add(name)
-        return is_parked
+    def park(step: Step, request: RequestState, hit: Hit) -> Verdict:
+        verdict, name = rules[process_parking](step, request, hit), request.request_id
+        if verdict is Verdict.SUSPENDED and name in _EARLY.of(step):
+            TRANSFERS.set(step, end_recving(TRANSFERS.of(step), name, rules)[0])
+        return verdict
+
+    return rules.replacing(get_reported, report).replacing(process_parking, park)
 
 
 @PAGE.exhibit("a request computes on after a failed load", "#49250, rule", "P19")
-class InvalidIsPassedOver(Defect):
+def invalid_is_passed_over(rules: Rules, _config: Config) -> Rules:
     """The report of invalid blocks is read, but ignored."""
-
-    def _find_valid(self, _block_tables: Any, _firsts: Any, _invalid: Any) -> None:
-        return None
+    return rules.replacing(compute_num_valid, lambda _tables, _firsts, _sizes, _invalid: None)
 
 
 @PAGE.exhibit(
@@ -252,68 +308,64 @@ class InvalidIsPassedOver(Defect):
     "P19 P13",
     wrong_fix_of="invalid-is-passed-over",
 )
-class BrokenRowIsDelivered(Defect):
+def broken_row_is_delivered(rules: Rules, _config: Config) -> Rules:
     """The tokens are computed again, but after a token that was sampled from invalid KV."""
 
-    def _drop_rows_behind(self, slot: int) -> None:
-        name = self.table.requests[slot].request_id
-        if self.transfers is None or name not in self.transfers.unsettled:
-            super()._drop_rows_behind(slot)
+    def go_back(state: State, request: RequestState, num_valid: int) -> State:
+        after = rules[get_gone_back](state, request, num_valid)
+        return replace(after, frames=state.frames)
+
+    return rules.replacing(get_gone_back, go_back)
 
 
 # Which blocks a transfer holds.
 
 
-@PAGE.exhibit("an abort frees blocks that are being loaded", "#32255", "P17 P2", part=PART)
-class AbortFreesALoad(Defect):
+@PAGE.exhibit("an abort frees blocks that are being loaded", "#32255", "P17 P2 P16")
+def abort_frees_a_load(rules: Rules, _config: Config) -> Rules:
     """The load writes into blocks that belong to another request by then."""
 
-    def end(self, request_id: str, block_tables: Any) -> Any:
-        self.received.add(request_id)
-        return super().end(request_id, block_tables)
+    def hold(transfers: Transfers, request_id: RequestId, tables: BlockTables) -> Transfers:
+        return rules[hold_ended](forget_load(transfers, request_id), request_id, tables)
+
+    return rules.replacing(hold_ended, hold)
 
 
 @PAGE.exhibit(
     "an aborted request leaves its blocks to a load that is already complete",
     "#32255, review",
     "P17",
-    part=PART,
     wrong_fix_of="abort-frees-a-load",
 )
-class HeldWithoutAnEnd(Defect):
+def held_without_an_end(rules: Rules, _config: Config) -> Rules:
     """No other report will come for this load, so the blocks are never freed."""
 
-    def end(self, request_id: str, block_tables: Any) -> Any:
-        self.received.discard(request_id)
-        return super().end(request_id, block_tables)
+    def hold(transfers: Transfers, request_id: RequestId, tables: BlockTables) -> Transfers:
+        load = transfers.parked.get(request_id)
+        if load is not None:
+            parked = transfers.parked.having(request_id, replace(load, is_received=False))
+            transfers = replace(transfers, parked=parked)
+        return rules[hold_ended](transfers, request_id, tables)
+
+    return rules.replacing(hold_ended, hold)
 
 
 @PAGE.exhibit(
     "a completed load of an aborted request does not free its blocks",
     "#46283, #46289",
-    "P17",
-    part=PART,
+    "P17 P16",
 )
-class AbortedLoadIsKept(Defect):
+def aborted_load_is_kept(rules: Rules, _config: Config) -> Rules:
     """The blocks leak."""
 
-    def release(self, request_id: str, is_recving: bool) -> Any:
-        return () if is_recving else super().release(request_id, is_recving)
+    def end(
+        transfers: Transfers, request_id: RequestId, all_rules: Rules
+    ) -> tuple[Transfers, BlockTables]:
+        if request_id in transfers.held:
+            return transfers, ()
+        return rules[end_recving](transfers, request_id, all_rules)
 
-
-@PAGE.exhibit(
-    "the report of one transfer ends both transfers of a request",
-    "vLLM 0.19.1 _update_from_kv_xfer_finished",
-    "P17",
-    part=PART,
-)
-class OneReportEndsBoth(Defect):
-    """The store still reads or writes blocks of the transfer that was not reported."""
-
-    def release(self, request_id: str, is_recving: bool) -> Any:
-        return super().release(request_id, is_recving) or super().release(
-            request_id, not is_recving
-        )
+    return rules.replacing(end_recving, end)
 
 
 # Blocks that a frame in flight reads or writes.
@@ -324,11 +376,9 @@ class OneReportEndsBoth(Defect):
     "#45357, #47728, #48481, vllm-ascend #14055",
     "P17",
 )
-class FramesHoldNoBlocks(Defect):
+def frames_hold_no_blocks(rules: Rules, config: Config) -> Rules:
     """The load is not ordered after the frame, so the frame overwrites the loaded KV."""
-
-    def _find_fence(self, _slot: int) -> None:
-        return None
+    return fences_are_missing(rules, config)
 
 
 @PAGE.exhibit(
@@ -336,13 +386,10 @@ class FramesHoldNoBlocks(Defect):
     "rule P17",
     "P17 P1 P10",
     wrong_fix_of="frames-hold-no-blocks",
-    part=PART,
 )
-class FrameHoldsForEver(Defect):
+def frame_holds_for_ever(rules: Rules, _config: Config) -> Rules:
     """The wait is recorded, but never ends."""
-
-    def take_deferred(self, _frame_id: int) -> Any:
-        return []
+    return rules.replacing(free_deferred_blocks, lambda pool, _frame_id, _rules: pool)
 
 
 @GROUPS.exhibit(
@@ -351,12 +398,20 @@ class FrameHoldsForEver(Defect):
     "P17",
     wrong_fix_of="frames-hold-no-blocks",
 )
-class WindowsLeaveTooEarly(Defect):
+def windows_leave_too_early(rules: Rules, _config: Config) -> Rules:
     """Finished and preempted requests wait for the frame; windows do not."""
 
-    def _leave_blocks(self, groups: Any, slot: int) -> None:
-        in_doubt = self._count_drafts_in_flight(slot)
-        groups.leave(self.table.holdings[slot], self.table.num_computed[slot], in_doubt)
+    def skip(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        num_in_doubt: int,
+        all_rules: Rules,
+        _fence: FrameId | None = None,
+    ) -> tuple[Pool, RequestState]:
+        return rules[skip_slots](config, pool, request, num_in_doubt, all_rules)
+
+    return rules.replacing(skip_slots, skip)
 
 
 # Several KV groups.
@@ -365,45 +420,24 @@ class WindowsLeaveTooEarly(Defect):
 @GROUPS.exhibit(
     "a load takes a hit of the next KV group as its new block", "#33775, #44409", "P2 P1 P8 P16"
 )
-class LoadEatsAHit(Defect):
+def load_eats_a_hit(rules: Rules, config: Config) -> Rules:
     """Only requests without a load touch all of their hits first."""
-
-    def __init__(self, *args: Any) -> None:
-        clean: Any = type(self)
-        self.groups_type = _by_turns(clean.groups_type)
-        super().__init__(*args)
-
-    def _find_load(self, slot: int, num_hit: int) -> Any:
-        found = super()._find_load(slot, num_hit)
-        if self.groups is not None:
-            self.groups.loads = found[0] > 0
-        return found
-
-
-class _LoadsGroupByGroup(GroupByGroup):
-    """Hits are touched one group after the other, but only for requests that load."""
-
-    loads = False
-
-    def adopt(self, holdings: Any, hits: Any) -> None:
-        if self.loads:
-            super().adopt(holdings, hits)
-        else:
-            super(GroupByGroup, self).adopt(holdings, hits)
-
-
-@cache
-def _by_turns(groups_type: type[Any]) -> type[Any]:
-    """Return one class for all engines, so that an engine can be pickled."""
-    return type("Groups", (_LoadsGroupByGroup, groups_type), {})
+    return groups_load_by_turns(rules, config)
 
 
 @GROUPS.exhibit("only the first KV group is checked for failed loads", "#35223", "P19")
-class FirstGroupAlone(Defect):
+def first_group_alone(rules: Rules, _config: Config) -> Rules:
     """Invalid blocks of the other groups are ignored."""
 
-    def _find_valid(self, block_tables: Any, firsts: Any, invalid: Any) -> Any:
-        return super()._find_valid(block_tables, firsts, invalid & set(block_tables[0]))
+    def count(
+        tables: BlockTables,
+        firsts: Sequence[int],
+        sizes: Sequence[int],
+        invalid: Collection[BlockId],
+    ) -> int | None:
+        return rules[compute_num_valid](tables, firsts, sizes, {*invalid}.intersection(tables[0]))
+
+    return rules.replacing(compute_num_valid, count)
 
 
 @GROUPS.exhibit(
@@ -412,15 +446,22 @@ class FirstGroupAlone(Defect):
     "P19",
     wrong_fix_of="first-group-alone",
 )
-class LastGroupCounts(Defect):
+def last_group_counts(rules: Rules, _config: Config) -> Rules:
     """Each group gives the number of valid tokens, but the minimum is not taken."""
 
-    def _find_valid(self, block_tables: Any, firsts: Any, invalid: Any) -> Any:
+    def count(
+        tables: BlockTables,
+        firsts: Sequence[int],
+        sizes: Sequence[int],
+        invalid: Collection[BlockId],
+    ) -> int | None:
         found = None
-        for table in block_tables:
-            valid = super()._find_valid(block_tables, firsts, invalid & set(table))
-            found = found if valid is None else valid
+        for table, first, size in zip(tables, firsts, sizes, strict=True):
+            num_valid = rules[compute_num_valid]((table,), (first,), (size,), invalid)
+            found = found if num_valid is None else num_valid
         return found
+
+    return rules.replacing(compute_num_valid, count)
 
 
 # Loads of states.
@@ -430,25 +471,33 @@ class LastGroupCounts(Defect):
     "a state is loaded that includes the last token, which then runs once more",
     "#37310, #51094",
     "P3 P19 P5",
-    part=PART,
 )
-class LoadedStateRunsTwice(Defect):
+def loaded_state_runs_twice(rules: Rules, _config: Config) -> Rules:
     """The store's state includes all tokens; all but the last count as loaded."""
 
-    def find_load(self, request: Any, num_hit: int, num_known: int) -> Any:
-        self.has_states = False
-        return super().find_load(request, num_hit, num_known)
+    def look(
+        config: Config, transfers: Transfers, request: RequestState, hit: Hit, all_rules: Rules
+    ) -> tuple[Hit, bool] | None:
+        offer = get_offer(transfers, request.request_id)
+        if offer.num_tokens is not None:
+            num_tokens = min(offer.num_tokens, request.num_known_tokens - 1)
+            transfers = take_offer(transfers, replace(offer, num_tokens=num_tokens))
+        return rules[get_offered_hit](config, transfers, request, hit, all_rules)
+
+    return rules.replacing(get_offered_hit, look)
 
 
 @STATES.exhibit("a plan has blocks zeroed that a store writes meanwhile", "#48481", "P17")
-class ZeroedWhileLoaded(Defect):
+def zeroed_while_loaded(rules: Rules, config: Config) -> Rules:
     """The worker may zero a block after the store has written it."""
 
-    def _try_park(
-        self, groups: Any, transfers: Any, slot: int, hits: Any, num_external: int, step: Any
-    ) -> bool:
-        is_parked: bool = super()._try_park(groups, transfers, slot, hits, num_external, step)
-        if is_parked:
-            pairs = zip(self.table.holdings[slot], hits.tables, strict=True)
-            step.taken.append(tuple([tuple(held.blocks[len(hit) :]) for held, hit in pairs]))
-        return is_parked
+    def list_zeroed(step: Step) -> tuple[BlockId, ...]:
+        written: list[BlockId] = []
+        for load in LOADS.of(step):
+            for group, table in zip(config.kv_groups, load.block_ids, strict=True):
+                if load.is_async and is_attended(group):
+                    loaded = table[load.num_computed_tokens // group.block_size :]
+                    written += without_nulls(loaded)
+        return rules[get_blocks_to_zero](step) + tuple(written)
+
+    return rules.replacing(get_blocks_to_zero, list_zeroed) if config.has_states else rules

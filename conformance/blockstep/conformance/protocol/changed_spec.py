@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from dis import get_instructions
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.core.feature import Feature
@@ -31,13 +31,16 @@ from blockstep.spec.releases.quirk import Change
 from blockstep.spec.transition import Accepted, transition
 from blockstep.spec.vocabulary import Config, Event, Observation, Rejected
 
-PACKAGES: Final = ("blockstep.spec.core", "blockstep.spec.features", "blockstep.spec.transition")
+PACKAGES: Final = tuple(
+    f"blockstep.spec.{name}" for name in ("core", "features", "idle", "transition")
+)
 """Modules whose functions can be replaced, with those inside of them."""
 NUM_KEPT: Final = 8
 """The most changed specifications that are kept: mostly episodes of one config follow each other.
 """
 
 Function = Callable[..., Any]
+F = TypeVar("F", bound=Function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,34 +88,50 @@ def link(change: Change, config: Config) -> Linked:
     modules = {one.__name__: ModuleType(one.__name__) for one in _list_modules()}
     for one in _list_modules():
         vars(modules[one.__name__]).update(vars(one))
-    made = {right: _make_again(right, modules) for right in _list_functions()}
+    made: dict[Function, Function] = {}
+    made.update({right: _make_again(right, modules) for right in _list_functions()})
     strict = get_config_rules(config)
     called = {right: made.get(strict[right], strict[right]) for right in made}
     called |= {made[right]: by for right, by in called.items()}
-    rules = replace(
-        strict,
+    rules: Rules = _LinkedRules(
         changes=frozenset({f"{change.__module__}.{change.__qualname__}"}),
         remake=(_remake_rules, (change, config)),
         replaced=called,
+        hooks=strict.hooks,
+        made=made,
     )
     rules = change(rules, config)
     wrong = {right: by for right, by in rules.replaced.items() if by is not called.get(right)}
     bound: dict[Any, Any] = {**made, **{one: modules[one.__name__] for one in _list_modules()}}
     for right, by in wrong.items():
-        if right not in made:
+        if right in made:
+            if strict[right] is right:  # else a feature replaces it, and it is called by the rules
+                bound[right] = by
+        elif right not in called:
             owner = _find_owner(right)
             members = {"__slots__": (), right.__name__: by}
             bound[owner] = type(owner.__name__, (bound.get(owner, owner),), members)
-        elif strict[right] is right:  # else a feature replaces it, and it is called by the rules
-            bound[right] = by
     for name, module in modules.items():
         space = vars(module)
         space.update({one: _exchange(space[one], bound) for one in _list_names()[name]})
     again = {made[right]: by for right, by in wrong.items() if right in made}
-    called = {right: again.get(by, by) for right, by in called.items()}
-    return Linked(
-        bound[create_state], bound[transition], replace(rules, replaced=called | wrong | again)
-    )
+    replaced = {right: again.get(by, by) for right, by in rules.replaced.items()}
+    return Linked(bound[create_state], bound[transition], replace(rules, replaced=replaced))
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _LinkedRules(Rules):
+    """Rules of a changed specification."""
+
+    made: Mapping[Function, Function] = field(default_factory=dict)
+    """The function that was made for each function of the specification."""
+
+    def replacing(self, function: F, by: F) -> Rules:
+        """Return the rules with `by` in the place of `function`, whichever way it is called."""
+        others: dict[Function, Function] = {function: by}
+        if function in self.made:
+            others[self.made[function]] = by
+        return replace(self, replaced={**self.replaced, **others})
 
 
 def _remake_rules(change: Change, config: Config) -> Rules:
@@ -164,7 +183,7 @@ def _list_modules() -> tuple[ModuleType, ...]:
 
 
 @cache
-def _list_functions() -> tuple[FunctionType, ...]:
+def _list_functions() -> tuple[Function, ...]:
     return tuple(
         value
         for module in _list_modules()
@@ -197,8 +216,8 @@ def _exchange(value: Any, bound: Mapping[Any, Any]) -> Any:
         return bound.get(value, value)
     if isinstance(value, dict) and all(map(is_dataclass, value.values())):
         return {key: _exchange(one, bound) for key, one in value.items()}
-    if is_dataclass(value) and not isinstance(value, Feature | Hooks | Rules):
-        members = {field.name: getattr(value, field.name) for field in fields(value)}
+    if is_dataclass(value) and not isinstance(value, type | Feature | Hooks | Rules):
+        members = {one.name: getattr(value, one.name) for one in fields(value)}
         changes = {
             name: bound[one]
             for name, one in members.items()
