@@ -124,16 +124,16 @@ def test_a_replacement_within_a_call_counts_as_well() -> None:
     calls: list[int] = []
 
     def change(rules: Rules, _config: v.Config) -> Rules:
-        allocate = rules[allocate_slots]
+        allocate: Any = rules[allocate_slots]
 
-        def by(*values: Any, rules: Rules = rules, **named: Any) -> Any:
-            *values_before, rules = [*values, rules] if len(values) < 7 else values
+        def by(*values: Any) -> Any:
+            *others, mine = values
 
             def take(*values: Any) -> Any:
                 calls.append(1)
                 return rules[take_hit](*values)
 
-            return allocate(*values_before, rules=rules.replacing(take_hit, take), **named)
+            return allocate(*others, mine.replacing(take_hit, take))
 
         return rules.replacing(allocate_slots, by)
 
@@ -161,10 +161,10 @@ class Leaking(ChangedSpec):
 
 
 def test_a_copy_goes_on_by_the_same_rules() -> None:
-    for copied in (deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))):
+    for is_deep in (True, False):
         engine = Leaking(CONFIG)
         plan_one(engine)
-        twin = copied(engine)
+        twin = deepcopy(engine) if is_deep else pickle.loads(pickle.dumps(engine))
         for one in (engine, twin):
             one.abort("A")
         assert twin.snapshot() == engine.snapshot()

@@ -22,8 +22,6 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final, TypeVar
 
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.spec.core.feature import Feature
-from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.state import State, create_state
 from blockstep.spec.features import get_config_rules
@@ -85,14 +83,16 @@ def link(change: Change, config: Config) -> Linked:
     Raises:
         ValueError: a replaced function is not one of the specification's.
     """
-    modules = {one.__name__: ModuleType(one.__name__) for one in _list_modules()}
-    for one in _list_modules():
-        vars(modules[one.__name__]).update(vars(one))
+    modules = {one: ModuleType(one.__name__) for one in _list_modules()}
+    for original, module in modules.items():
+        vars(module).update(vars(original))
+    spaces = {original.__name__: vars(module) for original, module in modules.items()}
     made: dict[Function, Function] = {}
-    made.update({right: _make_again(right, modules) for right in _list_functions()})
+    made.update({right: _make_again(right, spaces) for right in _list_functions()})
     strict = get_config_rules(config)
-    called = {right: made.get(strict[right], strict[right]) for right in made}
-    called |= {made[right]: by for right, by in called.items()}
+    called = dict(made)
+    for right, by in strict.replaced.items():
+        called[right] = called[made[right]] = made.get(by, by)
     rules: Rules = _LinkedRules(
         changes=frozenset({f"{change.__module__}.{change.__qualname__}"}),
         remake=(_remake_rules, (change, config)),
@@ -101,22 +101,33 @@ def link(change: Change, config: Config) -> Linked:
         made=made,
     )
     rules = change(rules, config)
-    wrong = {right: by for right, by in rules.replaced.items() if by is not called.get(right)}
-    bound: dict[Any, Any] = {**made, **{one: modules[one.__name__] for one in _list_modules()}}
+    wrong = _list_wrong(rules, called, made)
+    bound: dict[Any, Any] = {**made, **modules}
     for right, by in wrong.items():
-        if right in made:
-            if strict[right] is right:  # else a feature replaces it, and it is called by the rules
-                bound[right] = by
-        elif right not in called:
+        if right not in made:
             owner = _find_owner(right)
             members = {"__slots__": (), right.__name__: by}
             bound[owner] = type(owner.__name__, (bound.get(owner, owner),), members)
-    for name, module in modules.items():
-        space = vars(module)
-        space.update({one: _exchange(space[one], bound) for one in _list_names()[name]})
+        elif right not in strict.replaced:  # else it is called by the rules, for a feature's sake
+            bound[right] = by
+    for name, (plain, tables) in _list_names().items():
+        spaces[name].update({one: bound.get(value, value) for one, value in plain})
+        spaces[name].update({one: _exchange(value, bound) for one, value in tables})
     again = {made[right]: by for right, by in wrong.items() if right in made}
     replaced = {right: again.get(by, by) for right, by in rules.replaced.items()}
     return Linked(bound[create_state], bound[transition], replace(rules, replaced=replaced))
+
+
+def _list_wrong(
+    rules: Rules, called: Mapping[Function, Function], made: Mapping[Function, Function]
+) -> Mapping[Function, Function]:
+    """Return what a change has replaced: the functions of the specification, and by what."""
+    again = set(made.values())
+    return {
+        right: by
+        for right, by in rules.replaced.items()
+        if called.get(right) is not by and right not in again
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -138,9 +149,9 @@ def _remake_rules(change: Change, config: Config) -> Rules:
     return link(change, config).rules
 
 
-def _make_again(right: Function, modules: Mapping[str, ModuleType]) -> Function:
+def _make_again(right: Function, spaces: Mapping[str, dict[str, Any]]) -> Function:
     """Return a function with the code of `right` that finds its names in the new module."""
-    code, space = _get_code(right), vars(modules[right.__module__])
+    code, space = _get_code(right), spaces[right.__module__]
     by = FunctionType(code, space, right.__name__, right.__defaults__, right.__closure__)
     by.__kwdefaults__ = right.__kwdefaults__
     return by
@@ -192,36 +203,46 @@ def _list_functions() -> tuple[Function, ...]:
     )
 
 
+Names = tuple[tuple[str, Any], ...]
+
+
 @cache
-def _list_names() -> Mapping[str, tuple[str, ...]]:
-    """Return, by module, the names of all modules, functions, classes and tables of functions."""
-    every = dict.fromkeys((*_list_functions(), *_list_modules()))
-    return {
-        module.__name__: tuple(
-            name
-            for name, value in vars(module).items()
-            if _exchange(value, every) is not value
-            or (isinstance(value, type) and value.__module__.startswith(PACKAGES))
-        )
-        for module in _list_modules()
-    }
+def _list_names() -> Mapping[str, tuple[Names, Names]]:
+    """Return, by module, names and values: modules, functions and classes; and tables of functions.
 
-
-def _exchange(value: Any, bound: Mapping[Any, Any]) -> Any:
-    """Return a value with functions exchanged: a module, a class, a function or a table of them.
-
-    Hooks of features stay, since they are called as `rules[hook]`.
+    Hooks of features are not among the tables, since they are called as `rules[hook]`.
     """
-    if isinstance(value, FunctionType | type | ModuleType):
-        return bound.get(value, value)
-    if isinstance(value, dict) and all(map(is_dataclass, value.values())):
-        return {key: _exchange(one, bound) for key, one in value.items()}
-    if is_dataclass(value) and not isinstance(value, type | Feature | Hooks | Rules):
+    every = dict.fromkeys((*_list_functions(), *_list_modules()))
+    found: dict[str, tuple[Names, Names]] = {}
+    for module in _list_modules():
+        names = [(name, value) for name, value in vars(module).items() if not name.startswith("__")]
+        kinds = FunctionType, ModuleType, type
+        plain = [one for one in names if isinstance(one[1], kinds) and _is_ours(one[1])]
+        tables = [
+            one
+            for one in names
+            if isinstance(one[1], dict) and _exchange(one[1], every) is not one[1]
+        ]
+        found[module.__name__] = tuple(plain), tuple(tables)
+    return found
+
+
+def _is_ours(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return name.startswith(PACKAGES)
+
+
+def _exchange(table: dict[Any, Any], bound: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a table whose values have functions as fields, with these functions exchanged."""
+    if not table or not all(map(is_dataclass, table.values())):
+        return table
+    exchanged = {}
+    for key, value in table.items():
         members = {one.name: getattr(value, one.name) for one in fields(value)}
         changes = {
-            name: bound[one]
-            for name, one in members.items()
-            if isinstance(one, FunctionType) and one in bound
+            name: bound[member]
+            for name, member in members.items()
+            if isinstance(member, FunctionType) and member in bound
         }
-        return replace(value, **changes) if changes else value
-    return value
+        exchanged[key] = replace(value, **changes) if changes else value
+    return exchanged
