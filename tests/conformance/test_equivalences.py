@@ -24,6 +24,7 @@ from equivalent_engines import (
     Restless,
     Silent,
     Simulator,
+    Spec,
     Twice,
     held_to,
 )
@@ -43,6 +44,7 @@ from blockstep.conformance.judge.checks import CHECKS_OF, RENAMED_CHECKS
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.museum import EXHIBITS, build
+from blockstep.conformance.museum.pool import forward_frees
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -53,19 +55,17 @@ from blockstep.conformance.search.episodes import fit_depth
 from blockstep.conformance.search.floor import CANARIES, release_canary
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.shrink import shrink
-from blockstep.impl.host import HostEngine
-from blockstep.impl.host.pool import BlockPool
 from blockstep.spec import Config, Request, Schedule, Submit
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import SPARING, STRICT, Profile
 
 EXACT = EngineTraits()
 CLEAN = {
-    "renamed": held_to(HostEngine, RENAMED),
+    "renamed": held_to(Spec, RENAMED),
     "renamed, other order": OtherOrder,
     "renamed, other ids": OtherIdsTold,
     "renamed, no state shown": held_to(Silent, RENAMED),
-    "plan": held_to(HostEngine, PLANS),
+    "plan": held_to(Spec, PLANS),
     "plan, other order": held_to(OtherOrder, PLANS),
     "plan, no blocks": Simulator,
     "exact, no state shown": Silent,
@@ -153,8 +153,8 @@ class GivesRestingAway(OtherIds):
 
     def _called(self, tables: v.BlockTables) -> v.BlockTables:
         called = super()._called(tables)
-        rests = [r for r in HostEngine.snapshot(self).requests if r.request_id == "S"]
-        if len(self.table.slot_of) < 2 or not rests:
+        rests = [r for r in Spec.snapshot(self).requests if r.request_id == "S"]
+        if len(self.state.requests) < 2 or not rests:
             return called
         ((kept,),) = super()._called(rests[0].block_tables)
         return tuple(tuple(kept for _ in table) for table in called)
@@ -175,7 +175,7 @@ def test_what_a_session_holds_at_rest_stays_its_own() -> None:
     assert [found.kind for found in findings][-1:] == [FindingKind.DIVERGENCE]
 
 
-@pytest.mark.parametrize("engine", [held_to(HostEngine, PLANS), Simulator])
+@pytest.mark.parametrize("engine", [held_to(Spec, PLANS), Simulator])
 def test_what_is_sampled_for_a_chunk_that_is_over_is_delivered_to_nobody(engine: Any) -> None:
     """The first token stops the session; the row behind it is still in flight."""
     config = Config(num_blocks=9, block_size=2, async_scheduling=True, max_frames_in_flight=2)
@@ -223,13 +223,9 @@ def test_a_block_id_means_the_same_from_one_step_to_the_next() -> None:
 def test_a_wrong_eviction_shows_when_it_evicts() -> None:
     """The order of the free queue is not compared, what is found in the cache is."""
 
-    class Pool(BlockPool):
-        def free(self, table: Any) -> None:
-            super().free(tuple(reversed(table)))
-
-    class FromTheHead(HostEngine):
+    class FromTheHead(Spec):
         traits = RENAMED
-        pool_type = Pool
+        change = staticmethod(forward_frees)
 
     first = play_episodes(FromTheHead, 6000, without_features=("events",)).first
     assert first is not None
@@ -356,7 +352,7 @@ def test_what_is_shared_is_part_of_a_plan() -> None:
 
 
 def test_a_plan_at_this_equivalence_shows_no_blocks_unless_it_says_so() -> None:
-    found = findings_of(held_to(HostEngine, NO_BLOCKS))
+    found = findings_of(held_to(Spec, NO_BLOCKS))
     assert [it.sentence for it in found] == ["plan_shows_no_blocks"]
     assert "set shows_blocks" in found[0].message
 
@@ -415,7 +411,7 @@ def test_what_is_saved_has_the_names_of_the_step_before() -> None:
 @pytest.mark.parametrize("kind", [Renamed, SamePlans, Safety])
 def test_an_engine_that_plans_ahead_is_full_before_it_is_answered(kind: Any) -> None:
     engine = held_to(
-        Simulator if kind is SamePlans else HostEngine,
+        Simulator if kind is SamePlans else Spec,
         EngineTraits(equivalence=kind(plans_ahead=True)),
     )
     config = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)

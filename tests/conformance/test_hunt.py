@@ -52,7 +52,6 @@ from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.wrapped import hide_state, unwrapped
 from blockstep.impl.compiled import CompiledEngine
-from blockstep.impl.host import HostEngine
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import (

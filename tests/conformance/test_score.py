@@ -18,6 +18,7 @@ from equivalent_engines import (
     OtherVictim,
     ShortSimulator,
     Simulator,
+    Spec,
     Twice,
     held_to,
 )
@@ -57,7 +58,7 @@ SHORT, BROKEN, HANGING = (
     f"equivalent_engines:{name}" for name in ("ShortSimulator", "Broken", "Hanging")
 )
 PAGE = (Path(__file__).parents[2] / "docs/explanation/equivalences.md").read_text()
-Judged = held_to(CompiledEngine, EngineTraits(equivalence=Safety()))
+Judged = held_to(Spec, EngineTraits(equivalence=Safety()))
 
 
 def scored(engine: str, num_events: int = 700, **options: Any) -> ScoreResult:
@@ -120,7 +121,7 @@ def test_the_shrunk_program_differs_again(result: ScoreResult) -> None:
         assert run.differing(aspect) == list(first.shrunk.findings)
 
 
-class Deaf(CompiledEngine):
+class Deaf(Spec):
     """Its answers to every third plan deliver nothing."""
 
     def apply(self, event: Event) -> Any:

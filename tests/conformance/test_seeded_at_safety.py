@@ -15,11 +15,11 @@ from seeded_engines import SEEDED, PutsReportsAside, Seeded, TellsLastHit
 
 from blockstep.conformance.engine import Capability, EngineFactory
 from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Answer, Drain, Program, Report
 from blockstep.conformance.search.episodes import fit_depth, run_episode
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import Config, KVOffer, Request, Schedule, Submit
 
 NUM_EVENTS = 8_000
@@ -140,7 +140,7 @@ def test_a_reported_defect_is_found_in_its_program(
 
 
 @pytest.mark.parametrize("engine", UNLIKE, ids=lambda engine: engine.__name__)
-def test_an_engine_that_decides_otherwise_is_not_accused(engine: type[HostEngine]) -> None:
+def test_an_engine_that_decides_otherwise_is_not_accused(engine: type[ChangedSpec]) -> None:
     first = UNLIKE.index(engine) * 4  # so that each begins with other features
     play(engine, 1, 200, SHORT, first)
     play(hide(engine), 1, 100, SHORT, first)
@@ -151,7 +151,7 @@ def test_an_engine_that_decides_otherwise_is_not_accused(engine: type[HostEngine
 @pytest.mark.parametrize("shows_state", [True, False])
 @pytest.mark.parametrize("engine", UNLIKE, ids=lambda engine: engine.__name__)
 def test_an_engine_that_decides_otherwise_is_not_accused_in_many_events(
-    engine: type[HostEngine],
+    engine: type[ChangedSpec],
     shows_state: bool,
     seed: int,
     record_property: Callable[[str, object], None],

@@ -1,50 +1,75 @@
-"""Engines that differ from our host in what an equivalence lets them differ in, and in more."""
+"""Engines that differ from the specification in what an equivalence lets them differ in, and in
+more.
+
+Each is the specification: with functions replaced, or with its answers shown in another way.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from blockstep.conformance.engine import Capability, EngineTraits, Renamed, SamePlans, show_state
+from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.impl.host import HostEngine
-from blockstep.impl.host.pool import BlockPool
-from blockstep.impl.host.prefix import PrefixMap
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.block_pool import Pool, allocate_blocks
+from blockstep.spec.core.parts import Part
+from blockstep.spec.core.prefix_cache import find_published
+from blockstep.spec.core.queues import select_victim
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.schedule import process_running_phase
+from blockstep.spec.core.work import Step
 
 RENAMED = EngineTraits(equivalence=Renamed())
 PLANS = EngineTraits(equivalence=SamePlans(shows_blocks=True))
 NO_BLOCKS = EngineTraits(equivalence=SamePlans())
 
 
-class OtherPool(BlockPool):
+def change_nothing(rules: Rules, _config: v.Config) -> Rules:
+    """The specification as it is."""
+    return rules
+
+
+class Spec(ChangedSpec):
+    """The specification, and the base of engines that are more."""
+
+    change = staticmethod(change_nothing)
+
+    @property
+    def config(self) -> v.Config:
+        """Its config."""
+        return self.state.config
+
+
+def take_last_unnamed(rules: Rules, _config: v.Config) -> Rules:
     """Of two unnamed free blocks it does not matter which is taken: the last one is, here."""
 
-    def take(self, count: int) -> list[int]:
-        taken = []
-        for _ in range(count):
-            free = self.free_queue()
-            unnamed = [block for block in free if self.prefix._lineages[block] is None]
+    def allocate(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[v.BlockId, ...]]:
+        taken: tuple[v.BlockId, ...] = ()
+        for _ in range(num_blocks):
+            free = [*pool.free_queue]
+            unnamed = [block for block in free if pool.block_keys[block] is None]
             if free[0] in unnamed:
-                self._swap(free[0], unnamed[-1])
-            taken += super().take(1)
-        return taken
+                last = free.index(unnamed[-1])
+                free[0], free[last] = free[last], free[0]
+            pool, more = rules[allocate_blocks](replace(pool, free_queue=tuple(free)), 1)
+            taken += more
+        return pool, taken
 
-    def _swap(self, left: int, right: int) -> None:
-        place = self._place
-        place[left], place[right] = place[right], place[left]
-        self._queue[place[left]], self._queue[place[right]] = left, right
+    return rules.replacing(allocate_blocks, allocate)
 
 
-class OtherOrder(HostEngine):
+class OtherOrder(Spec):
     """Another free order: other ids, the same decisions."""
 
     traits = RENAMED
-    pool_type = OtherPool
+    change = staticmethod(take_last_unnamed)
 
 
-class OtherIds(HostEngine):
+class OtherIds(Spec):
     """Block `b`, if not null, is called `num_blocks - b`; the free queue is seen as a set only."""
 
     traits = RENAMED
@@ -198,12 +223,12 @@ class Blockless(Mute):
         )
 
 
-class Silent(Mute, HostEngine):
-    """Our host, without a state to look at."""
+class Silent(Mute, Spec):
+    """The specification, without a state to look at."""
 
 
-class Simulator(Blockless, HostEngine):
-    """Our host, as a simulator would show it."""
+class Simulator(Blockless, Spec):
+    """The specification, as a simulator would show it."""
 
     traits = NO_BLOCKS
 
@@ -211,30 +236,43 @@ class Simulator(Blockless, HostEngine):
 # Defects, each put before one of these.
 
 
-class ShortHits(PrefixMap):
-    def hits(self, *args: Any) -> list[int]:
-        return super().hits(*args)[:-1]
+def leave_last_hit_out(rules: Rules, _config: v.Config) -> Rules:
+    """A hit leaves its last block out."""
+    find = rules[find_published]
+    return rules.replacing(find_published, lambda pool, keys: find(pool, keys)[:-1])
 
 
 class HitOneShort:
     """A hit leaves its last block out."""
 
-    prefix_type: ClassVar[type[PrefixMap]] = ShortHits
+    change = staticmethod(leave_last_hit_out)
+
+
+def share_nothing(rules: Rules, _config: v.Config) -> Rules:
+    """What somebody holds is not shared: it is computed again."""
+
+    def find(pool: Pool, keys: Sequence[v.BlockKey]) -> tuple[v.BlockId, ...]:
+        found = rules[find_published](pool, keys)
+        return tuple(takewhile(lambda block: pool.ref_counts[block] == 0, found))
+
+    return rules.replacing(find_published, find)
 
 
 class NoneShared:
     """What somebody holds is not shared: it is computed again."""
 
-    def _find_hits(self, slot: int) -> list[int]:
-        hits = super()._find_hits(slot)  # type: ignore[misc]
-        return list(takewhile(self.pool.is_free, hits))  # type: ignore[attr-defined]
+    change = staticmethod(share_nothing)
+
+
+def preempt_the_oldest(rules: Rules, _config: v.Config) -> Rules:
+    """The oldest of all is preempted."""
+    return rules.replacing(select_victim, lambda _policy, _running, _requests: 0)
 
 
 class OtherVictim:
     """The oldest of all is preempted."""
 
-    def _select_victim(self) -> int:
-        return 0
+    change = staticmethod(preempt_the_oldest)
 
 
 class Twice:
@@ -248,27 +286,42 @@ class Twice:
         return v.Outputs(tuple(rows))
 
 
-def held_to(base: type[Any], traits: EngineTraits, *defects: type) -> Any:
+def held_to(base: type[ChangedSpec], traits: EngineTraits, *defects: type) -> Any:
     """An engine with these defects and traits."""
-    return type(base.__name__, (*defects, base), {"traits": traits})
+    changes = [base.change, *(one.change for one in defects if hasattr(one, "change"))]
+
+    def change(rules: Rules, config: v.Config) -> Rules:
+        for one in changes:
+            rules = one(rules, config)
+        return rules
+
+    members = {"traits": traits, "change": staticmethod(change if changes[1:] else base.change)}
+    return type(base.__name__, (*defects, base), members)
 
 
 # To be scored.
 
 ShortSimulator = held_to(Simulator, NO_BLOCKS, HitOneShort)
+NUM_PLANS: Final = Part("num_plans", 0)
 
 
-class Lazy(HostEngine):
+def leave_steps_out(rules: Rules, _config: v.Config) -> Rules:
     """Every fourth step is left out: nobody runs."""
 
-    num_plans = 0
-
-    def _schedule_running(self, step: Any) -> None:
-        self.num_plans += 1
-        if self.num_plans % 4:
-            super()._schedule_running(step)
+    def run(step: Step) -> None:
+        NUM_PLANS.set(step, NUM_PLANS.of(step) + 1)
+        if NUM_PLANS.of(step) % 4:
+            rules[process_running_phase](step)
         else:
             step.budget = 0
+
+    return rules.replacing(process_running_phase, run)
+
+
+class Lazy(Spec):
+    """Every fourth step is left out: nobody runs."""
+
+    change = staticmethod(leave_steps_out)
 
 
 class Broken(SpecEngine):
@@ -285,22 +338,24 @@ class Hanging(SpecEngine):
         return super().apply(event)
 
 
-class MoodyHits(PrefixMap):
+class MoodyHits:
     was_short: ClassVar[bool] = False
 
-    def __init__(self, num_blocks: int, verify: bool) -> None:
-        super().__init__(num_blocks, verify)
-        self._is_short = not MoodyHits.was_short
 
-    def hits(self, *args: Any) -> list[int]:
-        found = super().hits(*args)
-        if not self._is_short:
-            return found
+def leave_hits_out_once(rules: Rules, _config: v.Config) -> Rules:
+    """A hit leaves its last block out, and that is remembered."""
+
+    def find(pool: Pool, keys: Sequence[v.BlockKey]) -> tuple[v.BlockId, ...]:
+        found = rules[find_published](pool, keys)
         MoodyHits.was_short |= bool(found)
         return found[:-1]
+
+    return rules.replacing(find_published, find)
 
 
 class Moody(Simulator):
     """Its engines leave the last block of a hit out until one has done so; later ones do not."""
 
-    prefix_type = MoodyHits
+    def __init__(self, config: v.Config) -> None:
+        self.change = change_nothing if MoodyHits.was_short else leave_hits_out_once
+        super().__init__(config)

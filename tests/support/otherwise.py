@@ -1,27 +1,44 @@
 """Engines that decide otherwise than the specification, and are right.
 
-Each is our host with another policy. None breaks a property that an engine must keep, so `safety`
-must say nothing of any: they are the controls against false alarms.
+Each is the specification with another policy. None breaks a property that an engine must keep, so
+`safety` must say nothing of any: they are the controls against false alarms.
 """
 
 from __future__ import annotations
 
-from itertools import takewhile
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from equivalent_engines import OtherIdsTold, OtherPool
+from equivalent_engines import (
+    NUM_PLANS,
+    OtherIdsTold,
+    Spec,
+    leave_last_hit_out,
+    share_nothing,
+    take_last_unnamed,
+)
 
 from blockstep.conformance.engine import EngineTraits, Safety
-from blockstep.impl.host import HostEngine
-from blockstep.impl.host.prefix import PrefixMap
-from blockstep.impl.host.queues import FcfsQueue
+from blockstep.conformance.museum.admission import admission_after_preemption
+from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.admission import get_waiting_share, process_waiting_phase
+from blockstep.spec.core.block_pool import Pool, find_block
+from blockstep.spec.core.queues import Requests, select_victim
+from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.schedule import get_num_running_tokens, process_running_phase
+from blockstep.spec.core.speculation import can_take_drafts, process_drafts
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step, Verdict
+from blockstep.spec.features.kv_transfer.transfers import compute_num_external
+from blockstep.spec.features.resets import process_reset
 
 SAFETY = EngineTraits(equivalence=Safety())
 
 
-class Unlike(HostEngine):
-    """Our host, held to the properties alone."""
+class Unlike(Spec):
+    """The specification, held to the properties alone."""
 
     traits = SAFETY
 
@@ -29,7 +46,7 @@ class Unlike(HostEngine):
 class OtherBlocks(Unlike):
     """Of the free blocks without a key it takes the last one."""
 
-    pool_type = OtherPool
+    change = staticmethod(take_last_unnamed)
 
 
 class OtherNames(OtherIdsTold):
@@ -38,155 +55,193 @@ class OtherNames(OtherIdsTold):
     traits = SAFETY
 
 
+def preempt_the_second(rules: Rules, _config: v.Config) -> Rules:
+    def select(policy: v.Policy, running: list[v.RequestId], requests: Requests) -> int:
+        if policy is v.Policy.FCFS and len(running) > 2:
+            return len(running) - 2
+        return rules[select_victim](policy, running, requests)
+
+    return rules.replacing(select_victim, select)
+
+
 class OtherVictim(Unlike):
     """FCFS: it preempts the second youngest, if that is not the oldest, which always goes on."""
 
-    def _select_victim(self) -> int:
-        if self.config.policy is v.Policy.FCFS and len(self.running) > 2:
-            return len(self.running) - 2
-        return super()._select_victim()
+    change = staticmethod(preempt_the_second)
+
+
+def cut_chunks(rules: Rules, config: v.Config) -> Rules:
+    def cut(request: RequestState, count: int) -> int:
+        is_free = config.enable_chunked_prefill and not config.groups
+        return min(count, 2) if is_free and not request.request.items else count
+
+    def run(step: Step, request: RequestState) -> int:
+        is_prefill = request.num_computed_tokens < request.num_known_tokens - 1
+        count = rules[get_num_running_tokens](step, request)
+        return cut(request, count) if is_prefill else count
+
+    def admit(step: Step, request: RequestState, num_start: int) -> int | Verdict:
+        count = rules[get_waiting_share](step, request, num_start)
+        return count if isinstance(count, Verdict) else cut(request, count)
+
+    return rules.replacing(get_num_running_tokens, run).replacing(get_waiting_share, admit)
 
 
 class SmallChunks(Unlike):
     """It runs at most two tokens of a prompt in a step, where chunks may end anywhere."""
 
-    def _cut(self, slot: int, count: int) -> int:
-        config = self.config
-        is_free = config.enable_chunked_prefill and not config.groups
-        has_items = bool(self.table.requests[slot].items)
-        return min(count, 2) if is_free and not has_items else count
+    change = staticmethod(cut_chunks)
 
-    def _tokens_to_run(self, slot: int, budget: int) -> int:
-        table = self.table
-        is_prefill = table.num_computed[slot] < table.num_known[slot] - 1
-        count = super()._tokens_to_run(slot, budget)
-        return self._cut(slot, count) if is_prefill else count
 
-    def _tokens_to_admit(self, slot: int, num_hit: int, budget: int) -> int:
-        return self._cut(slot, super()._tokens_to_admit(slot, num_hit, budget))
+def skip_the_youngest(rules: Rules, _config: v.Config) -> Rules:
+    def run(step: Step) -> None:
+        NUM_PLANS.set(step, NUM_PLANS.of(step) + 1)
+        rules[process_running_phase](step)
+
+    def count(step: Step, request: RequestState) -> int:
+        is_skipped = NUM_PLANS.of(step) % 4 == 0 and len(step.running) > 1
+        if is_skipped and request.request_id == step.running[-1]:
+            return 0
+        return rules[get_num_running_tokens](step, request)
+
+    return rules.replacing(process_running_phase, run).replacing(get_num_running_tokens, count)
 
 
 class Skipping(Unlike):
     """In every fourth step the youngest of several running requests gets no row."""
 
-    num_plans = 0
-
-    def _schedule_running(self, step: Any) -> None:
-        self.num_plans += 1
-        super()._schedule_running(step)
-
-    def _tokens_to_run(self, slot: int, budget: int) -> int:
-        is_skipped = self.num_plans % 4 == 0 and len(self.running) > 1
-        if is_skipped and slot == self.running[-1]:
-            return 0
-        return super()._tokens_to_run(slot, budget)
+    change = staticmethod(skip_the_youngest)
 
 
 class UnsharedHits(Unlike):
     """It does not hit a block that another request holds, and computes it again."""
 
-    def _find_hits(self, slot: int) -> list[int]:
-        return list(takewhile(self.pool.is_free, super()._find_hits(slot)))
-
-
-class ShortHits(PrefixMap):
-    """Its hits are a block shorter than they could be."""
-
-    def hits(self, *args: Any) -> list[int]:
-        return super().hits(*args)[:-1]
+    change = staticmethod(share_nothing)
 
 
 class ShortHitting(Unlike):
     """Its hits are a block shorter than they could be."""
 
-    prefix_type = ShortHits
+    change = staticmethod(leave_last_hit_out)
+
+
+def find_newest(rules: Rules, _config: v.Config) -> Rules:
+    def find(pool: Pool, key: v.BlockKey) -> v.BlockId | None:
+        return pool.cached[key][-1] if key in pool.cached else None
+
+    return rules.replacing(find_block, find)
 
 
 class NewestCopy(Unlike):
     """Of several copies of a block it hits the one that was published last."""
 
-    def __init__(self, config: v.Config, digest: Any = "sha256") -> None:
-        super().__init__(config, digest)
-        setattr(self.prefix, "_choose", lambda blocks: blocks[-1])  # noqa: B010 - for mypy
+    change = staticmethod(find_newest)
+
+
+def admit_newest_first(rules: Rules, config: v.Config) -> Rules:
+    def admit(step: Step) -> None:
+        step.waiting.reverse()
+        rules[process_waiting_phase](step)
+        step.waiting.reverse()
+
+    is_sorted = config.policy is v.Policy.PRIORITY
+    return rules if is_sorted else rules.replacing(process_waiting_phase, admit)
 
 
 class NewestFirst(Unlike):
     """It admits the request that came last."""
 
-    def _schedule_waiting(self, step: Any) -> None:
-        queue = self.waiting
-        if isinstance(queue, FcfsQueue):
-            queue._slots.reverse()
-        super()._schedule_waiting(step)
-        if isinstance(queue, FcfsQueue):
-            queue._slots.reverse()
+    change = staticmethod(admit_newest_first)
 
 
 class AdmittingAlways(Unlike):
     """It admits requests also in a step in which it has preempted one, and that one, too."""
 
-    def _issue_plan(self, step: Any) -> Any:
-        may_admit = self.pause_state is v.PauseState.UNPAUSED and not self.is_closed
-        if step.preempted_req_ids and may_admit:
-            self._schedule_waiting(step)
-        return super()._issue_plan(step)
+    change = staticmethod(admission_after_preemption)
+
+
+def keep_one_draft(rules: Rules, config: v.Config) -> Rules:
+    def take(
+        state: State, drafts: tuple[v.RowTokens, ...]
+    ) -> tuple[State, v.DraftsTaken] | v.Rejected:
+        is_long = any(len(row.token_ids) > config.num_speculative_tokens for row in drafts)
+        kept = tuple([replace(row, token_ids=row.token_ids[:1]) for row in drafts])
+        return rules[process_drafts](state, drafts if is_long else kept)
+
+    return rules.replacing(process_drafts, take)
 
 
 class FewDrafts(Unlike):
     """It keeps one draft of each proposal."""
 
-    def _cut_proposal(self, row: v.RowTokens) -> v.TokenIds:
-        return super()._cut_proposal(row)[:1]
+    change = staticmethod(keep_one_draft)
+
+
+def keep_no_draft(rules: Rules, _config: v.Config) -> Rules:
+    return rules.replacing(can_take_drafts, lambda _state, _request: False)
 
 
 class NoDrafts(Unlike):
     """It drops every proposal."""
 
-    def _may_draft(self, _slot: int) -> bool:
-        return False
+    change = staticmethod(keep_no_draft)
 
 
 class LateEnds(Unlike):
     """An abort takes effect with the next plan."""
 
-    def __init__(self, config: v.Config, digest: Any = "sha256") -> None:
-        super().__init__(config, digest)
+    def __init__(self, config: v.Config) -> None:
+        super().__init__(config)
         self.to_end: dict[str, None] = {}
+
+    def list_known(self, names: Sequence[str]) -> dict[str, None]:
+        """Those that are unfinished, each once."""
+        return {name: None for name in names if name in self.state.requests}
 
     def apply(self, event: v.Event) -> v.Observation:
         if isinstance(event, v.Abort) and not v.event_problem(event):
-            named = dict.fromkeys(n for n in event.request_ids if n in self.table.slot_of)
+            named = self.list_known(event.request_ids)
             self.to_end |= named
             return v.Aborted((), tuple(named))
-        is_full = len(self.frames) >= self.config.max_frames_in_flight
+        is_full = len(self.state.frames) >= self.config.max_frames_in_flight
         if isinstance(event, v.Schedule) and self.to_end and not is_full:
             names, self.to_end = tuple(self.to_end), {}
             super().apply(v.Abort(names))
         answer = super().apply(event)
-        if self.to_end:
-            self.to_end = {name: None for name in self.to_end if name in self.table.slot_of}
+        self.to_end = self.list_known([*self.to_end])
         return answer
+
+
+def reset_by_force(rules: Rules, _config: v.Config) -> Rules:
+    def reset(state: State, reset: v.Reset) -> tuple[State, v.ResetDone]:
+        if not reset.reset_running_requests:
+            return state, v.ResetDone(False)
+        return rules[process_reset](state, reset)
+
+    return rules.replacing(process_reset, reset)
 
 
 class Reluctant(Unlike):
     """It resets its cache by force only."""
 
-    def _reset(self, reset_running_requests: bool) -> bool:
-        return reset_running_requests and super()._reset(reset_running_requests)
+    change = staticmethod(reset_by_force)
+
+
+def load_less(rules: Rules, config: v.Config) -> Rules:
+    def count(num_offered: int, num_known: int, num_local: int, is_async: bool) -> int:
+        found = rules[compute_num_external](num_offered, num_known, num_local, is_async)
+        return max(found // config.block_size - 1, 0) * config.block_size
+
+    return rules.replacing(compute_num_external, count)
 
 
 class LoadingLess(Unlike):
     """It has a store load a block less than that has."""
 
-    def _find_load(self, slot: int, num_hit: int) -> tuple[int, bool]:
-        count, is_async = super()._find_load(slot, num_hit)
-        left = max(count - self.config.block_size, 0)
-        if left % self.config.block_size:
-            left -= left % self.config.block_size
-        return left, is_async and left > 0
+    change = staticmethod(load_less)
 
 
-UNLIKE: tuple[type[HostEngine], ...] = (
+UNLIKE: tuple[type[ChangedSpec], ...] = (
     OtherBlocks,
     OtherNames,
     OtherVictim,

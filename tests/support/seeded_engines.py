@@ -1,149 +1,227 @@
 """Engines with one defect each, that answer and show their state as any other engine would.
 
-Each is our host, and each defect is one that was reported of a real engine, or is the plainest one
-against a property that `safety` asks. What must find it stands beside it.
+Each is the specification with a wrong rule, and each defect is one that was reported of a real
+engine, or is the plainest one against a property that `safety` asks. What must find it stands
+beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from otherwise import Unlike
 
-from blockstep.impl.host import HostEngine
+from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.admission import count_seats, get_num_cached_tokens
+from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.lifecycle import process_abort
+from blockstep.spec.core.parts import Part
+from blockstep.spec.core.preemption import process_preemption
+from blockstep.spec.core.prefix_cache import compute_max_hit_blocks, find_hit, find_published
+from blockstep.spec.core.requests import Hit, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.schedule import get_num_running_tokens
+from blockstep.spec.core.slots import allocate_slots
+from blockstep.spec.core.speculation import can_take_drafts
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
+from blockstep.spec.features.kv_transfer.reports import get_reported
+from blockstep.spec.features.pins import process_expiry
+from blockstep.spec.features.sessions import RESTING, process_streaming_update
+from blockstep.spec.features.structured_output import process_grammar_failed
+from blockstep.spec.transition import process_event
+
+PUT_ASIDE: Final = Part[tuple[v.KVTransfers, ...]]("put_aside", ())
+
+
+def put_reports_aside(rules: Rules, _config: v.Config) -> Rules:
+    def report(
+        state: State, transfers: v.KVTransfers, failed: Sequence[v.RequestId]
+    ) -> tuple[State, tuple[v.OutputRow, ...]]:
+        state = PUT_ASIDE.put(state, (*PUT_ASIDE.of(state), transfers))
+        return rules[get_reported](state, v.NO_TRANSFERS, failed)
+
+    def apply(state: State, event: v.Event) -> tuple[State, v.Observation] | v.Rejected:
+        result = rules[process_event](state, event)
+        if isinstance(result, v.Rejected):
+            return result
+        state, observation = result
+        if state.waiting or state.skipped_waiting:
+            reports, state = PUT_ASIDE.of(state), PUT_ASIDE.put(state, ())
+            for one in reports:
+                state, _ = rules[get_reported](state, one, ())
+        return state, observation
+
+    return rules.replacing(get_reported, report).replacing(process_event, apply)
 
 
 class PutsReportsAside(Unlike):
     """That a store has read blocks is looked at only while a request waits (SGLang #20049)."""
 
-    def __init__(self, config: v.Config, digest: Any = "sha256") -> None:
-        super().__init__(config, digest)
-        self.put_aside: list[v.KVTransfers] = []
+    change = staticmethod(put_reports_aside)
 
-    def _take_finished(self, transfers: Any, report: v.KVTransfers) -> None:
-        self.put_aside.append(report)
-        if len(self.waiting) or len(self.skipped_waiting):
-            self._look()
 
-    def _look(self) -> None:
-        assert self.transfers is not None
-        reports, self.put_aside = self.put_aside, []
-        for report in reports:
-            super()._take_finished(self.transfers, report)
+def tell_last_hit(rules: Rules, _config: v.Config) -> Rules:
+    def count(request: RequestState, num_start: int) -> int:
+        if request.num_computed_tokens:
+            return rules[get_num_cached_tokens](request, num_start)
+        return num_start
 
-    def _submit(self, request: v.Request) -> v.Ack | v.Rejected:
-        answer = super()._submit(request)
-        if self.transfers is not None:
-            self._look()
-        return answer
-
-    def _preempt(self, slot: int) -> None:
-        super()._preempt(slot)
-        if self.transfers is not None:
-            self._look()
+    return rules.replacing(get_num_cached_tokens, count)
 
 
 class TellsLastHit(Unlike):
     """Clients are told the hit of the last admission, not of the first (LMCache #2912)."""
 
-    def _start(self, slot: int, num_hit: int, *args: Any) -> None:
-        self.table.num_cached_tokens[slot] = -1
-        super()._start(slot, num_hit, *args)
+    change = staticmethod(tell_last_hit)
+
+
+def count_rows(rules: Rules, _config: v.Config) -> Rules:
+    def count(step: Step, request: RequestState) -> int:
+        is_last = len(step.running) > 1 and request.request_id == step.running[-1]
+        if step.waiting and is_last:
+            return 0
+        return rules[get_num_running_tokens](step, request)
+
+    changed = rules.replacing(count_seats, lambda step: len(step.rows))
+    return changed.replacing(get_num_running_tokens, count)
 
 
 class SeatsOfRows(Unlike):
     """It counts the rows of a step against `max_num_seqs`, and leaves out a running request."""
 
-    def _tokens_to_run(self, slot: int, budget: int) -> int:
-        if len(self.waiting) and len(self.running) > 1 and slot == self.running[-1]:
-            return 0
-        return super()._tokens_to_run(slot, budget)
+    change = staticmethod(count_rows)
 
-    def _schedule_waiting(self, step: Any) -> None:
-        config, left = self.config, len(self.running) - len(step.rows)
-        self.config = replace(config, max_num_seqs=config.max_num_seqs + left)
-        super()._schedule_waiting(step)
-        self.config = config
+
+def keep_old_drafts(rules: Rules, _config: v.Config) -> Rules:
+    return rules.replacing(
+        can_take_drafts,
+        lambda _state, request: (
+            request.status is v.Status.RUNNING and bool(request.output_token_ids)
+        ),
+    )
 
 
 class KeepsOldDrafts(Unlike):
     """It takes drafts for a request in flight, and runs them at another position."""
 
-    def _may_draft(self, slot: int) -> bool:
-        status = self.table.statuses[slot]
-        return status is v.Status.RUNNING and self.table.num_outputs(slot) > 0
+    change = staticmethod(keep_old_drafts)
+
+
+def tell_no_aborts(rules: Rules, _config: v.Config) -> Rules:
+    def abort(state: State, request_ids: tuple[v.RequestId, ...]) -> tuple[State, v.Aborted]:
+        after, aborted = rules[process_abort](state, request_ids)
+        return replace(after, finished_req_ids=state.finished_req_ids), aborted
+
+    return rules.replacing(process_abort, abort)
 
 
 class TellsNoAborts(Unlike):
     """No plan tells a worker of requests that were aborted."""
 
-    def _abort(self, request_ids: tuple[v.RequestId, ...]) -> v.Aborted:
-        before = set(self.finished_req_ids)
-        answer = super()._abort(request_ids)
-        for name in set(self.finished_req_ids) - before:
-            self.finished_req_ids.remove(name)
-        return answer
+    change = staticmethod(tell_no_aborts)
+
+
+def ignore_failed_grammars(rules: Rules, _config: v.Config) -> Rules:
+    def fail(state: State, request_id: v.RequestId) -> tuple[State, v.Outputs] | v.Rejected:
+        if request_id in state.requests:
+            return state, v.Outputs()
+        return rules[process_grammar_failed](state, request_id)
+
+    return rules.replacing(process_grammar_failed, fail)
 
 
 class IgnoresFailedGrammars(Unlike):
     """A grammar that cannot be had ends nothing."""
 
-    def _fail_grammar(self, request_id: v.RequestId) -> v.Outputs | v.Rejected:
-        if request_id in self.table.slot_of:
-            return v.Outputs()
-        return super()._fail_grammar(request_id)
+    change = staticmethod(ignore_failed_grammars)
+
+
+def leave_sessions(rules: Rules, _config: v.Config) -> Rules:
+    def update(state: State, update: v.Request) -> Any:
+        request = state.requests.get(update.request_id)
+        if request is not None and request.status is RESTING and not update.resumable:
+            return state, v.Ack()
+        return rules[process_streaming_update](state, update)
+
+    return rules.replacing(process_streaming_update, update)
 
 
 class LeavesSessions(Unlike):
     """A session that rests stays when its client says that no more input comes."""
 
-    def _update(self, update: v.Request) -> Any:
-        slot = self.table.slot_of.get(update.request_id)
-        resting = v.Status.WAITING_FOR_STREAMING_REQ
-        if slot is not None and self.table.statuses[slot] is resting and not update.resumable:
-            return v.Ack()
-        return super()._update(update)
+    change = staticmethod(leave_sessions)
+
+
+def keep_pins(rules: Rules, _config: v.Config) -> Rules:
+    return rules.replacing(process_expiry, lambda _step: None)
 
 
 class KeepsPins(Unlike):
     """It keeps what it has pinned beyond its time."""
 
-    def _begin_with_pins(self, pins: Any) -> None:
-        """Nothing ends."""
+    change = staticmethod(keep_pins)
+
+
+def count_twice(rules: Rules, _config: v.Config) -> Rules:
+    def preempt(step: Step, victim_index: int) -> v.RequestId:
+        step.stats = replace(step.stats, preemptions=step.stats.preemptions + 1)
+        return rules[process_preemption](step, victim_index)
+
+    return rules.replacing(process_preemption, preempt)
 
 
 class CountsTwice(Unlike):
     """A request that was preempted is counted twice."""
 
-    def _preempt(self, slot: int) -> None:
-        super()._preempt(slot)
-        self.preemptions += 1
+    change = staticmethod(count_twice)
+
+
+def drop_no_hit(rules: Rules, config: v.Config) -> Rules:
+    def find(config: v.Config, pool: Pool, request: RequestState) -> Hit:
+        most = compute_max_hit_blocks(request.num_known_tokens, config.block_size)
+        hit = find_published(pool, request.block_keys[:most])
+        return Hit(len(hit) * config.block_size, (hit,))
+
+    return rules if config.groups else rules.replacing(find_hit, find)
 
 
 class DropsNoHit(Unlike):
     """With a draft head it gives back no block of a hit."""
 
-    def _find_hits(self, slot: int) -> list[int]:
-        if not self._asks_cache(slot):
-            return []
-        limit = (self.table.num_known[slot] - 1) // self.block_size
-        return self.prefix.hits(self.table.lineages[slot], limit)
+    change = staticmethod(drop_no_hit)
+
+
+def look_not_ahead(rules: Rules, _config: v.Config) -> Rules:
+    allocate_rightly = rules[allocate_slots]
+
+    def allocate(
+        config: v.Config,
+        pool: Pool,
+        request: RequestState,
+        num_new: int,
+        _num_lookahead: int = 0,
+        *others: Any,
+        **named: Any,
+    ) -> Any:
+        return allocate_rightly(config, pool, request, num_new, 0, *others, **named)
+
+    return rules.replacing(allocate_slots, allocate)
 
 
 class LooksNotAhead(Unlike):
     """It takes no slots for drafts."""
 
-    def __init__(self, config: v.Config, digest: Any = "sha256") -> None:
-        super().__init__(config, digest)
-        self.num_lookahead_tokens = 0
+    change = staticmethod(look_not_ahead)
 
 
 class Seeded(NamedTuple):
     """A defect, and the sentence that must find it."""
 
-    engine: type[HostEngine]
+    engine: type[ChangedSpec]
     sentence: str
     features: tuple[str, ...] = ()
     if_hidden: str = ""
