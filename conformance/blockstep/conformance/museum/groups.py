@@ -94,7 +94,8 @@ def allocate_by_turns(
             return pool, tuple(early)
 
         if any(map(any, hit.block_tables)):
-            rules = rules.replacing(take_hit, take).replacing(count_taken, count)
+            by_turns = rules.replacing(take_hit, take).replacing(count_taken, count)
+            return allocate_rightly(config, pool, request, num_new, num_lookahead, hit, by_turns)
         return allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
 
     return rules.replacing(allocate_slots, allocate)
@@ -197,8 +198,7 @@ def nulls_count_as_held(rules: Rules, config: Config) -> Rules:
     publish_rightly = rules[publish_slots]
 
     def count(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
-        num_blocks = compute_num_blocks(growth.num_slots, group.block_size)
-        num_due = compute_max_held_blocks(group, num_blocks, reach, doubt)
+        num_due = compute_max_held_blocks(group, growth.num_slots, reach, doubt)
         return max(num_due - num_held - num_hit, 0)
 
     def publish(
@@ -418,8 +418,8 @@ def states_charged_by_tokens(rules: Rules, _config: Config) -> Rules:
         if granted is None or not is_admission(request):
             return granted
         num_tokens = request.num_computed_tokens + hit.num_tokens + num_new
-        num_more = 0
-        for group, found in zip(config.kv_groups, hit.block_tables, strict=False):
+        num_more, tables = 0, hit.block_tables or ((),) * len(config.kv_groups)
+        for group, found in zip(config.kv_groups, tables, strict=True):
             num_states = compute_num_blocks(num_tokens, group.block_size) - len(found)
             num_more += max(num_states - 1, 0) if is_aligned(group) else 0
         return granted if num_more <= get_num_free_blocks(granted[0]) else None

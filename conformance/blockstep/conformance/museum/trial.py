@@ -1,6 +1,6 @@
 """Trials of seeded bugs: each is checked like any engine and must be found, unless it is invisible.
 
-The engine is the host with a defect, so it can be compared with the specification. It can also be
+The engine is the specification with a wrong rule, so it can be compared with it. It can also be
 checked against the properties alone, as a foreign engine would be, with its state shown or hidden.
 A defect of policy or speed (`Exhibit.invisible`) must not be found then.
 """

@@ -325,7 +325,7 @@ def get_target(name: str) -> str:
 def _load_exhibit(name: str) -> EngineFactory:
     """Return a seeded bug's factory.
 
-    Imported late, since seeded bugs are built from a registered engine.
+    Imported late, since seeded bugs are made from the specification's engine.
     """
     museum = importlib.import_module("blockstep.conformance.museum")
     try:
