@@ -144,7 +144,7 @@ def last_key_withdrawn(rules: Rules, _config: Config) -> Rules:
 
 
 _RECORDS = Part("records", FrozenMap[RequestId, Any]())
-"""What was in withdrawn rows, until it is used for a later row of the request."""
+"""A field of withdrawn rows, by request, until a later row of the request uses it."""
 
 
 def keep_records(rules: Rules, field: str) -> Rules:
@@ -160,7 +160,7 @@ def keep_records(rules: Rules, field: str) -> Rules:
 
 
 def pop_record(step: Step, request_id: RequestId) -> Any:
-    """Return what was in a withdrawn row of a request, and forget it; None if there is none."""
+    """Return the recorded field of a withdrawn row, and forget it; None if there is none."""
     records = _RECORDS.of(step)
     record = records.get(request_id)
     if record is not None:

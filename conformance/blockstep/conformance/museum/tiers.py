@@ -115,7 +115,7 @@ def table_read_once_free(rules: Rules, _config: Config) -> Rules:
 
 
 _LATE: Final = Part[tuple[KVSave, ...]]("late_saves", ())
-"""What is sent with the next plan."""
+"""The swap-outs to be sent with the next plan."""
 
 
 @PAGE.exhibit("a victim's swap-out is sent with the next plan", SWAP, "P26 P15 P3")

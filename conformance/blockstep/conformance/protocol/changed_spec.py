@@ -6,8 +6,8 @@ directly. So that all can be replaced, they are made once more over namespaces o
 which the name of a replaced function is bound to its replacement. The specification that judges
 does not change.
 
-Functions are made without their assertions, since a wrong decision should be found by what it leads
-to, as in any other engine.
+Functions are made without their assertions: a check must see the consequences of a wrong decision,
+as in any other engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from blockstep.spec.vocabulary import Config, Event, Observation, Rejected
 PACKAGES: Final = tuple(
     f"blockstep.spec.{name}" for name in ("core", "features", "idle", "transition")
 )
-"""Modules whose functions can be replaced, with those inside of them."""
+"""Packages and modules whose functions can be replaced."""
 NUM_KEPT: Final = 8
 """The most changed specifications that are kept: mostly episodes of one config follow each other.
 """
