@@ -35,6 +35,7 @@ from blockstep.spec.features.forks import (
     list_copies,
     tell_copies,
 )
+from blockstep.spec.features.full_isl import can_finish
 from blockstep.spec.vocabulary import (
     BlockCopy,
     BlockTables,
@@ -227,13 +228,20 @@ def copy_takes_what_is_not_there(rules: Rules, _config: Config) -> Rules:
 )
 def first_copy_is_not_counted(rules: Rules, _config: Config) -> Rules:
     """The first row of a branch takes a block that was not counted."""
+    is_right = rules[can_finish]
 
-    def change(request: RequestState, rules: Rules) -> Rules:
-        if request.status is Status.RUNNING:
-            return rules
+    def without_copies(rules: Rules) -> Rules:
         return replace(rules, hooks=replace(rules.hooks, needs=()))
 
-    return change_slots(rules, change)
+    def change(request: RequestState, rules: Rules) -> Rules:
+        return rules if request.status is Status.RUNNING else without_copies(rules)
+
+    return change_slots(rules, change).replacing(
+        can_finish,
+        lambda config, pool, request, hit, rules, *num_spared: is_right(
+            config, pool, request, hit, without_copies(rules), *num_spared
+        ),
+    )
 
 
 @PAGE.exhibit("source and destination of a copy are swapped", "by the rule of P8", "P8 P2 P4")
