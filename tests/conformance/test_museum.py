@@ -89,7 +89,7 @@ def list_replaced(entry: Exhibit) -> dict[Any, Any]:
 def list_configs(entry: Exhibit) -> list[Config]:
     """A config that has what a seeded bug takes, and the same without prefix caching."""
     state = KVGroup(GroupKind.RECURRENT, 16, mamba_cache_mode=MambaCacheMode.ALIGN)
-    groups = (KVGroup(GroupKind.FULL, 16),) if entry.takes_groups else ()
+    groups: tuple[KVGroup, ...] = (KVGroup(GroupKind.FULL, 16),) if entry.takes_groups else ()
     groups += (state,) if entry.takes_states else ()
     config = Config(num_blocks=8, groups=groups, **TAKEN.get(entry.takes, {}))
     uncached = replace(config, enable_prefix_caching=False)
