@@ -28,12 +28,14 @@ from blockstep.spec.features.pins import (
     list_givers,
     list_jobs,
     list_of_job,
+    list_unfinished_jobs,
+    process_estimate,
     process_unpinning,
     process_yielding,
     select_cold_victim,
     take_estimate,
 )
-from blockstep.spec.vocabulary import Config, PinEstimate, RequestId
+from blockstep.spec.vocabulary import Ack, Config, PinEstimate, RequestId
 
 PAGE = Page(takes="pins")
 KEPT = "policy: which blocks stay pinned, and for how long"
@@ -198,7 +200,14 @@ def all_pins_give_way(rules: Rules, _config: Config) -> Rules:
 )
 def estimates_pile_up(rules: Rules, _config: Config) -> Rules:
     """Jobs finish, but the table of estimates only grows."""
-    return rules.replacing(forget_jobs, lambda pins, _unfinished: pins)
+
+    def take(state: State, estimate: PinEstimate) -> tuple[State, Ack]:
+        known = [*list_unfinished_jobs(state.requests), *list_jobs(PINS.of(state))]
+        is_known = estimate.job_id in known
+        return rules[process_estimate](state, estimate) if is_known else (state, Ack())
+
+    changed = rules.replacing(forget_jobs, lambda pins, _unfinished: pins)
+    return changed.replacing(process_estimate, take)
 
 
 @PAGE.exhibit(

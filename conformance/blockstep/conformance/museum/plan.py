@@ -36,7 +36,7 @@ def length_off_by_one(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(
         is_at_length,
         lambda asked, num_outputs, num_known, most: is_over(
-            asked, num_outputs - 1, num_known, most
+            asked, num_outputs - 1, num_known - 1, most
         ),
     )
 

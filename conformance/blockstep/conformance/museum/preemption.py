@@ -152,7 +152,7 @@ def keep_records(rules: Rules, field: str) -> Rules:
 
     def withdraw(step: Step, request_id: RequestId) -> bool:
         for row in step.rows:
-            if row.request_id == request_id and any(getattr(row, field)):
+            if row.request_id == request_id and getattr(row, field):
                 _RECORDS.set(step, _RECORDS.of(step).having(request_id, getattr(row, field)))
         return rules[Step.withdraw](step, request_id)
 
