@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,10 @@ NO_WORLD = {
     *("loaded-give-way-alone", "late-report-kills", "load-eats-a-hit", "last-group-counts"),
     *("all-pins-give-way", "preempted-turns-stay-warm", "row-of-cold-victim-stays"),
     *("shared-behind-the-difference", "copy-outlives-its-row", "branch-behind-the-window"),
+    "digest-in-one-byte",
 }
-"""Seeded bugs that differ in no world of stores, pins, forks or tiers of such a size; a run of
-the museum finds them."""
+"""Seeded bugs that differ in no world of stores, pins, forks or tiers of such a size, or with so
+few contents; a run of the museum finds them."""
 
 
 def play(world: World, *events: v.Event) -> State:
@@ -526,7 +528,8 @@ def test_a_planted_defect_falls_by_the_program_of_the_page(name: str) -> None:
         result = transition(state, step.event)
         state = state if isinstance(result, v.Rejected) else result.state
     if difference.startswith("the engine raised"):
-        with pytest.raises(Exception, match=walked.found[0].partition(": ")[2]):
+        told = re.escape(walked.found[0].partition(": ")[2])
+        with pytest.raises(Exception, match=told):
             engine.apply(last.event)
         return
     answer, result = engine.apply(last.event), transition(state, last.event)
