@@ -18,12 +18,12 @@ from blockstep.spec.core.prefix_cache import find_hit
 from blockstep.spec.core.requests import NO_HIT
 from blockstep.spec.core.rules import STRICT_RULES, Rules
 from blockstep.spec.core.schedule import create_step
-from blockstep.spec.core.slots import allocate_slots, take_hit
+from blockstep.spec.core.slots import allocate_slots, take_blocks
 from blockstep.spec.core.work import Step
 from blockstep.spec.features.groups.hits import get_joint_hit
 from blockstep.spec.features.groups.kinds import skip_before_window
 from blockstep.spec.features.identity import name_content
-from blockstep.spec.features.kv_transfer.loads import process_trial
+from blockstep.spec.features.kv_transfer import process_trial
 from blockstep.spec.features.resets import process_reset
 from blockstep.spec.releases.order import self_victim_lets_others_run
 from blockstep.spec.releases.quirk import Change
@@ -74,7 +74,7 @@ STORE = v.Config(num_blocks=12, block_size=2, kv_connector=True)
     [
         pytest.param(allocate_blocks, CONFIG, id="called directly"),
         pytest.param(create_step, CONFIG, id="called directly, in its own module"),
-        pytest.param(take_hit, CONFIG, id="called by the rules"),
+        pytest.param(take_blocks, CONFIG, id="called by the rules"),
         pytest.param(name_content, CONFIG, id="a hook"),
         pytest.param(find_hit, GROUPED, id="replaced by a feature"),
         pytest.param(get_joint_hit, GROUPED, id="in the place of another"),
@@ -131,9 +131,9 @@ def test_a_replacement_within_a_call_counts_as_well() -> None:
 
             def take(*values: Any) -> Any:
                 calls.append(1)
-                return rules[take_hit](*values)
+                return rules[take_blocks](*values)
 
-            return allocate(*others, mine.replacing(take_hit, take))
+            return allocate(*others, mine.replacing(take_blocks, take))
 
         return rules.replacing(allocate_slots, by)
 

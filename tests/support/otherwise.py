@@ -228,8 +228,8 @@ class Reluctant(Unlike):
 
 
 def load_less(rules: Rules, config: v.Config) -> Rules:
-    def count(num_offered: int, num_known: int, num_local: int, is_async: bool) -> int:
-        found = rules[compute_num_external](num_offered, num_known, num_local, is_async)
+    def count(offer: v.KVOffer, num_known: int, num_local: int) -> int:
+        found = rules[compute_num_external](offer, num_known, num_local)
         return max(found // config.block_size - 1, 0) * config.block_size
 
     return rules.replacing(compute_num_external, count)

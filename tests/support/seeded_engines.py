@@ -28,7 +28,7 @@ from blockstep.spec.core.slots import allocate_slots
 from blockstep.spec.core.speculation import can_take_drafts
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
-from blockstep.spec.features.kv_transfer.reports import get_reported
+from blockstep.spec.features.kv_transfer import get_reported
 from blockstep.spec.features.pins import process_expiry
 from blockstep.spec.features.sessions import RESTING, process_streaming_update
 from blockstep.spec.features.structured_output import process_grammar_failed

@@ -15,10 +15,10 @@ from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import Growth, compute_num_blocks, count_taken, release_slots
 from blockstep.spec.core.work import Step
-from blockstep.spec.features.encoder.claims import (
+from blockstep.spec.features.encoder import (
     CLAIM,
     Claim,
-    process_items_asked,
+    limit_to_items,
     process_items_taken,
 )
 from blockstep.spec.vocabulary import Config, FrameId, GroupKind, KVGroup
@@ -90,10 +90,11 @@ _IS_MADE: Final = Part("is_made", False)
 def item_made_once(rules: Rules, config: Config) -> Rules:
     """The encoder runs once per request, although a preemption freed the cross-attention blocks."""
 
-    def ask(step: Step, request: RequestState, num_computed: int, num_new: int) -> Claim:
-        if _IS_MADE.of(request):
-            return Claim(num_new)
-        return rules[process_items_asked](step, request, num_computed, num_new)
+    def limit(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
+        if not _IS_MADE.of(request):
+            return rules[limit_to_items](step, request, num_computed, num_new)
+        CLAIM.set(step, Claim(num_new))
+        return num_new
 
     def take(step: Step, request: RequestState) -> None:
         rules[process_items_taken](step, request)
@@ -103,4 +104,4 @@ def item_made_once(rules: Rules, config: Config) -> Rules:
 
     if not config.is_encoder_decoder:
         return rules
-    return rules.replacing(process_items_asked, ask).replacing(process_items_taken, take)
+    return rules.replacing(limit_to_items, limit).replacing(process_items_taken, take)

@@ -5,7 +5,8 @@ Each list is checked with one additional feature.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from blockstep.conformance.museum.exhibit import Page
 from blockstep.spec.copies import replace
@@ -13,7 +14,7 @@ from blockstep.spec.core.parts import Part
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.work import Step, Verdict
-from blockstep.spec.features.identity import get_request_of_key
+from blockstep.spec.features.identity import name_content
 from blockstep.spec.features.lora import list_seated, process_adapter_gate
 from blockstep.spec.features.reclaim import find_giver, process_giving
 from blockstep.spec.features.sessions import RESTING, get_continued
@@ -95,8 +96,12 @@ def last_item_names_a_chunk(rules: Rules, _config: Config) -> Rules:
         request = _IS_CONTINUED.put(request, True)
         return rules[get_continued](config, request, update, all_rules)
 
-    def get_request(request: RequestState, index: int) -> Request:
-        asked = rules[get_request_of_key](request, index)
-        return replace(asked, items=asked.items[-1:]) if _IS_CONTINUED.of(request) else asked
+    def name(
+        request: RequestState, index: int, start: int, end: int, all_rules: Rules
+    ) -> Mapping[str, Any]:
+        if _IS_CONTINUED.of(request):
+            asked = replace(request.request, items=request.request.items[-1:])
+            request = replace(request, request=asked)
+        return rules[name_content](request, index, start, end, all_rules)
 
-    return rules.replacing(get_continued, go_on).replacing(get_request_of_key, get_request)
+    return rules.replacing(get_continued, go_on).replacing(name_content, name)

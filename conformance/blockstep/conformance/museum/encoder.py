@@ -11,14 +11,14 @@ from blockstep.spec.core.parts import Note, Part
 from blockstep.spec.core.requests import FrameRow, RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.work import Step
-from blockstep.spec.features.encoder.cache import ENCODER, Encoder, free_items, hold_entry
-from blockstep.spec.features.encoder.claims import (
+from blockstep.spec.features.encoder import (
     CLAIM,
     limit_to_items,
     process_items_of_victim,
     process_items_refused,
     tell_items,
 )
+from blockstep.spec.features.encoder.cache import ENCODER, Encoder, free_items, hold_entry
 from blockstep.spec.releases.encoder import remade_items_are_dropped
 from blockstep.spec.vocabulary import Config, EncoderInputs, Plan, Request, Status
 

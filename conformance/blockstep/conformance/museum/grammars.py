@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from blockstep.conformance.museum.exhibit import Page
@@ -13,19 +13,19 @@ from blockstep.spec.core.requests import Frame, FrameRow, RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Scheduled, Step
+from blockstep.spec.features.structured_output import (
+    fill_mask,
+    get_accepted_drafts,
+    get_advanced,
+    get_behind,
+    get_read,
+    process_bitmask,
+)
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
     get_next_stand,
     get_stands,
     holds,
-)
-from blockstep.spec.features.structured_output.masks import (
-    fill_mask,
-    get_accepted_drafts,
-    get_advanced,
-    get_behind,
-    get_mask_output,
-    get_read,
 )
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.grammars import padding_unmasks_what_follows
@@ -34,6 +34,7 @@ from blockstep.spec.vocabulary import (
     Config,
     GrammarBitmask,
     GrammarOutput,
+    Rejected,
     RequestId,
     TokenIds,
 )
@@ -158,10 +159,11 @@ def tokens_behind_reasoning_lost(rules: Rules, config: Config) -> Rules:
 def mask_moves_the_grammar(rules: Rules, _config: Config) -> Rules:
     """The drafts may be rejected; those accepted advance the grammar once more with the outputs."""
 
-    def make(
-        state: State, frame: Frame, rows: Mapping[RequestId, FrameRow], bitmask: GrammarBitmask
-    ) -> tuple[State, GrammarOutput]:
-        state, answer = rules[get_mask_output](state, frame, rows, bitmask)
+    def make(state: State, bitmask: GrammarBitmask) -> tuple[State, GrammarOutput] | Rejected:
+        result = rules[process_bitmask](state, bitmask)
+        if isinstance(result, Rejected):
+            return result
+        state, answer = result
         requests = state.requests.to_dict()
         for row in answer.rows:
             known = tuple([token for token in row.draft_token_ids if token != DRAFT_PLACEHOLDER])
@@ -169,4 +171,4 @@ def mask_moves_the_grammar(rules: Rules, _config: Config) -> Rules:
             requests[row.request_id] = get_advanced(state, request, known) or request
         return replace(state, requests=FrozenMap(requests)), answer
 
-    return rules.replacing(get_mask_output, make)
+    return rules.replacing(process_bitmask, make)

@@ -28,7 +28,7 @@ from blockstep.spec.core.slots import (
     compute_num_blocks,
     count_taken,
     publish_slots,
-    take_hit,
+    take_blocks,
 )
 from blockstep.spec.features.full_isl import count_lacking, count_reserved_blocks
 from blockstep.spec.features.groups.hits import get_hit_table, is_valid_hit
@@ -67,38 +67,25 @@ def allocate_by_turns(
     rules: Rules, sort: Callable[[Config, Iterable[int]], Iterable[int]]
 ) -> Rules:
     """Return rules by which hits are touched and blocks are taken group by group, in this order."""
-    allocate_rightly = rules[allocate_slots]
+    take_rightly = rules[take_blocks]
 
-    def allocate(
+    def take(
         config: Config,
         pool: Pool,
         request: RequestState,
-        num_new: int,
-        num_lookahead: int = 0,
-        hit: Hit = NO_HIT,
-        rules: Rules = rules,
-    ) -> Granted:
-        counts: list[int] = []
+        hit: Hit,
+        nums_new: Sequence[int],
+        rules: Rules,
+    ) -> tuple[Pool, list[Holding], list[tuple[BlockId, ...]]]:
+        if not any(map(any, hit.block_tables)):
+            return take_rightly(config, pool, request, hit, nums_new, rules)
+        taken: list[tuple[BlockId, ...]] = [()] * len(nums_new)
+        for index in sort(config, range(len(nums_new))):
+            pool = touch_blocks(pool, without_nulls(hit.block_tables[index]))
+            pool, taken[index] = allocate_blocks(pool, nums_new[index])
+        return pool, [*request.holdings], taken
 
-        def count(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
-            counts.append(rules[count_taken](group, growth, num_held, num_hit))
-            return counts[-1]
-
-        def take(
-            config: Config, pool: Pool, request: RequestState, hit: Hit
-        ) -> tuple[Pool, BlockTables]:
-            early: list[tuple[BlockId, ...]] = [()] * len(request.holdings)
-            for index in sort(config, range(len(counts))):
-                pool = touch_blocks(pool, without_nulls(hit.block_tables[index]))
-                pool, early[index] = allocate_blocks(pool, counts[index])
-            return pool, tuple(early)
-
-        if any(map(any, hit.block_tables)):
-            by_turns = rules.replacing(take_hit, take).replacing(count_taken, count)
-            return allocate_rightly(config, pool, request, num_new, num_lookahead, hit, by_turns)
-        return allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
-
-    return rules.replacing(allocate_slots, allocate)
+    return rules.replacing(take_blocks, take)
 
 
 @PAGE.exhibit(

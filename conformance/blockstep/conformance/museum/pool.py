@@ -17,18 +17,24 @@ from blockstep.spec.core.block_pool import (
     withdraw_blocks,
 )
 from blockstep.spec.core.lifecycle import process_abort
-from blockstep.spec.core.requests import NOTHING_HELD, Hit, RequestState
+from blockstep.spec.core.requests import (
+    NOTHING_HELD,
+    Hit,
+    Holding,
+    RequestState,
+    without_nulls,
+)
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import (
     compute_max_blocks,
     compute_num_blocks,
     publish_slots,
     revoke_slots,
-    take_hit,
+    take_blocks,
 )
 from blockstep.spec.core.state import State
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.vocabulary import Aborted, BlockId, BlockTables, Config, FrameId, RequestId
+from blockstep.spec.vocabulary import Aborted, BlockId, Config, FrameId, RequestId
 
 PAGE = Page()
 
@@ -108,17 +114,23 @@ def reset_keeps_keys(rules: Rules, _config: Config) -> Rules:
 @PAGE.exhibit("new blocks are taken before hit blocks are touched", "#33775, #44409", "P2 P1 P8")
 def take_before_touch(rules: Rules, _config: Config) -> Rules:
     """A hit at the head of the free queue becomes a new block of the same request as well."""
+    take_rightly = rules[take_blocks]
 
     def take(
-        config: Config, pool: Pool, request: RequestState, hit: Hit
-    ) -> tuple[Pool, BlockTables]:
-        early: BlockTables = ((),)
-        if any(hit.block_tables):  # it leaves a token to compute, in another block
-            pool, taken = rules[allocate_blocks](pool, 1)
-            early = (taken,)
-        return rules[take_hit](config, pool, request, hit)[0], early
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        hit: Hit,
+        nums_new: Sequence[int],
+        rules: Rules,
+    ) -> tuple[Pool, list[Holding], list[tuple[BlockId, ...]]]:
+        untouched = replace(hit, block_tables=())
+        pool, owned, taken = take_rightly(config, pool, request, untouched, nums_new, rules)
+        for found in hit.block_tables:
+            pool = touch_blocks(pool, without_nulls(found))
+        return pool, owned, taken
 
-    return rules.replacing(take_hit, take)
+    return rules.replacing(take_blocks, take)
 
 
 @PAGE.exhibit("blocks of rejected drafts are freed twice", "SGLang #12224", "P1 P12")

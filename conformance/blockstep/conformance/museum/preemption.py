@@ -12,9 +12,9 @@ from blockstep.spec.core.block_pool import Pool, withdraw_blocks
 from blockstep.spec.core.parts import Note, Part
 from blockstep.spec.core.plans import get_plan
 from blockstep.spec.core.preemption import (
-    get_next_index,
     get_victim_index,
     process_claim,
+    process_making_room,
     process_preemption,
 )
 from blockstep.spec.core.queues import get_rank, process_append, select_victim
@@ -209,7 +209,12 @@ def drafts_of_victim_dispatched(rules: Rules, _config: Config) -> Rules:
 )
 def place_not_corrected(rules: Rules, _config: Config) -> Rules:
     """The list has become shorter, so the next request is left out of this step."""
-    return rules.replacing(get_next_index, lambda _step, index, _victim_index: index)
+
+    def make_room(step: Step, index: int, victim_index: int) -> int:
+        rules[process_making_room](step, index, victim_index)
+        return index
+
+    return rules.replacing(process_making_room, make_room)
 
 
 @PAGE.exhibit(

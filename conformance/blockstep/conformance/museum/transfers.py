@@ -11,6 +11,7 @@ from typing import Final
 
 from blockstep.conformance.museum.exhibit import Page
 from blockstep.spec.copies import replace
+from blockstep.spec.core.admission import process_gates
 from blockstep.spec.core.block_pool import (
     Pool,
     free_deferred_blocks,
@@ -18,32 +19,34 @@ from blockstep.spec.core.block_pool import (
     withdraw_blocks,
 )
 from blockstep.spec.core.parts import Part
-from blockstep.spec.core.requests import NO_HIT, Hit, RequestState, without_nulls
+from blockstep.spec.core.requests import NO_HIT, Frame, Hit, RequestState, without_nulls
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import allocate_slots, compute_num_blocks
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features.groups import skip_slots
-from blockstep.spec.features.kv_transfer.loads import (
+from blockstep.spec.features.kv_transfer import (
     LOADS,
-    get_offered_hit,
-    get_unparked,
+    get_failures,
+    get_gone_back,
+    get_reported,
+    look_in_store,
     process_parking,
-    process_refused_return,
+    process_unparking,
+    settle_slots,
 )
-from blockstep.spec.features.kv_transfer.reports import get_gone_back, get_reported
 from blockstep.spec.features.kv_transfer.transfers import (
     TRANSFERS,
     Transfers,
     compute_num_external,
     compute_num_valid,
-    end_recving,
-    forget_load,
+    end_transfer,
     get_offer,
     hold_ended,
+    is_received,
     take_offer,
 )
-from blockstep.spec.features.mamba import get_blocks_to_zero, is_attended
+from blockstep.spec.features.mamba import get_blocks_to_zero, is_zeroed
 from blockstep.spec.features.reclaim import list_queued
 from blockstep.spec.releases.flight import frames_hold_no_blocks as fences_are_missing
 from blockstep.spec.releases.transfers import (
@@ -108,10 +111,10 @@ def load_under_way_gives_way(rules: Rules, _config: Config) -> Rules:
 def new_after_a_load(rules: Rules, _config: Config) -> Rules:
     """The worker has its outputs from before the preemption."""
 
-    def unpark(request: RequestState, transfers: Transfers) -> RequestState:
-        return replace(rules[get_unparked](request, transfers), status=Status.WAITING)
+    def unpark(step: Step, request_id: RequestId) -> RequestState:
+        return replace(rules[process_unparking](step, request_id), status=Status.WAITING)
 
-    return rules.replacing(get_unparked, unpark)
+    return rules.replacing(process_unparking, unpark)
 
 
 @PAGE.exhibit(
@@ -122,14 +125,17 @@ def new_after_a_load(rules: Rules, _config: Config) -> Rules:
 def published_though_not_let_in(rules: Rules, _config: Config) -> Rules:
     """An admission that fails changes the prefix cache."""
 
-    def undo(step: Step, request: RequestState, pool: Pool, transfers: Transfers) -> None:
-        published, after = step.pool, step.requests[request.request_id]
-        rules[process_refused_return](step, request, pool, transfers)
-        if request.num_computed_tokens:
-            step.pool = published
-            step.requests[request.request_id] = replace(request, holdings=after.holdings)
+    def admit(step: Step, request_id: RequestId) -> Verdict:
+        request, has_come = step.requests[request_id], is_received(TRANSFERS.of(step), request_id)
+        verdict = rules[process_gates](step, request_id)
+        num_loaded = request.num_computed_tokens if has_come else 0
+        if num_loaded and verdict not in (Verdict.ADMITTED, Verdict.SUSPENDED):
+            config, all_rules = step.state.config, step.state.rules
+            step.pool, after = settle_slots(config, step.pool, request, num_loaded, all_rules)
+            step.requests[request_id] = replace(request, holdings=after.holdings)
+        return verdict
 
-    return rules.replacing(process_refused_return, undo)
+    return rules.replacing(process_gates, admit)
 
 
 # How many tokens are loaded.
@@ -141,9 +147,7 @@ def full_load(rules: Rules, _config: Config) -> Rules:
     compute = rules[compute_num_external]
     return rules.replacing(
         compute_num_external,
-        lambda num_offered, num_known, num_local, is_async: compute(
-            num_offered, num_known + 1, num_local, is_async
-        ),
+        lambda offer, num_known, num_local: compute(offer, num_known + 1, num_local),
     )
 
 
@@ -159,8 +163,8 @@ def one_token_less_than_offered(rules: Rules, _config: Config) -> Rules:
     compute = rules[compute_num_external]
     return rules.replacing(
         compute_num_external,
-        lambda num_offered, num_known, num_local, is_async: compute(
-            num_offered, min(num_offered, num_known), num_local, is_async
+        lambda offer, num_known, num_local: compute(
+            offer, min(offer.num_tokens or 0, num_known), num_local
         ),
     )
 
@@ -290,7 +294,7 @@ def late_report_is_kept(rules: Rules, _config: Config) -> Rules:
     def park(step: Step, request: RequestState, hit: Hit) -> Verdict:
         verdict, name = rules[process_parking](step, request, hit), request.request_id
         if verdict is Verdict.SUSPENDED and name in _EARLY.of(step):
-            TRANSFERS.set(step, end_recving(TRANSFERS.of(step), name, rules)[0])
+            TRANSFERS.set(step, end_transfer(TRANSFERS.of(step), name, True)[0])
         return verdict
 
     return rules.replacing(get_reported, report).replacing(process_parking, park)
@@ -311,11 +315,13 @@ def invalid_is_passed_over(rules: Rules, _config: Config) -> Rules:
 def broken_row_is_delivered(rules: Rules, _config: Config) -> Rules:
     """The tokens are computed again, but after a token that was sampled from invalid KV."""
 
-    def go_back(state: State, request: RequestState, num_valid: int) -> State:
-        after = rules[get_gone_back](state, request, num_valid)
-        return replace(after, frames=state.frames)
+    def fail(
+        state: State, invalid: Sequence[BlockId], frame: Frame | None
+    ) -> tuple[State, tuple[RequestId, ...]]:
+        after, failed = rules[get_failures](state, invalid, frame)
+        return replace(after, frames=state.frames), failed
 
-    return rules.replacing(get_gone_back, go_back)
+    return rules.replacing(get_failures, fail)
 
 
 # Which blocks a transfer holds.
@@ -326,7 +332,8 @@ def abort_frees_a_load(rules: Rules, _config: Config) -> Rules:
     """The load writes into blocks that belong to another request by then."""
 
     def hold(transfers: Transfers, request_id: RequestId, tables: BlockTables) -> Transfers:
-        return rules[hold_ended](forget_load(transfers, request_id), request_id, tables)
+        forgotten = replace(transfers, parked=transfers.parked.without(request_id))
+        return rules[hold_ended](forgotten, request_id, tables)
 
     return rules.replacing(hold_ended, hold)
 
@@ -359,13 +366,13 @@ def aborted_load_is_kept(rules: Rules, _config: Config) -> Rules:
     """The blocks leak."""
 
     def end(
-        transfers: Transfers, request_id: RequestId, all_rules: Rules
+        transfers: Transfers, request_id: RequestId, is_recving: bool
     ) -> tuple[Transfers, BlockTables]:
-        if request_id in transfers.held:
+        if is_recving and request_id in transfers.held:
             return transfers, ()
-        return rules[end_recving](transfers, request_id, all_rules)
+        return rules[end_transfer](transfers, request_id, is_recving)
 
-    return rules.replacing(end_recving, end)
+    return rules.replacing(end_transfer, end)
 
 
 # Blocks that a frame in flight reads or writes.
@@ -475,16 +482,17 @@ def last_group_counts(rules: Rules, _config: Config) -> Rules:
 def loaded_state_runs_twice(rules: Rules, _config: Config) -> Rules:
     """The store's state includes all tokens; all but the last count as loaded."""
 
-    def look(
-        config: Config, transfers: Transfers, request: RequestState, hit: Hit, all_rules: Rules
-    ) -> tuple[Hit, bool] | None:
+    def look(step: Step, request: RequestState, hit: Hit) -> tuple[RequestState, Hit] | Verdict:
+        transfers = TRANSFERS.of(step)
         offer = get_offer(transfers, request.request_id)
         if offer.num_tokens is not None:
             num_tokens = min(offer.num_tokens, request.num_known_tokens - 1)
-            transfers = take_offer(transfers, replace(offer, num_tokens=num_tokens))
-        return rules[get_offered_hit](config, transfers, request, hit, all_rules)
+            TRANSFERS.set(step, take_offer(transfers, replace(offer, num_tokens=num_tokens)))
+        found = rules[look_in_store](step, request, hit)
+        TRANSFERS.set(step, replace(TRANSFERS.of(step), offers=transfers.offers))
+        return found
 
-    return rules.replacing(get_offered_hit, look)
+    return rules.replacing(look_in_store, look)
 
 
 @STATES.exhibit("a plan has blocks zeroed that a store writes meanwhile", "#48481", "P17")
@@ -495,7 +503,7 @@ def zeroed_while_loaded(rules: Rules, config: Config) -> Rules:
         written: list[BlockId] = []
         for load in LOADS.of(step):
             for group, table in zip(config.kv_groups, load.block_ids, strict=True):
-                if load.is_async and is_attended(group):
+                if load.is_async and is_zeroed(group):
                     loaded = table[load.num_computed_tokens // group.block_size :]
                     written += without_nulls(loaded)
         return rules[get_blocks_to_zero](step) + tuple(written)
