@@ -19,8 +19,16 @@ MAKE = "from blockstep.spec.vocabulary import Config\nCompiledEngine(Config(num_
 class Named:
     """A function that is compiled at once."""
 
-    def compile(self, _types: object) -> None:
-        """Do nothing."""
+    def __init__(self, is_interrupted: bool = False) -> None:
+        self.signatures: list[object] = []
+        self.is_interrupted = is_interrupted
+
+    def compile(self, types: object) -> None:
+        """Compile it, or be interrupted the first time."""
+        if self.is_interrupted:
+            self.is_interrupted = False
+            raise KeyboardInterrupt
+        self.signatures.append(types)
 
     def disable_compile(self) -> None:
         """Do nothing."""
@@ -42,6 +50,18 @@ def test_progress_is_shown_unless_all_is_kept(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (0 if num_kept == 2 else 3)
     assert [line for line in lines if "2 of 2 functions compiled" in line] == lines[2:]
+
+
+def test_an_interrupted_compilation_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [(Named(), ("int",)), (Named(is_interrupted=True), ("bool",))]
+    monkeypatch.setattr(jit, "_find_cache", lambda: tmp_path)
+    monkeypatch.setattr(jit, "_ENTRIES", entries)
+    with pytest.raises(KeyboardInterrupt):
+        jit.compile_entries.__wrapped__()
+    jit.compile_entries.__wrapped__()
+    assert [len(function.signatures) for function, _ in entries] == [1, 1]
 
 
 def run(code: str, cache: Path) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -45,6 +46,7 @@ SLOW_BECAUSE: Final = (
 _INNER: Final = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Options of functions that no Python calls: a wrapper would take longer to compile than most of
 them. Their machine code is kept in that of the entries."""
+_COMPILING: Final = threading.Lock()
 _ENTRIES: Final[list[tuple[Any, tuple[str, ...]]]] = []
 
 
@@ -148,8 +150,10 @@ def compile_entries() -> None:
     if is_new:
         _tell("compiling the engine for this machine, once: about a minute of processor time")
     for number, (function, kinds) in enumerate(_ENTRIES):
-        function.compile(tuple(map(_type_of, kinds)))
-        function.disable_compile()
+        with _COMPILING:
+            if not function.signatures:  # else a call that was interrupted has compiled it
+                function.compile(tuple(map(_type_of, kinds)))
+                function.disable_compile()
         if is_new and time.monotonic() - shown > SECONDS_BETWEEN_LINES:
             shown = time.monotonic()
             _tell(f"{number + 1} of {len(_ENTRIES)} functions compiled, {shown - start:.0f} s")
