@@ -99,7 +99,6 @@ OF_A_STATUS = frozenset(
     {
         "only_running_requests_hold_anything",
         "preempted_request_starts_again",
-        "submitted_request_starts_from_nothing",
     }
 )
 """Checks that a request has what its status allows: blocks and counters are wrong as a result."""
@@ -153,9 +152,9 @@ def put_causes_first(findings: list[Finding]) -> list[Finding]:
     """Return the findings of a step, causes first.
 
     An admission of a request that must wait is first, then what a request has against its status; a
-    divergence is last. A check that only says
-    that something changed or differs comes after those that say what, and the order of a queue
-    comes after what decides which requests wait and which blocks are free.
+    divergence is last. A check that only says that something changed or differs comes after those
+    that say what, and the order of a queue comes after what decides which requests wait and which
+    blocks are free.
 
     A completed transfer that is missed or taken too early leaves blocks held or frees them, so the
     order of the free queue differs, too. A failed load that is not noticed leaves a request
