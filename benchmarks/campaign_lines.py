@@ -59,7 +59,8 @@ round = 4
 engine = "museum:{name}"
 lines = {lines}
 """
-MODULES = ["blockstep.impl", "blockstep.conformance.museum"]
+MODULES = ["blockstep.spec", "blockstep.conformance.museum"]
+"""A seeded bug runs the code of the specification, but for the functions that it replaces."""
 
 
 def find(plan: Plan, folder: Path, max_events: int) -> tuple[bool, int, float]:
