@@ -7,6 +7,7 @@ before, and a bend of what came of it. A sentence without a case says nothing th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from bends_support import in_answer, in_output, in_request, in_row, in_state, in_step
 from play_support import brought, forking, idling, lacking, pinning, telling, tiering, transferring
 from play_support.grouped import FULL, WINDOW, attending_as, going_on
+from play_support.plants import Changeable, answering, becoming, going_by
 from play_support.play import (
     CONFIG,
     A,
@@ -78,8 +80,40 @@ from blockstep.conformance.lockstep.safety import SafetyRun
 from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import Difference, Finding
 from blockstep.conformance.report.sentences import SENTENCES as OUTSIDE
-from blockstep.impl.host import HostEngine
-from blockstep.impl.host.lineage import Lineage
+from blockstep.spec.core.admission import (
+    get_findable_pool,
+    get_open_queue,
+    process_waiting_phase,
+)
+from blockstep.spec.core.async_ import is_past_max_tokens
+from blockstep.spec.core.block_pool import (
+    Pool,
+    allocate_blocks,
+    find_block,
+    free_blocks,
+    publish_blocks,
+    withdraw_all,
+    withdraw_blocks,
+)
+from blockstep.spec.core.lifecycle import get_submit_problem
+from blockstep.spec.core.plans import get_frame_rows
+from blockstep.spec.core.preemption import get_victim_index, process_preemption
+from blockstep.spec.core.prefix_cache import (
+    extend_block_keys,
+    find_hit,
+    get_keyed,
+    get_prefix_hit,
+    reads_prefix_cache,
+)
+from blockstep.spec.core.queues import select_queue
+from blockstep.spec.core.requests import NO_HIT, FrameRow, Hit, RequestState
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.schedule import get_num_running_tokens, process_running_phase
+from blockstep.spec.core.slots import Growth, count_taken
+from blockstep.spec.core.speculation import can_take_drafts, get_rolled_back, process_drafts
+from blockstep.spec.core.work import Step as Planning
+from blockstep.spec.features.resets import is_held_besides, is_idle
+from blockstep.spec.releases.quirk import Change
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
@@ -90,6 +124,7 @@ from blockstep.spec.vocabulary import (
     DraftsTaken,
     Event,
     FinishReason,
+    KVGroup,
     NewRow,
     Observation,
     OutputRow,
@@ -112,165 +147,187 @@ from blockstep.spec.vocabulary import (
 
 
 @pytest.fixture(autouse=True)
-def _plants_are_for_the_old_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They replace its methods and change its tables."""
-    monkeypatch.setattr(Play, "default", HostEngine)
+def _plants_are_wrong_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plays are of an engine whose rules can be made wrong."""
+    monkeypatch.setattr(Play, "default", Changeable)
 
 
 SENTENCES = {each.sentence: each for entry in PROPERTIES for each in entry.checks}
 
 
-def having(**values: object) -> Plant:
-    """The engine has other constants."""
-
-    def plant(engine: Any) -> None:
-        for name, value in values.items():
-            setattr(engine, name, value)
-
-    return plant
-
-
-def going_by(**fields: Any) -> Plant:
-    """The engine goes by another config."""
-
-    def plant(engine: Any) -> None:
-        engine.config = replace(engine.config, **fields)
-
-    return plant
-
-
-def answering(name: str, value: object) -> Plant:
-    """A method of the engine answers always the same. `pool.take`: of a part of it."""
-
-    def plant(engine: Any) -> None:
-        *parts, method = name.split(".")
-        for part in parts:
-            engine = getattr(engine, part)
-        setattr(engine, method, lambda *_: value)
-
-    return plant
-
-
-def holding_of(engine: Any, name: str) -> Any:
-    return engine.table.holdings[engine.table.slot_of[name]][0]
-
-
 # Plants.
 
 
-def publishing_all_the_same(engine: Any) -> None:
+def publishing_all_the_same(engine: Changeable) -> None:
     """Blocks are published with caching off, where nobody asks for them."""
-    going_by(enable_prefix_caching=True)(engine)
-    answering("_asks_cache", False)(engine)
+    engine.become(enable_prefix_caching=True)
+    answering(reads_prefix_cache, by=False)(engine)
+    for each in engine.state.requests.values():
+        put_request(engine, get_keyed(engine.state.config, each, engine.state.rules))
 
 
-def choosing_the_newest(engine: Any) -> None:
-    engine.prefix._choose = lambda blocks: blocks[-1]
+def put_request(engine: Changeable, request: RequestState) -> None:
+    requests = engine.state.requests.having(request.request_id, request)
+    engine.state = replace(engine.state, requests=requests)
 
 
-def sharing_a_draft(engine: Any) -> None:
+def choose_the_newest(rules: Rules, _config: Config) -> Rules:
+    def find(pool: Pool, key: BlockKey) -> int | None:
+        return pool.cached[key][-1] if key in pool.cached else None
+
+    return rules.replacing(find_block, find)
+
+
+def share_a_draft(rules: Rules, config: Config) -> Rules:
     """B hits the block that A is about to fill with drafts."""
-    find = engine._find_hits
-    engine._find_hits = lambda slot: [*find(slot), holding_of(engine, "A").blocks[3]]
+    steps: list[Planning] = []
+
+    def look(step: Planning) -> Pool:
+        steps[:] = [step]
+        return rules[get_findable_pool](step)
+
+    def find(config: Config, pool: Pool, request: RequestState) -> Hit:
+        (hit,) = rules[find_hit](config, pool, request).block_tables
+        hit = (*hit, steps[0].requests["A"].block_tables[0][3])
+        return Hit(len(hit) * config.block_size, (hit,))
+
+    return rules.replacing(get_findable_pool, look).replacing(find_hit, find)
 
 
-def hitting_all_the_same(engine: Any) -> None:
+def hit_all_the_same(rules: Rules, _config: Config) -> Rules:
     """A request that asks for no hit gets one."""
-    engine._find_hits = lambda slot: engine.prefix.hits(engine.table.lineages[slot], 2)
+
+    def find(config: Config, pool: Pool, request: RequestState, _rules: Rules) -> Hit:
+        return rules[find_hit](config, pool, request)
+
+    return rules.replacing(get_prefix_hit, find)
 
 
-def one_block_more(engine: Any) -> None:
-    count = engine._blocks_to_admit
-    engine._blocks_to_admit = lambda *args: count(*args) + 1
+def take_one_more(rules: Rules, _config: Config) -> Rules:
+    """A request that is admitted takes a block more than it needs."""
+
+    def count(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
+        return rules[count_taken](group, growth, num_held, num_hit) + (num_held == 0)
+
+    return rules.replacing(count_taken, count)
 
 
-def admitting_in_the_end(engine: Any) -> None:
-    """Whatever has happened, the waiting phase follows."""
-    issue = engine._issue_plan
+def admit_while_paused(rules: Rules, _config: Config) -> Rules:
+    def find(step: Planning) -> list[str]:
+        return select_queue(step.state.config.policy, step.waiting, step.skipped, step.requests)
 
-    def admit(step: Any) -> Any:
-        engine._schedule_waiting(step)
-        return issue(step)
-
-    engine._issue_plan = admit
+    return rules.replacing(get_open_queue, find)
 
 
-def preempting_the_last(engine: Any) -> None:
+def preempt_the_last(rules: Rules, _config: Config) -> Rules:
     """The last of the running list is preempted before anybody is scheduled."""
-    schedule = engine._schedule_running
 
-    def preempt(step: Any) -> None:
-        slot = engine.running.pop()
-        engine._preempt(slot)
-        step.preempted_req_ids.append(engine.table.requests[slot].request_id)
-        schedule(step)
+    def run(step: Planning) -> None:
+        process_preemption(step, len(step.running) - 1)
+        rules[process_running_phase](step)
 
-    engine._schedule_running = preempt
+    return rules.replacing(process_running_phase, run)
 
 
-def leaving_out(name: str) -> Plant:
+def leaving_out(name: str) -> Change:
     """One running request gets no row."""
 
-    def plant(engine: Any) -> None:
-        count, left_out = engine._tokens_to_run, engine.table.slot_of[name]
-        engine._tokens_to_run = lambda slot, budget: 0 if slot == left_out else count(slot, budget)
+    def change(rules: Rules, _config: Config) -> Rules:
+        def count(step: Planning, request: RequestState) -> int:
+            if request.request_id == name:
+                return 0
+            return rules[get_num_running_tokens](step, request)
 
-    return plant
+        return rules.replacing(get_num_running_tokens, count)
+
+    return change
 
 
-def finding_it_again(engine: Any) -> None:
+def finding_it_again(engine: Changeable) -> None:
     """The block that A never wrote is findable again as the second block of X."""
-    block = engine.pool.free_queue()[1]
-    engine.prefix.publish(block, Lineage(X, engine.block_size, engine.digest), 1)
+    state = engine.state
+    key = name_blocks(engine, X)[1]
+    pool = publish_blocks(state.pool, state.pool.free_queue[1:2], (key,))
+    engine.state = replace(state, pool=pool)
 
 
-def admitting_past_the_head(engine: Any) -> None:
+def name_blocks(engine: Changeable, asked: Request) -> tuple[BlockKey, ...]:
+    """The keys of the full blocks of a prompt."""
+    state = engine.state
+    named = RequestState(asked, Status.WAITING)
+    return extend_block_keys(named, state.config.block_size, state.rules)
+
+
+def admit_past_the_head(rules: Rules, _config: Config) -> Rules:
     """The waiting phase follows a preemption, for those behind whoever was preempted."""
-    issue = engine._issue_plan
 
-    def admit(step: Any) -> Any:
-        head = engine.waiting.pop()
-        engine._schedule_waiting(step)
-        engine.waiting.prepend([head])
-        return issue(step)
+    def list_rows(step: Planning) -> tuple[FrameRow, ...]:
+        head = step.waiting.pop(0)
+        rules[process_waiting_phase](step)
+        step.waiting.insert(0, head)
+        return rules[get_frame_rows](step)
 
-    engine._issue_plan = admit
+    return rules.replacing(get_frame_rows, list_rows)
 
 
 def naming(other: Request) -> Plant:
     """What is published is named as if it were of another request."""
 
-    def plant(engine: Any) -> None:
-        publish = engine.prefix.publish
-        lineage = Lineage(other, engine.block_size, engine.digest)
-        engine.prefix.publish = lambda block, _lineage, index: publish(block, lineage, index)
+    def plant(engine: Changeable) -> None:
+        request = engine.state.requests[other.request_id]
+        put_request(engine, replace(request, block_keys=name_blocks(engine, other)))
 
     return plant
 
 
-def newest_first(engine: Any) -> None:
-    engine.waiting._slots.reverse()
+def newest_first(engine: Changeable) -> None:
+    engine.state = replace(engine.state, waiting=engine.state.waiting[::-1])
 
 
-def losing_a_key(engine: Any) -> None:
+def losing_a_key(engine: Changeable) -> None:
     """A block is no longer found, though nobody took it."""
-    block = next(block for block, key in enumerate(engine.prefix.keys()) if key is not None)
-    engine.prefix.withdraw(block)
+    pool = engine.state.pool
+    block = next(block for block, key in enumerate(pool.block_keys) if key is not None)
+    engine.state = replace(engine.state, pool=withdraw_blocks(pool, (block,)))
 
 
-def rolling_back_too_far(engine: Any) -> None:
-    roll_back = engine._roll_back
+def keep_keys(rules: Rules, _config: Config) -> Rules:
+    """A block that is taken keeps its key."""
 
-    def roll(slot: int, *args: Any) -> None:
-        roll_back(slot, *args)
-        engine.table.num_computed[slot] -= 1
+    def take(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[int, ...]]:
+        after, taken = rules[allocate_blocks](pool, num_blocks)
+        return replace(after, block_keys=pool.block_keys, cached=pool.cached), taken
 
-    engine._roll_back = roll
+    return rules.replacing(allocate_blocks, take)
 
 
-def freeing_from_the_head(engine: Any) -> None:
-    free = engine.pool.free
-    engine.pool.free = lambda table: free(table[::-1])
+def roll_back_too_far(rules: Rules, _config: Config) -> Rules:
+    def roll_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:
+        request = rules[get_rolled_back](request, num_drafts, num_sampled)
+        return replace(request, num_computed_tokens=request.num_computed_tokens - 1)
+
+    return rules.replacing(get_rolled_back, roll_back)
+
+
+def free_from_the_head(rules: Rules, _config: Config) -> Rules:
+    def free(pool: Pool, block_table: Sequence[int]) -> Pool:
+        return rules[free_blocks](pool, block_table[::-1])
+
+    return rules.replacing(free_blocks, free)
+
+
+def take_no_drafts(rules: Rules, _config: Config) -> Rules:
+    return rules.replacing(process_drafts, lambda state, _drafts: (state, DraftsTaken()))
+
+
+def keep_all_keys(rules: Rules, _config: Config) -> Rules:
+    return rules.replacing(withdraw_all, lambda pool: pool)
+
+
+def reset_in_use(rules: Rules, _config: Config) -> Rules:
+    """Whether blocks are held is not looked at."""
+    rules = rules.replacing(is_idle, lambda _state: True)
+    return rules.replacing(is_held_besides, lambda _pool: False)
 
 
 # Scenes.
@@ -373,7 +430,7 @@ AT_EITHER: list[Case] = [
      lambda s: after(s, block_keys=(*s.after.block_keys, None))),
     ("every_block_is_free_or_held", admitted, nothing,
      lambda s: with_count(s, table_of(s, "C")[0], 2)),
-    ("block_still_to_be_written_has_one_holder", sharing_drafts, sharing_a_draft, same),
+    ("block_still_to_be_written_has_one_holder", sharing_drafts, becoming(share_a_draft), same),
     ("cache_map_and_blocks_agree", admitted, nothing, in_state(cached={BlockKey(None, (6,)): ()})),
 ]  # fmt: skip
 """Held to the specification, and at safety."""
@@ -405,33 +462,35 @@ ALONE: list[Case] = [
     ("verified_full_blocks_are_published", publishing, nothing,
      in_request("A", num_cached_blocks=(2,))),
     ("only_verified_blocks_are_published", answered, losing_a_key, same),
-    ("block_still_to_be_written_is_not_published", looking_ahead, answering("pool._evict", None),
+    ("block_still_to_be_written_is_not_published", looking_ahead, becoming(keep_keys),
      same),
     ("only_computed_blocks_are_published", given_back_unwritten, finding_it_again, same),
-    ("hit_is_whole_blocks_and_leaves_a_token", skipping_the_cache, hitting_all_the_same, same),
-    ("hit_is_the_longest_there_is", hitting, answering("_find_hits", []), same),
-    ("hit_takes_the_oldest_copy", hitting_a_copy, choosing_the_newest, same),
+    ("hit_is_whole_blocks_and_leaves_a_token",
+     skipping_the_cache, becoming(hit_all_the_same), same),
+    ("hit_is_the_longest_there_is", hitting, answering(find_hit, by=NO_HIT), same),
+    ("hit_takes_the_oldest_copy", hitting_a_copy, becoming(choose_the_newest), same),
     ("rejected_event_changes_nothing", refused_with_a_cache, losing_a_key, same),
     ("request_without_a_row_stays_the_same", blocked, nothing,
      in_request("B", num_cached_tokens=2)),
     ("plan_for_nobody_leaves_no_trace", idle_with_a_cache, losing_a_key, same),
-    ("row_gains_exactly_the_blocks_it_needs", admitted, one_block_more, same),
+    ("row_gains_exactly_the_blocks_it_needs", admitted, becoming(take_one_more), same),
     ("admission_leaves_room_for_the_whole_prompt",
      full_for_the_whole_prompt, going_by(scheduler_reserve_full_isl=False),
      same),
     ("plan_stays_within_token_budget", two_capped, going_by(max_num_batched_tokens=4), same),
     ("running_stays_within_max_num_seqs", one_at_a_time, going_by(max_num_seqs=2), same),
-    ("row_stays_within_its_caps", capped, having(max_tokens_per_row=3), same),
+    ("row_stays_within_its_caps", capped, going_by(long_prefill_token_threshold=3), same),
     ("row_stays_within_max_model_len", admitted, nothing,
      lambda s: replace(s, config=replace(s.config, max_model_len=6))),
-    ("paused_scheduler_admits_nobody", paused, admitting_in_the_end, same),
+    ("paused_scheduler_admits_nobody", paused, becoming(admit_while_paused), same),
     ("prompt_is_not_cut_without_chunking", chunked, nothing,
      lambda s: replace(s, config=replace(s.config, enable_chunked_prefill=False))),
-    ("preemption_leaves_somebody_running", alone_by_priority, preempting_the_last, same),
-    ("accepted_request_fits_an_empty_pool", refused_for_size, answering("_submit_problem", None),
+    ("preemption_leaves_somebody_running", alone_by_priority, becoming(preempt_the_last), same),
+    ("accepted_request_fits_an_empty_pool",
+     refused_for_size, answering(get_submit_problem, by=None),
      same),
     ("request_is_refused_for_its_size_only_if_it_never_fits",
-     submitted, answering("_submit_problem", Rejected(RejectCode.NEVER_FITS)),
+     submitted, answering(get_submit_problem, by=Rejected(RejectCode.NEVER_FITS)),
      same),
     ("counters_stay_within_what_is_known", admitted, nothing,
      in_request("A", num_output_placeholders=1)),
@@ -453,9 +512,10 @@ ALONE: list[Case] = [
      in_request("C", num_preemptions=1)),
     ("running_request_gets_all_it_can", chunked_twice, going_by(max_num_batched_tokens=1), same),
     ("nobody_runs_past_its_last_token",
-     last_token_in_flight, answering("_is_past_max_tokens", False),
+     last_token_in_flight, answering(is_past_max_tokens, by=False),
      same),
-    ("tokens_of_a_preempted_row_are_given_back", taking_a_row_back, leaving_out("S"), same),
+    ("tokens_of_a_preempted_row_are_given_back",
+     taking_a_row_back, becoming(leaving_out("S")), same),
     ("head_of_the_queue_is_admitted_when_it_fits", admitted, going_by(max_num_seqs=1), same),
     ("every_request_stands_in_one_queue", committed, nothing,
      lambda s: after(s, running=s.before.running)),
@@ -466,19 +526,19 @@ ALONE: list[Case] = [
      lambda s: after(s, waiting=s.after.waiting[::-1])),
     ("running_list_keeps_its_order", admitted, nothing,
      lambda s: after(s, running=s.after.running[::-1])),
-    ("preempted_fcfs_are_the_youngest", preempting, answering("_select_victim", 0), same),
+    ("preempted_fcfs_are_the_youngest", preempting, answering(get_victim_index, by=0), same),
     ("preempted_priority_never_outrank_survivors",
-     preempting_by_priority, answering("_select_victim", 0),
+     preempting_by_priority, answering(get_victim_index, by=0),
      same),
-    ("nobody_is_admitted_after_a_preemption", preempting, admitting_past_the_head, same),
+    ("nobody_is_admitted_after_a_preemption", preempting, becoming(admit_past_the_head), same),
     ("new_blocks_come_from_the_head_of_the_free_queue", admitted, nothing,
      lambda s: after(s, free_queue=s.after.free_queue[::-1])),
-    ("preempted_tail_is_evicted_first", taking_a_row_back, freeing_from_the_head, same),
-    ("freed_tail_is_evicted_first", committed, freeing_from_the_head, same),
+    ("preempted_tail_is_evicted_first", taking_a_row_back, becoming(free_from_the_head), same),
+    ("freed_tail_is_evicted_first", committed, becoming(free_from_the_head), same),
     ("refusal_names_what_is_wrong", refused, nothing,
      in_step(observation=Rejected(RejectCode.BAD_DRAFTS))),
     ("stale_or_wrong_event_is_refused",
-     drafts_for_nobody, answering("_take_proposals", DraftsTaken()),
+     drafts_for_nobody, becoming(take_no_drafts),
      same),
     ("event_leaves_alone_what_it_is_not_about", pausing, nothing, in_state(next_frame_id=9)),
     ("event_leaves_other_requests_alone", aborted, nothing, in_request("A", num_preemptions=3)),
@@ -494,9 +554,10 @@ ALONE: list[Case] = [
      in_row("A", draft_token_ids=(7, 7, 7))),
     ("attached_drafts_are_the_last_proposed_ones", drafted, nothing,
      in_request("A", spec_token_ids=(1,))),
-    ("drafts_are_taken_only_for_the_next_position", drafted, answering("_may_draft", False), same),
-    ("reset_empties_the_cache", reset_done, answering("prefix.clear", None), same),
-    ("reset_succeeds_unless_blocks_are_held", reset_refused, answering("pool.is_unused", True),
+    ("drafts_are_taken_only_for_the_next_position",
+     drafted, answering(can_take_drafts, by=False), same),
+    ("reset_empties_the_cache", reset_done, becoming(keep_all_keys), same),
+    ("reset_succeeds_unless_blocks_are_held", reset_refused, becoming(reset_in_use),
      same),
     ("forced_reset_preempts_all_who_run", reset_forced, nothing,
      in_state(prev_scheduled_req_ids=("A",))),
@@ -515,7 +576,7 @@ BESIDE_THE_WORKER: list[Case] = [
      same),
     ("outputs_in_the_state_are_those_delivered", committed, nothing,
      in_request("C", output_token_ids=(1, 2, 3))),
-    ("sampling_leaves_one_token_to_compute", rolled_back, rolling_back_too_far, same),
+    ("sampling_leaves_one_token_to_compute", rolled_back, becoming(roll_back_too_far), same),
 ]  # fmt: skip
 
 
@@ -743,10 +804,10 @@ OF_ANSWERS: list[Case] = [
     ("plan_stays_within_token_budget", two_capped, going_by(max_num_batched_tokens=4), same),
     ("plan_tells_who_ended", after_an_abort, nothing, in_answer(finished_req_ids=())),
     *[_CASE_OF[name] for name in OF_ANSWERS_AS_OF_STEPS],
-    ("row_stays_within_max_model_len", drafts_at_the_end, having(max_model_len=20), same),
+    ("row_stays_within_max_model_len", drafts_at_the_end, going_by(max_model_len=20), same),
     ("new_row_carries_the_request_as_submitted", admitted, nothing,
      in_row("C", request=replace(C, max_tokens=99))),
-    ("hit_is_taken_only_where_one_may_be", skipping_the_cache, hitting_all_the_same, same),
+    ("hit_is_taken_only_where_one_may_be", skipping_the_cache, becoming(hit_all_the_same), same),
     ("delivered_rows_are_those_that_sampled", committed, nothing,
      lambda s: observed(s, rows=(*s.output_rows, OutputRow("nobody", (1,))))),
     ("delivered_tokens_are_the_sampled_ones_until_the_stop", committed, nothing,
@@ -762,10 +823,9 @@ def one_runs() -> Play:
     return play.do(Submit(C), Schedule())
 
 
-def giving_its_seat_away(engine: Any) -> None:
+def giving_its_seat_away(engine: Changeable) -> None:
     """C is admitted beside A, which has no row in that step."""
-    going_by(max_num_seqs=2)(engine)
-    leaving_out("A")(engine)
+    engine.become(leaving_out("A"), max_num_seqs=2)
 
 
 OF_ANSWERS_ALONE: list[Case] = [

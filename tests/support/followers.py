@@ -16,7 +16,6 @@ from blockstep.conformance.protocol.compare import observation_differences, snap
 from blockstep.conformance.protocol.features import find_lacking, fit, get_missing
 from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.device.engine import DeviceEngine
-from blockstep.impl.host import HostEngine
 from blockstep.impl.plain import PlainEngine
 from blockstep.spec import Oracle
 from blockstep.spec.core.state import State
@@ -32,7 +31,6 @@ from blockstep.spec.vocabulary import (
 )
 
 ENGINES: Mapping[str, EngineFactory] = {
-    "host": HostEngine,
     "plain": PlainEngine,
     "compiled": CompiledEngine,
     "device": DeviceEngine,

@@ -1,15 +1,25 @@
-"""Our engine, held to weaker equivalences than it could be."""
+"""Our engine, held to weaker equivalences than it could be, and engines that drop tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from blockstep.conformance.engine import EngineTraits, Renamed, Safety, SamePlans
+from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.impl.compiled import CompiledEngine
-from blockstep.impl.host import HostEngine
-from blockstep.impl.host.step import Step
 from blockstep.spec import vocabulary as v
+from blockstep.spec.core.async_ import is_held_by_frames
+from blockstep.spec.core.commit import get_rows_committed
+from blockstep.spec.core.endings import get_extended
+from blockstep.spec.core.preemption import process_making_room, process_preemption
+from blockstep.spec.core.prefix_cache import get_keyed
+from blockstep.spec.core.requests import Frame, RequestState, list_rows_in_flight
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step
+from blockstep.spec.features.structured_output import drop_row
+from blockstep.spec.releases.quirk import Change
 
 
 class AtSafety(CompiledEngine):
@@ -30,34 +40,36 @@ class AtPlan(CompiledEngine):
     traits = EngineTraits(equivalence=SamePlans(shows_blocks=True))
 
 
-class WaitsError(Exception):
-    """A request that runs alone waits for its tokens in flight."""
-
-
-class DropsInFlight(HostEngine):
-    """It drops what frames in flight sample for a request that it preempts, and runs it again.
+def drop_in_flight(rules: Rules, _config: v.Config) -> Rules:
+    """What frames in flight sample for a preempted request is dropped, and it runs again.
 
     A request that runs alone is not preempted before its tokens are known: it would drop them each
     time that it comes to the end of the pool, for ever.
     """
 
+    def preempt(step: Step, victim_index: int) -> v.RequestId:
+        name = rules[process_preemption](step, victim_index)
+        frames = tuple([drop_row(frame, name) for frame in step.state.frames])
+        step.state = replace(step.state, frames=frames)
+        step.requests[name] = replace(step.requests[name], num_output_placeholders=0)
+        return name
+
+    def make_room(step: Step, index: int, victim_index: int) -> int:
+        rows = list_rows_in_flight(step.state.frames, step.running[victim_index])
+        if len(step.running) == 1 and any(row.samples for row in rows):
+            step.awaits_answer = True
+            return index
+        return rules[process_making_room](step, index, victim_index)
+
+    changed = rules.replacing(process_preemption, preempt)
+    return changed.replacing(process_making_room, make_room)
+
+
+class DropsInFlight(ChangedSpec):
+    """It drops what frames in flight sample for a request that it preempts, and runs it again."""
+
     traits = EngineTraits(equivalence=Safety(), drops_tokens_in_flight=True)
-
-    def _make_room(self, slot: int, needed: int, position: int, step: Step) -> int:
-        try:
-            return super()._make_room(slot, needed, position, step)
-        except WaitsError:
-            return -1
-
-    def _select_victim(self) -> int:
-        if len(self.running) == 1 and self._awaits_tokens(self.running[0]):
-            raise WaitsError
-        return super()._select_victim()
-
-    def _preempt(self, slot: int) -> None:
-        super()._preempt(slot)
-        self._drop_rows_behind(slot)
-        self.table.num_output_placeholders[slot] = 0
+    change: Change = staticmethod(drop_in_flight)
 
 
 class DropsAndDoesNotSaySo(DropsInFlight):
@@ -72,23 +84,30 @@ class SaysSoAndDoesNotDrop(CompiledEngine):
     traits = DropsInFlight.traits
 
 
+def drop_for_good(rules: Rules, config: v.Config) -> Rules:
+    """A dropped token is known, and not delivered, as soon as its frame is committed."""
+
+    def commit(
+        state: State, frame: Frame, sampled: Mapping[v.RequestId, v.TokenIds]
+    ) -> tuple[State, list[v.OutputRow]]:
+        requests = state.requests
+        for row in frame.rows:
+            request, tokens = requests.get(row.request_id), sampled[row.request_id][:1]
+            if request is not None and row.is_dropped and tokens:
+                request, _ = rules[get_extended](request, tokens, config.max_model_len, state.rules)
+                request = get_keyed(config, request, state.rules)
+                requests = requests.having(row.request_id, request)
+        return rules[get_rows_committed](replace(state, requests=requests), frame, sampled)
+
+    def is_held(frames: Sequence[Frame], request: RequestState) -> bool:
+        return any(row.request_id == request.request_id for one in frames for row in one.rows)
+
+    changed = drop_in_flight(rules, config).replacing(get_rows_committed, commit)
+    return changed.replacing(is_held_by_frames, is_held)
+
+
 class DropsForGood(DropsInFlight):
     """A defect: a dropped token is never delivered, and its position does not run again: the
     request goes on behind it."""
 
-    def _deliver_rows(
-        self,
-        frame: Mapping[v.RequestId, v.TokenIds | None],
-        answers: Mapping[v.RequestId, v.TokenIds],
-        *args: Any,
-    ) -> list[v.OutputRow]:
-        frame_id = next(iter(self.frames))
-        for name in self.dropped.get(frame_id, {}):
-            slot = self.table.slot_of.get(name)
-            if slot is not None and answers[name]:
-                self._accept(slot, answers[name][:1])
-        return super()._deliver_rows(frame, answers, *args)
-
-    def _awaits_tokens(self, slot: int) -> bool:
-        name = self.table.requests[slot].request_id
-        return any(name in rows for rows in self.dropped.values())
+    change: Change = staticmethod(drop_for_good)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import (
@@ -13,6 +12,7 @@ from blockstep.spec.vocabulary import (
     Schedule,
     Submit,
 )
+from play_support.plants import going_by
 from play_support.play import (
     CONFIG,
     Bend,
@@ -87,11 +87,6 @@ def named_once_more(step: Step) -> Step:
     return after(step, block_keys=tuple(keys), cached=cached)
 
 
-def leaving_nothing(engine: Any) -> None:
-    """Who is admitted leaves nothing to others."""
-    engine.config = replace(engine.config, watermark_blocks=0)
-
-
 def malformed(step: Step) -> Step:
     """What was taken should have been refused."""
     return replace(step, event=Fork("P", ""))
@@ -129,7 +124,7 @@ ALONE: list[Case] = [
         nothing,
         lambda s: observed(s, block_copies=(*s.plan.block_copies, BlockCopy(7, 8))),
     ),
-    ("admission_leaves_the_watermark", not_admitted, leaving_nothing, same),
+    ("admission_leaves_the_watermark", not_admitted, going_by(watermark_blocks=0), same),
 ]
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("counters_grow_by_what_happened", forked, counted),

@@ -8,10 +8,13 @@ from itertools import chain
 from typing import Any
 
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec.core.preemption import get_victim_index, process_giving_way
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Abort,
     Clock,
+    Config,
     EncoderOffer,
     EncoderReset,
     GrammarFailed,
@@ -30,6 +33,7 @@ from blockstep.spec.vocabulary import (
     Submit,
     TransfersReported,
 )
+from play_support.plants import answering, becoming
 from play_support.play import CONFIG, Bend, C, Case, Play, after, counted, nothing, request, same
 
 PINNED = replace(CONFIG, policy=Policy.CONTINUUM)
@@ -180,12 +184,8 @@ def forgotten(step: Step) -> Step:
     return after(step, block_keys=tuple(keys), cached=cached)
 
 
-def giving_nothing(engine: Any) -> None:
-    engine.pins.find_giver = lambda _: None
-
-
-def preempting_the_last(engine: Any) -> None:
-    engine._select_victim = lambda: len(engine.running) - 1
+def preempt_the_last(rules: Rules, _config: Config) -> Rules:
+    return rules.replacing(get_victim_index, lambda step: len(step.running) - 1)
 
 
 def malformed(step: Step) -> Step:
@@ -199,11 +199,11 @@ ALONE: list[Case] = [
     ("pins_end_in_time", planned, nothing, longer),
     ("pins_hold_what_can_be_found", planned, nothing, forgotten),
     ("pins_give_way_only_where_nobody_else_runs", two_run, nothing, let_go),
-    ("nobody_waits_for_a_pin", none_left, giving_nothing, same),
+    ("nobody_waits_for_a_pin", none_left, answering(process_giving_way, by=False), same),
     (
         "preempted_of_a_job_with_a_pin_are_the_last",
         one_has_to_go,
-        preempting_the_last,
+        becoming(preempt_the_last),
         same,
     ),
     ("time_and_estimates_are_as_told", clocked, nothing, another_time),

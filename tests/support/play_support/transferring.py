@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec.core.block_pool import get_fence
+from blockstep.spec.core.preemption import process_preemption
+from blockstep.spec.core.requests import Frame
+from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.work import Step as Planning
+from blockstep.spec.features.kv_transfer import process_received_behind
+from blockstep.spec.features.kv_transfer.transfers import compute_num_external
 from blockstep.spec.vocabulary import (
     Abort,
     BlockKey,
@@ -36,6 +43,7 @@ from blockstep.spec.vocabulary import (
     Submit,
     TransfersReported,
 )
+from play_support.plants import answering, becoming
 from play_support.play import (
     CONFIG,
     A,
@@ -191,13 +199,20 @@ def short_in_flight() -> Play:
     return play.do(Submit(request("E", 3, 4, max_tokens=2)), Schedule(), Schedule())
 
 
-def holding_nothing(engine: Any) -> None:
-    """Blocks are free at once, whatever frames are in flight."""
-    engine._find_fence = lambda _slot: None
+def preempt_in_flight(rules: Rules, _config: Config) -> Rules:
+    """Whether the blocks of a victim wait for a frame is not looked at."""
+    victims: list[int] = []
 
+    def preempt(step: Planning, victim_index: int) -> str:
+        victims.append(victim_index)
+        name = rules[process_preemption](step, victim_index)
+        victims.pop()
+        return name
 
-def preempting_in_flight(engine: Any) -> None:
-    engine._gains_nothing = lambda _victim: False
+    def find(config: Config, frames: Sequence[Frame], request_id: str) -> int | None:
+        return rules[get_fence](config, frames, request_id) if victims else None
+
+    return rules.replacing(process_preemption, preempt).replacing(get_fence, find)
 
 
 def waiting_for_no_frame(step: Step) -> Step:
@@ -227,11 +242,6 @@ def loading_for_nobody(step: Step) -> Step:
     return observed(step, kv_loads=(KVLoad("C", ((1,),), 0, 2),))
 
 
-def asking_for_less(engine: Any) -> None:
-    """A token that the store has is computed."""
-    engine.transfers.find_load = lambda *_: (1, False)
-
-
 def loaded_at_once(step: Step) -> Step:
     (load,) = step.plan.kv_loads
     return observed(step, kv_loads=(replace(load, is_async=False),))
@@ -259,10 +269,6 @@ def preempted_before(step: Step) -> Step:
     return changed(step, "A", num_preemptions=1)
 
 
-def leaving_it_behind(engine: Any) -> None:
-    engine._admit_behind = lambda *_: None
-
-
 WAITING_FOR_NO_FRAME: Case = (
     "deferred_free_ends_with_the_answer_to_its_frame",
     deferred_and_reported,
@@ -270,7 +276,7 @@ WAITING_FOR_NO_FRAME: Case = (
     waiting_for_no_frame,
 )
 ALONE: list[Case] = [
-    ("load_is_what_the_store_offers", loaded, asking_for_less, same),
+    ("load_is_what_the_store_offers", loaded, answering(compute_num_external, by=1), same),
     ("parked_request_is_what_its_load_says", parked, nothing, preempted_before),
     ("what_may_not_have_come_is_nobody_elses", loaded, nothing, published_at_once),
     (
@@ -287,10 +293,10 @@ ALONE: list[Case] = [
     (
         "block_of_a_frame_in_flight_is_free_behind_its_answer",
         deferred,
-        holding_nothing,
+        answering(get_fence, by=None),
         same,
     ),
-    ("preempted_request_has_no_row_in_flight", short_in_flight, preempting_in_flight, same),
+    ("preempted_request_has_no_row_in_flight", short_in_flight, becoming(preempt_in_flight), same),
     ("report_changes_only_what_it_is_about", reported_again, nothing, preempted_before),
     (
         "failed_load_counts_no_further_than_it_came",
@@ -307,7 +313,7 @@ ALONE: list[Case] = [
     (
         "received_one_is_not_left_behind_a_head_that_does_not_fit",
         stranded,
-        leaving_it_behind,
+        answering(process_received_behind, by=None),
         same,
     ),
 ]
