@@ -1,8 +1,7 @@
 """All laws, by theme.
 
 The amounts of tokens and blocks come first, then block ownership, whole steps and output. A law
-about the host engine is next to the law about the specification that says the same; `host` has the
-others.
+about the engine is next to the law about the specification that says the same.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from blockstep.conformance.prove.laws import (
     forks,
     grammars,
     groups,
-    host,
     output,
     pins,
     pool,
@@ -44,7 +42,7 @@ _AMOUNTS = (
 )
 _BLOCKS_AND_STEPS = (
     *(pool, pins, forks, preemption, step, admission, adapters),
-    *(sessions, transfers, tiers, output, host),
+    *(sessions, transfers, tiers, output),
 )
 ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(

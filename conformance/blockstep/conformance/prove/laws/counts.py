@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import Tokens, build_config, build_request, build_runner
-from blockstep.conformance.prove.hosts import build_host
+from blockstep.conformance.prove.harness import Tokens, build_config, build_runner
+from blockstep.conformance.prove.hosts import PLANNING, build_host
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec.core.async_ import is_past_max_tokens
 from blockstep.spec.core.token_budget import compute_share
@@ -168,11 +168,11 @@ def check_admission_and_running_count_alike(
     assert whole == (due if due <= budget else 0)
 
 
-# The host engine.
+# The engine.
 
 
 @ROOM.law("P9 P15", (20, 4, 2, 8, 6, 100))
-def check_host_counts_the_tokens_of_a_runner_as_the_specification_does(
+def check_engine_counts_the_tokens_of_a_runner_as_the_specification_does(
     num_known: int,
     num_computed: int,
     num_drafts: int,
@@ -180,31 +180,15 @@ def check_host_counts_the_tokens_of_a_runner_as_the_specification_does(
     budget: int,
     max_model_len: int,
 ) -> None:
-    """The host has a shortcut for a plain decode, and the model length replaces a threshold of
-    zero.
-    """
+    """The model length replaces a threshold of zero in the engine's arrays."""
     assert 1 <= num_known < max_model_len <= MAX_INT and 0 <= num_computed and 0 <= num_drafts
-    assert 0 <= threshold <= MAX_INT and 1 <= budget
-    config = build_config(max_model_len=max_model_len, long_prefill_token_threshold=threshold)
+    assert 0 <= threshold <= MAX_INT and 1 <= budget <= MAX_INT
+    config = build_config(
+        max_model_len=max_model_len,
+        long_prefill_token_threshold=threshold,
+        max_num_batched_tokens=budget,
+    )
     request = replace(build_runner("a", num_known, num_computed), spec_token_ids=Tokens(num_drafts))
     host = build_host(config, request)
     due = compute_share(num_known + num_drafts, num_computed, threshold, budget, max_model_len - 1)
-    assert max(host._tokens_to_run(0, budget), 0) == max(due, 0)
-
-
-@ROOM.law("P9 P15", (40, 16, 8, 20, 1))
-def check_host_admits_as_many_tokens(
-    num_known: int, num_hit: int, threshold: int, budget: int, is_chunked: bool
-) -> None:
-    """The host admits the tokens after the hit within threshold and budget, or all without
-    chunking.
-    """
-    assert 0 <= num_hit < num_known < 8192 and 0 <= threshold <= MAX_INT and 1 <= budget
-    config = build_config(
-        long_prefill_token_threshold=threshold,
-        enable_chunked_prefill=bool(is_chunked),
-        max_num_batched_tokens=8192,
-    )
-    host = build_host(config, build_request("a", num_known))
-    due = compute_share(num_known, num_hit, threshold, budget, num_known, not is_chunked)
-    assert host._tokens_to_admit(0, num_hit, budget) == due
+    assert PLANNING._tokens_to_run(host, 0) == due

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove.harness import build_config, build_runner, build_state
-from blockstep.conformance.prove.hosts import build_host
+from blockstep.conformance.prove.hosts import COLUMNS, ENGINE, PLANNING, RESULTS, build_host
 from blockstep.conformance.prove.law import Room, instead
 from blockstep.conformance.prove.laws.slots import surplus_gives_a_negative_count
 from blockstep.spec.core.requests import Frame, FrameRow, RequestState
@@ -173,25 +173,24 @@ def check_accepted_drafts_never_outnumber_scheduled_ones(
     assert after.drafts_accepted <= after.drafts_scheduled
 
 
-# The host engine.
+# The engine.
 
 
-@ROOM.law("P12 P24", (20, 19, 3))
-def check_host_dispatches_as_many_drafts(
-    num_known: int, num_computed: int, num_scheduled: int
-) -> None:
-    """Three drafts are attached to the request."""
-    assert 0 <= num_computed < num_known < 8192 and 1 <= num_scheduled
-    assert num_computed + num_scheduled <= num_known + 3
-    request = replace(build_runner("a", num_known, num_computed), spec_token_ids=(5, 6, 7))
+@ROOM.law("P12 P24", (20, 3))
+def check_engine_dispatches_as_many_drafts(num_known: int, num_scheduled: int) -> None:
+    """Three drafts are attached to the request, for the position after its known tokens."""
+    assert 1 <= num_known < 8000 and 1 <= num_scheduled <= 4
+    request = replace(build_runner("a", num_known, num_known - 1), spec_token_ids=(5, 6, 7))
     host = build_host(build_config(num_speculative_tokens=3), request)
-    drafts = host._take_drafts(0, num_scheduled)
-    assert drafts == (5, 6, 7)[: compute_num_drafts(num_computed, num_scheduled, num_known)]
-    assert host.table.spec_token_ids[0] == ()
+    host.requests[0, COLUMNS.QUIET] = 8192  # its row takes and publishes no block
+    PLANNING._run_row(host, 0, num_scheduled, 0)
+    due = compute_num_drafts(num_known - 1, num_scheduled, num_known)
+    assert host.lines[0, COLUMNS.ROW_DRAFTS] == due
+    assert host.requests[0, COLUMNS.NUM_DRAFTS] == 0
 
 
 @ROOM.law("P14", (20, 3, 1, 1))
-def check_host_takes_back_as_much(
+def check_engine_takes_back_as_much(
     num_known: int, num_drafts: int, num_accepted: int, is_running: bool
 ) -> None:
     """A running request is rolled back; a preempted one has no computed tokens."""
@@ -200,16 +199,16 @@ def check_host_takes_back_as_much(
     if not is_running:
         request = replace(request, status=Status.WAITING, num_computed_tokens=0)
     host = build_host(build_config(num_speculative_tokens=3), request)
-    host._roll_back(0, (5, 6, 7)[:num_drafts], (5, 6, 7, 8)[: num_accepted + 1])
+    RESULTS._roll_back(host, 0, num_drafts, num_accepted + 1)
     due = get_rolled_back(request, num_drafts, num_accepted + 1)
-    assert host.table.num_computed[0] == due.num_computed_tokens
+    assert host.requests[0, COLUMNS.NUM_COMPUTED] == due.num_computed_tokens
 
 
 @ROOM.law("P24", (20, 19, 0, 0))
-def check_host_takes_drafts_without_a_look_at_the_frames(
+def check_engine_takes_drafts_without_a_look_at_the_frames(
     num_known: int, num_computed: int, is_in_flight: bool, is_prefill_chunk: bool
 ) -> None:
-    """The host looks at the chunk flag and the computed tokens, which a row in flight has set."""
+    """It looks at the chunk flag and the computed tokens, which a row in flight has set."""
     assert 1 <= num_known < 8000 and 0 <= num_computed <= num_known
     assert not is_in_flight or is_prefill_chunk == (num_computed < num_known)
     request = replace(
@@ -220,4 +219,4 @@ def check_host_takes_drafts_without_a_look_at_the_frames(
     if is_in_flight:
         state = replace(state, frames=(Frame(0, (FrameRow("a", (), not is_prefill_chunk),)),))
     host = build_host(config, request)
-    assert bool(host._may_draft(0)) == can_take_drafts(state, request)
+    assert ENGINE._may_draft(host.requests.values[0]) == can_take_drafts(state, request)

@@ -8,9 +8,10 @@ Tokens are symbolic where a rule reads them.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.hosts import HOST
+from blockstep.conformance.prove.hosts import RESULTS, build_host
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.endings import Stop, compute_stop, get_extended
@@ -158,19 +159,49 @@ def check_block_that_an_output_completes_names_every_item_in_it(
     assert keys[1].items == (("x", offset - 4), ("y", next_offset - 4))
 
 
-# The host engine.
+# The engine.
 
 
 @ROOM.law("P13", (5, 3, 3, 5, 100))
-def check_host_ends_a_request_for_its_length_at_the_same_token(
+def check_engine_ends_a_request_for_its_length_at_the_same_token(
     num_prompt: int, num_outputs: int, max_tokens: int, min_tokens: int, max_model_len: int
 ) -> None:
-    """The host has one bound, computed at submission, instead of two."""
+    """It has one bound instead of two."""
     assert 1 <= num_prompt < max_model_len <= 8192 and 1 <= num_outputs <= max_tokens <= 8192
     assert 0 <= min_tokens and num_prompt + num_outputs <= max_model_len
     request = h.build_request("a", num_prompt, num_outputs, max_tokens, min_tokens=min_tokens)
-    host = HOST(h.build_config(block_size=8192, max_model_len=max_model_len))
-    host._submit(request.request)
-    host.table.num_known[0] = num_prompt + num_outputs
+    host = build_host(h.build_config(max_model_len=max_model_len), request)
     due = compute_stop(request, request.output_token_ids, request.num_known_tokens, max_model_len)
-    assert host._stop_verdict(0, 1) == due
+    assert judge(host, 1) == due
+
+
+@ROOM.law("P13", (7, 7, 9, 3, 2, 5))
+def check_engine_ends_a_request_for_its_text_at_the_same_token(
+    last: int, eos: int, stop: int, num_outputs: int, min_tokens: int, max_tokens: int
+) -> None:
+    """It looks for such tokens only where a request has some."""
+    assert 0 <= last and 0 <= eos and 0 <= stop and 0 <= min_tokens
+    assert 1 <= num_outputs <= max_tokens < 8000
+    request = h.build_request(
+        "a",
+        1,
+        num_outputs,
+        max_tokens=max_tokens,
+        eos_token_id=eos,
+        stop_token_ids=(stop,),
+        min_tokens=min_tokens,
+    )
+    host = build_host(h.build_config(), request)
+    due = compute_stop(request, h.Tokens(num_outputs, last), 1 + num_outputs, 8192)
+    assert judge(host, last) == due
+
+
+def judge(host: Any, token: int) -> Stop:
+    """Return what the engine decides about the last token of request 0, as `compute_stop` does."""
+    verdict = RESULTS._judge(host, 0, token)
+    if verdict == RESULTS.BY_LENGTH:
+        return v.FinishReason.LENGTH, None
+    if verdict == RESULTS.BY_EOS:
+        return v.FinishReason.STOP, None
+    is_stop_token = verdict == RESULTS.BY_STOP_TOKEN
+    return (v.FinishReason.STOP, token) if is_stop_token else (None, None)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.hosts import BLOCKS, COLUMNS, build_host
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec.core.block_pool import (
     Pool,
@@ -181,3 +182,35 @@ def check_preemption_withdraws_exactly_the_keys_that_nobody_will_write(
     assert find_block(pool, h.key_of(2)) == (2 if num_computed >= block_size else None)
     assert find_block(pool, h.key_of(3)) is None
     assert pool.free_queue == (*QUEUE, 3, *((2,) if second == 1 else ()))
+
+
+# The engine.
+
+
+@ROOM.law("P1 P16", (1, 2, 1, 2))
+def check_ring_of_the_engine_is_the_free_queue(
+    first: int, second: int, third: int, num_taken: int
+) -> None:
+    """After a table is freed, a block touched and some taken, order and counts are equal."""
+    assert 1 <= first and 1 <= second and 1 <= third and 0 <= num_taken <= 2
+    host = build_host(h.build_config())
+    BLOCKS.touch_list(host, (1, 2, 3))
+    pool = h.build_pool((0, first, second, third, 0, 0), (4, 5), published=())
+    for block, count in ((1, first), (2, second), (3, third)):
+        host.blocks[block, COLUMNS.REF_COUNT] = count
+    BLOCKS.free_list(host, (1, 2, 3))
+    pool = free_blocks(pool, (1, 2, 3))
+    BLOCKS.touch_list(host, (5, 2))
+    pool = touch_blocks(pool, (5, 2))
+    num_taken = min(num_taken, len(pool.free_queue))
+    taken = [BLOCKS.take_block(host) for _ in range(num_taken)]
+    pool, due = allocate_blocks(pool, num_taken)
+    assert tuple(taken) == due
+    ring, block = [], host.blocks[0, COLUMNS.NEXT_FREE]
+    while block != 0:
+        ring.append(block)
+        block = host.blocks[block, COLUMNS.NEXT_FREE]
+    assert tuple(ring) == pool.free_queue
+    assert host.scalars[COLUMNS.NUM_FREE] == len(pool.free_queue)
+    counts = [host.blocks[block, COLUMNS.REF_COUNT] for block in range(6)]
+    assert tuple(counts) == pool.ref_counts

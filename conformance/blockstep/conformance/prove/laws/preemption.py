@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.hosts import build_host
+from blockstep.conformance.prove.hosts import PLANNING, build_host
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec.core.preemption import get_preempted, process_preemption
 from blockstep.spec.core.queues import get_rank, process_prepend, select_queue, select_victim
@@ -188,11 +188,11 @@ def check_preempted_request_keeps_its_tokens_and_what_is_in_flight_and_nothing_e
     assert after.status is Status.PREEMPTED
 
 
-# The host engine.
+# The engine.
 
 
 @ROOM.law("P10 P16", (1, 5, 1, 5))
-def check_host_preempts_the_same_request(
+def check_engine_preempts_the_same_request(
     priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
 ) -> None:
     """This includes requests of equal priority and arrival."""
@@ -200,4 +200,4 @@ def check_host_preempts_the_same_request(
     requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b))
     host = build_host(h.build_config(policy=Policy.PRIORITY), *requests.values())
     due = select_victim(Policy.PRIORITY, ["a", "b"], requests)
-    assert host._select_victim() == due
+    assert PLANNING._select_victim(host) == due

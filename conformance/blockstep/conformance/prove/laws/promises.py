@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.hosts import build_host
+from blockstep.conformance.prove.hosts import PLANNING, build_host
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec.core.async_ import (
     get_fulfilled,
@@ -26,7 +26,7 @@ from blockstep.spec.core.speculation import get_rolled_back
 from blockstep.spec.core.token_budget import compute_share
 from blockstep.spec.core.work import Step
 from blockstep.spec.releases.drafts import placeholders_outlive_a_gap as gap_rule
-from blockstep.spec.vocabulary import Config, SpecMethod, Status
+from blockstep.spec.vocabulary import MAX_INT, Config, SpecMethod, Status
 
 ROOM = Room("promises")
 
@@ -193,24 +193,23 @@ def check_row_of_a_resumed_request_samples_exactly_when_its_known_tokens_are_com
         assert row.samples == (after.requests["a"].num_computed_tokens >= num_known)
 
 
-# The host engine.
+# The engine.
 
 
 @ROOM.law("P12 P15", (5, 2, 2, 8, 4))
-def check_host_counts_promised_tokens_as_the_specification_does(
+def check_engine_counts_promised_tokens_as_the_specification_does(
     num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int, budget: int
 ) -> None:
-    """The host relies on the invariant that a request with placeholders is computed but for one
-    token.
-    """
+    """A request with placeholders is computed but for one token."""
     assert 1 <= num_prompt and 0 <= num_outputs < max_tokens and 0 <= num_placeholders
-    assert num_prompt + max_tokens + num_placeholders < 8000 and 1 <= budget
+    assert num_prompt + max_tokens + num_placeholders < 8000 and 1 <= budget <= MAX_INT
     request = build_promised(
         num_prompt, num_placeholders, num_outputs=num_outputs, max_tokens=max_tokens
     )
-    host = build_host(h.build_config(max_frames_in_flight=3), request)
+    config = h.build_config(max_frames_in_flight=3, max_num_batched_tokens=budget)
+    host = build_host(config, request)
     num_computed = request.num_computed_tokens
     num_with_spec = num_prompt + num_outputs + num_placeholders + len(DRAFTS)
     is_past = is_past_max_tokens(num_computed, num_placeholders, num_prompt, max_tokens)
     due = compute_share(num_with_spec, num_computed, 0, budget, 8191)
-    assert host._tokens_to_run(0, budget) == (0 if is_past else due)
+    assert PLANNING._tokens_to_run(host, 0) == (0 if is_past else due)

@@ -8,7 +8,7 @@ Block sizes are symbolic, so the laws hold for every block size.
 from __future__ import annotations
 
 from blockstep.conformance.prove.harness import Tokens, build_config, build_runner
-from blockstep.conformance.prove.hosts import build_host
+from blockstep.conformance.prove.hosts import COLUMNS, GROUPS, build_host
 from blockstep.conformance.prove.law import Room, instead
 from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.core.slots import (
@@ -166,11 +166,11 @@ def check_accepted_request_alone_in_the_pool_always_gets_its_blocks(
     assert not accepted or needed <= num_blocks - 1
 
 
-# The host engine.
+# The engine.
 
 
 @ROOM.law("P8 P9", (20, 15, 16, 100))
-def check_host_needs_as_many_blocks_for_a_runner(
+def check_engine_needs_as_many_blocks_for_a_runner(
     num_computed: int, num_new: int, block_size: int, max_model_len: int
 ) -> None:
     """The request holds two blocks; there are two lookahead slots."""
@@ -179,31 +179,25 @@ def check_host_needs_as_many_blocks_for_a_runner(
     config = build_config(block_size, max_model_len, num_speculative_tokens=2)
     host = build_host(config, build_runner("a", 1, num_computed, (1, 2)))
     num_slots = compute_num_slots(num_computed, num_new, 2, max_model_len)
-    needed = host._blocks_needed(0, num_new)
-    assert needed == compute_num_new_blocks(num_slots, block_size, 2)
+    due = compute_num_new_blocks(num_slots, block_size, 2)
+    assert GROUPS.count_needed(host, 0, num_new) == due
 
 
-@ROOM.law("P8", (40, 1, 16, 100))
-def check_host_needs_as_many_blocks_for_a_newcomer(
-    num_tokens: int, num_hits: int, block_size: int, max_model_len: int
+@ROOM.law("P8", (40, 1, 16))
+def check_engine_needs_as_many_blocks_for_a_newcomer(
+    num_tokens: int, num_hits: int, block_size: int
 ) -> None:
-    """The hit blocks are not counted, and there is no lookahead."""
-    assert 1 <= block_size <= MAX_INT and 2 <= max_model_len <= MAX_INT
-    assert 1 <= num_tokens and 0 <= num_hits
-    host = build_host(build_config(block_size, max_model_len))
-    num_slots = compute_num_slots(0, num_tokens, 0, max_model_len)
-    needed = host._blocks_to_admit(num_tokens, num_hits)
-    assert needed == compute_num_new_blocks(num_slots, block_size, num_hits)
+    """The blocks of its hit are as good as held."""
+    assert 1 <= block_size <= MAX_INT and 1 <= num_tokens and 0 <= num_hits
+    host = build_host(build_config(block_size))
+    needed = GROUPS.count_missing(host, 0, num_hits, 0, num_tokens, num_tokens, 0)
+    assert needed == compute_num_new_blocks(num_tokens, block_size, num_hits)
 
 
-@ROOM.law("P11", (10, 20, 100, 16))
-def check_host_refuses_the_same_requests_for_their_size(
-    num_prompt: int, max_tokens: int, max_model_len: int, block_size: int
-) -> None:
-    """The config has three drafts, with lookahead."""
-    assert 1 <= num_prompt < max_model_len <= MAX_INT and 1 <= max_tokens
-    assert 1 <= block_size <= MAX_INT
-    host = build_host(build_config(block_size, max_model_len, num_speculative_tokens=3))
-    most = host._most_blocks(Request("a", Tokens(num_prompt), max_tokens=max_tokens))
-    num_slots = compute_max_slots(num_prompt, max_tokens, 3, 3, max_model_len)
+@ROOM.law("P11", (40, 16))
+def check_engine_refuses_the_same_requests_for_their_size(num_slots: int, block_size: int) -> None:
+    """A request holds the blocks of all its slots at once."""
+    assert 1 <= num_slots <= MAX_INT and 1 <= block_size <= MAX_INT
+    host = build_host(build_config(block_size))
+    most = COLUMNS.count_most_blocks(host.groups, num_slots, 0)
     assert most == compute_num_blocks(num_slots, block_size)

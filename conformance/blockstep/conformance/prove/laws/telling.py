@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.conformance.prove.hosts import LINEAGE, LOG
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core import block_pool as pools
@@ -134,18 +133,6 @@ def check_each_block_that_is_there_is_told_once_in_order(
     assert [key for event in told for key in event.keys] == [
         KEYS[2 * index + 1].in_group(1) for index, block_id in enumerate(fresh, first) if block_id
     ]
-
-
-@ROOM.law("P20", (1, 1, 0, 1, 2), is_slow=True)
-def check_host_tells_the_same(first: int, is_1: int, is_2: int, is_3: int, size: int) -> None:
-    """The host computes the keys by itself."""
-    assert 0 <= first <= 1 and 1 <= size <= 2
-    assert 0 <= is_1 <= 1 and 0 <= is_2 <= 1 and 0 <= is_3 <= 1
-    fresh = list_blocks(is_1, is_2, is_3)
-    log, lineage = LOG(1), LINEAGE(ASKED, 1, None)
-    there = [index for index, block_id in enumerate(fresh, first) if block_id]
-    log.stored(lineage, there, 1, size)
-    assert log.take() == get_stored(build_grouped(size), REQUEST, 1, fresh, first)
 
 
 # Blocks that are no longer cached.
