@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from blockstep.impl.digests import SHA256, name_blocks
+from blockstep.impl.digests import name_blocks
 from blockstep.impl.tiers import Link
 from blockstep.impl.tiers.order import Move, TierOrder
 from blockstep.spec.vocabulary import (
@@ -122,7 +122,7 @@ class Tiers:
 
     def _name(self, request: Request, tokens: TokenIds) -> list[bytes]:
         like = replace(request, prompt_token_ids=tokens)
-        return name_blocks(like, self.block_size, SHA256)
+        return name_blocks(like, self.block_size)
 
     def _keep(self, names: list[bytes], now: float) -> float:
         return self._move(self._order.keep(names, 0), now)

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("target", choices=("spec", "host", "compiled", "judges"))
+    parser.add_argument("target", choices=("spec", "host", "judges"))
     parser.add_argument("--only", action="append", default=[], help="modules beginning so")
     parser.add_argument("--sample", type=int, help="this number of mutants, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)

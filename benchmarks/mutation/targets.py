@@ -1,6 +1,6 @@
 """Targets: the mutated parts of the project, and the trials that should notice the mutants.
 
-The specification is held to its tests, to laws and to lock-step with the host engine; an engine to
+The specification is held to its tests, to laws and to lock-step with our engine; the engine to
 its tests and to lock-step; the property checks to their tests and to seeded bugs.
 """
 
@@ -23,15 +23,9 @@ _FEATURES = (
     *("groups transfers", "events", "groups events", "groups", "groups sessions"),
     *("adapters masks sessions encoder", ""),
 )
-_OLD = "blockstep.impl.host:HostEngine"
 _HOST: tuple[Stage, ...] = (
-    (_OLD, "tiny", 2_000),
-    *((_OLD, f"small {features}".strip(), 2_000) for features in _FEATURES),
-)
-
-_COMPILED: tuple[Stage, ...] = (
-    ("compiled", "tiny", 1_000),
-    *(("compiled", f"small {features}".strip(), 2_000) for features in _FEATURES),
+    ("host", "tiny", 2_000),
+    *(("host", f"small {features}".strip(), 2_000) for features in _FEATURES),
 )
 
 
@@ -71,22 +65,15 @@ TARGETS: Mapping[str, Target] = {
         has_laws=True,
     ),
     "host": Target(
-        "the host engine and the code that the engines share",
+        "the engine, run as the Python that it is, and the code that engines share",
         "impl/blockstep",
         (
-            *("impl/host/", "impl/tiers/order.py", "impl/refusals.py", "impl/arrays.py"),
+            *("impl/compiled/", "impl/tiers/order.py", "impl/refusals.py", "impl/arrays.py"),
             *("impl/encoder.py", "impl/grammars.py", "impl/chunks.py"),
         ),
-        ("tests/spec", "tests/impl", "tests/impl/host", "tests/impl/tiers"),
-        stages=_HOST,
-    ),
-    "compiled": Target(
-        "the compiled engine, run as the Python that it is",
-        "impl/blockstep",
-        ("impl/compiled/",),
-        ("tests/impl/compiled", "tests/impl/test_arrays.py"),
+        ("tests/spec", "tests/impl", "tests/impl/compiled", "tests/impl/tiers"),
         {"impl/compiled/jit.py": "it hands functions to a compiler, and there is none here"},
-        _COMPILED,
+        _HOST,
     ),
     "judges": Target(
         "the property checks, the witness worker and the lock-step",

@@ -74,7 +74,7 @@ def test_an_engine_follows_as_far_as_it_can_and_says_why_not_further() -> None:
         oracle.apply(StreamingUpdate(Request("B", (2,))))
         Oracle(replace(CONFIG, max_loras=1))
     first, second = found
-    assert [*first.engines] == [*second.engines] == ["host", "compiled"]
+    assert [*first.engines] == [*second.engines] == ["host"]
     assert all("sessions is needed for Submit" in why for why in first.declined.values())
     assert all("no cap on adapters" in why for why in second.declined.values())
 

@@ -31,8 +31,8 @@ from blockstep.spec.vocabulary import (
 )
 
 ENGINES: Mapping[str, EngineFactory] = {
+    "host": CompiledEngine,
     "plain": PlainEngine,
-    "compiled": CompiledEngine,
     "device": DeviceEngine,
 }
 

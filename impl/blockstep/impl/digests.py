@@ -5,56 +5,13 @@ from __future__ import annotations
 import hashlib
 import struct
 import sys
-import zlib
 from array import array
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from blockstep.impl.names import list_extras
 from blockstep.spec.vocabulary import Request, RequestId, TokenIds
 
-
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """A function from bytes to a digest.
-
-    With a cryptographic function, equal digests mean equal contents. With any other, each block
-    with an equal digest is compared with the content looked up (P3, P6).
-    """
-
-    name: str
-    cryptographic: bool
-    function: Callable[[bytes], bytes]
-    """The function; it returns at most 255 bytes, and always the same number."""
-
-
-def _sha256(message: bytes) -> bytes:
-    return hashlib.sha256(message).digest()
-
-
-def _crc32(message: bytes) -> bytes:
-    return zlib.crc32(message).to_bytes(4, "little")
-
-
-SHA256: Final = Digest("sha256", cryptographic=True, function=_sha256)
-CRC32: Final = Digest("crc32", cryptographic=False, function=_crc32)
 LENGTHS: Final = [bytes((length,)) for length in range(256)]
-DIGESTS: Final[Mapping[str, Digest]] = {digest.name: digest for digest in (SHA256, CRC32)}
-
-
-def find_digest(digest: str | Digest) -> Digest:
-    """Return the digest of this name, or the one given.
-
-    Raises:
-        ValueError: no digest has this name.
-    """
-    if isinstance(digest, Digest):
-        return digest
-    if digest not in DIGESTS:
-        known = ", ".join(DIGESTS)
-        raise ValueError(f"digest = {digest!r}: must be a known name; use one of {known}")
-    return DIGESTS[digest]
 
 
 def pack_tokens(token_ids: array[int]) -> bytes:
@@ -105,14 +62,15 @@ def chain_message(parent: bytes, packed_tokens: bytes, packed_extras: bytes) -> 
     return LENGTHS[len(parent)] + parent + packed_tokens + packed_extras
 
 
-def name_blocks(request: Request, block_size: int, digest: Digest) -> list[bytes]:
-    """Return the digests of the full blocks of a request's prompt, each chained to the one before
-    it."""
+def name_blocks(request: Request, block_size: int) -> list[bytes]:
+    """Return the SHA-256 of the full blocks of a request's prompt, each chained to the one before
+    it: equal names mean equal contents (P3, P6)."""
     tokens, names, size = array("i", request.prompt_token_ids), list[bytes](), block_size
     packed, parent = pack_tokens(tokens), b""
     full = len(tokens) // size
     for index, extras in enumerate(list_extras(request, size, full)):
         of_block = packed[4 * size * index : 4 * size * (index + 1)]
-        parent = digest.function(chain_message(parent, of_block, pack_extras(*extras)))
+        message = chain_message(parent, of_block, pack_extras(*extras))
+        parent = hashlib.sha256(message).digest()
         names.append(parent)
     return names

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-from blockstep.impl.digests import SHA256, name_blocks
+from blockstep.impl.digests import name_blocks
 from blockstep.impl.engine.batch import Batch
 from blockstep.impl.engine.moves import Jobs, Mover
 from blockstep.impl.engine.store import BlockKV, BlockName, KVStore, StoreError
@@ -201,7 +201,7 @@ class Connector:
         if adapter is not None:
             adapter = f"{adapter} {self._adapters[adapter]}"
         like = replace(request, prompt_token_ids=tokens, adapter=adapter)
-        digests = name_blocks(like, self._block_size, SHA256)
+        digests = name_blocks(like, self._block_size)
         return [self._identity + digest for digest in digests]
 
     # For the worker.
