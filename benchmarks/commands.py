@@ -166,7 +166,7 @@ def make_history(column: Column, folder: Path) -> dict[str, str]:
         good, bad = column.commits
         return {"REPOSITORY": column.path, "GOOD": good, "BAD": bad, "ENGINE": column.engine}
     module, _, base = column.engine.partition(":")
-    source = "from blockstep.impl.compiled import CompiledEngine as Host\n"
+    source = "from blockstep.impl.host import HostEngine as Host\n"
     if base:
         source = (SUPPORT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
     repository = folder / "repository"

@@ -7,7 +7,7 @@
 Each step commits a token of every running request and plans the next step: all run, all decode; a
 sixteenth of them fills a block in each. On the device it is one launch of `loop_kernel`; graphs of
 sixteen are timed from one event behind a replay to the next, so that no host is waited for. Without
-a GPU that is left out, and said. On the host it is a plan and a commit of the compiled engine, and,
+a GPU that is left out, and said. On the host it is a plan and a commit of the host engine, and,
 by a Python that can import vLLM (`make vllm`), `schedule` and `update_from_output` of its
 scheduler: processor time on this machine, bare of what builds and reads their arguments. `--count`
 runs the device's steps by numpy, and counts what a GPU would load and store: instructions,
@@ -50,7 +50,7 @@ WARM = 20
 IN_GRAPH = 16
 """Steps of a graph: as many as a block has tokens, so each replay fills a block of each request."""
 VOCABULARY = 30_000
-HOSTS = ("compiled", "vllm")
+HOSTS = ("host", "vllm")
 
 
 class Counting(Memory):
@@ -355,7 +355,7 @@ def measure(running: int, options: argparse.Namespace, has_gpu: bool) -> dict[st
     made = {"device": tell(replay(running, options.replays))} if has_gpu else {}
     if options.no_host:
         return made
-    made["compiled"] = tell(step_host("compiled", running, options.replays))
+    made["host"] = tell(step_host("host", running, options.replays))
     if options.vllm:
         made["vllm"] = step_apart(options.vllm, "vllm", running, options.replays)
     return made

@@ -1,4 +1,4 @@
-"""Measures what features cost a decode step of the compiled engine.
+"""Measures what features cost a decode step of the host engine.
 
     python -m benchmarks.features [-n 8 -n 64 -n 1024] [--steps 200]
 
@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from blockstep.conformance.bench.measure import garbage_collection
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Ack,
     Commit,
@@ -60,9 +60,7 @@ FEATURES: Final[Mapping[str, Mapping[str, Any]]] = {
 class Side:
     """An engine whose requests all decode."""
 
-    def __init__(
-        self, engine: CompiledEngine, num_running: int, num_steps: int, through: str
-    ) -> None:
+    def __init__(self, engine: HostEngine, num_running: int, num_steps: int, through: str) -> None:
         self.engine = engine
         self.through = through
         for number in range(num_running):
@@ -107,10 +105,10 @@ def make_sides(num_running: int, num_steps: int) -> dict[str, Side]:
         "max_model_len": 256 + num_steps,
     }
     sides = {
-        name: Side(CompiledEngine(Config(**sizes, **fields)), num_running, num_steps, "arrays")
+        name: Side(HostEngine(Config(**sizes, **fields)), num_running, num_steps, "arrays")
         for name, fields in FEATURES.items()
     }
-    engine = CompiledEngine(Config(**sizes))
+    engine = HostEngine(Config(**sizes))
     sides["one group through apply"] = Side(engine, num_running, num_steps, "apply")
     return sides
 

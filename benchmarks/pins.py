@@ -37,7 +37,7 @@ from benchmarks._pages import get_commit, make_table
 from benchmarks._tiers import Tier, Tiers
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START, load
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.impl.serving.estimator import Estimator, FixedRule, ToolTimes, TurnEnd
 from blockstep.impl.tiers import Link, Prefill, SwapSpeeds
 from blockstep.spec.vocabulary import (
@@ -193,7 +193,7 @@ class Run:
     step_ms: float
     token_ms: float
     now: float = 0.0
-    engine: CompiledEngine = field(init=False)
+    engine: HostEngine = field(init=False)
     coming: list[tuple[float, int, Session, int]] = field(default_factory=list)
     """Arrival, tie, session and number of the turns that are to come."""
     live: dict[str, Running] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class Run:
     num_turns: int = 0
 
     def __post_init__(self) -> None:
-        self.engine = CompiledEngine(self.config)
+        self.engine = HostEngine(self.config)
         self.line = self.line[::-1]
 
     def play(self, num_agents: int) -> None:

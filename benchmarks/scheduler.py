@@ -43,7 +43,7 @@ RUN = (
     "import sys; sys.argv[0] = 'blockstep'; "
     "from blockstep.conformance.command.main import main; main()"
 )
-ENGINES = ("compiled", YARDSTICK)
+ENGINES = ("host", YARDSTICK)
 PARTS = {
     "steady": "scheduler --scenario decode --scenario long --scenario async --scenario drafts "
     + 9 * "-n 1 "

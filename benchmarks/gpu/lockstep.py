@@ -5,7 +5,7 @@
 
 Random events go to both engines. Every answer must be equal, and the snapshots after every fourth
 event and at the end of an episode. A kind fixes the feature that is looked at; sizes and the other
-features are drawn for each episode. `specification` holds the compiled engine to the specification
+features are drawn for each episode. `specification` holds the host engine to the specification
 instead, in programs as `blockstep check --preset small` draws them. Exit status: 0 equal, 1 a
 difference or an exception, or too little was reached for that to say anything.
 """
@@ -234,7 +234,7 @@ def play_episodes(kind: str, seed: int, seconds: float) -> tuple[Counter[str], s
 
 
 def check_specification(seed: int, seconds: float) -> tuple[Counter[str], str]:
-    """Hold the compiled engine to the specification; what was reached, and the first finding."""
+    """Hold the host engine to the specification; what was reached, and the first finding."""
     # The lock-step above needs nothing of the tools.
     check = import_module("blockstep.conformance.search.check").check
     options = import_module("blockstep.conformance.search.options").CheckOptions

@@ -68,11 +68,11 @@ TARGETS: Mapping[str, Target] = {
         "the engine, run as the Python that it is, and the code that engines share",
         "impl/blockstep",
         (
-            *("impl/compiled/", "impl/tiers/order.py", "impl/refusals.py", "impl/arrays.py"),
+            *("impl/host/", "impl/tiers/order.py", "impl/refusals.py", "impl/arrays.py"),
             *("impl/encoder.py", "impl/grammars.py", "impl/chunks.py"),
         ),
-        ("tests/spec", "tests/impl", "tests/impl/compiled", "tests/impl/tiers"),
-        {"impl/compiled/jit.py": "it hands functions to a compiler, and there is none here"},
+        ("tests/spec", "tests/impl", "tests/impl/host", "tests/impl/tiers"),
+        {"impl/host/jit.py": "it hands functions to a compiler, and there is none here"},
         _HOST,
     ),
     "judges": Target(

@@ -130,7 +130,7 @@ def open_session(
         return
     quiet = ["-qq", "--no-header", "--no-summary", "-s", "-p", "no:cacheprovider", "--quick"]
     quiet += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # the judges are imported already
-    quiet += ["-W", "ignore:the compiled engine runs as plain Python:RuntimeWarning"]
+    quiet += ["-W", "ignore:the host engine runs as plain Python:RuntimeWarning"]
     session = Session(start)
     code = pytest.main(
         [*quiet, f"--rootdir={HOUSE}", *(str(HOUSE / one) for one in files)], [session]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from benchmarks import engine_host
 
-from blockstep.impl.compiled.jit import IS_COMPILED
 from blockstep.impl.engine.model import Model
+from blockstep.impl.host.jit import IS_COMPILED
 
 
 @pytest.mark.skipif(not IS_COMPILED, reason="times mean nothing without machine code")

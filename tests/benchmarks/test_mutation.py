@@ -61,8 +61,8 @@ def test_each_target_has_modules_mutants_and_tests(name: str) -> None:
 
 
 def test_an_unknown_module_is_refused() -> None:
-    with pytest.raises(LookupError, match=r"compiled/blocks\.py"):
-        read_sources(TARGETS["host"], ["compiled/tool.py"])
+    with pytest.raises(LookupError, match=r"host/blocks\.py"):
+        read_sources(TARGETS["host"], ["host/tool.py"])
 
 
 def test_a_draw_stays_the_same_for_mutants_that_still_exist() -> None:

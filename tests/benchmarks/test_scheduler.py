@@ -109,7 +109,7 @@ def test_a_part_is_one_command_and_says_nothing_of_where_the_trace_lies(
     trace = house / "deep" / "trace.jsonl.gz"
     for part in ("trace", "profile-churn"):
         scheduler.measure_part(part, scheduler.ENGINES, trace)
-    assert seen[0][:5] == ["scheduler", "--engine", "compiled", "--engine", "vllm"]
+    assert seen[0][:5] == ["scheduler", "--engine", "host", "--engine", "vllm"]
     assert "vllm" not in seen[1]
     newest = scheduler.find_newest("trace")
     assert newest is not None

@@ -197,7 +197,7 @@ def test_sides_that_decide_differently_are_not_compared() -> None:
 
 def test_an_engine_is_asked_for_arrays_if_it_has_them() -> None:
     config = SCENARIOS["decode"].get_config(1)
-    assert type(open_side("compiled", config)) is ArraySide
+    assert type(open_side("host", config)) is ArraySide
     assert type(open_side(SIDES[-1], config)) is Side
 
 
@@ -271,9 +271,9 @@ def test_what_is_rehearsed_is_every_way_to_plan() -> None:
 @pytest.mark.parametrize(
     ("engine", "calls"),
     [
-        ("host", {"impl/compiled/engine.py: CompiledEngine.schedule_arrays": 1.0,
-         "impl/compiled/engine.py: CompiledEngine.commit_arrays": 1.0}),
-        (SIDES[-1], {"impl/compiled/engine.py: CompiledEngine.apply": 2.0}),
+        ("host", {"impl/host/engine.py: HostEngine.schedule_arrays": 1.0,
+         "impl/host/engine.py: HostEngine.commit_arrays": 1.0}),
+        (SIDES[-1], {"impl/host/engine.py: HostEngine.apply": 2.0}),
     ],
 )  # fmt: skip
 def test_a_profile_sees_the_steps_and_nothing_else(engine: str, calls: dict[str, float]) -> None:
@@ -311,7 +311,7 @@ def test_command_writes_table_json_and_page(tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.md"
     result = CliRunner().invoke(
         app,
-        ["bench", "scheduler", "--engine", "host", "--engine", "compiled", "--scenario",
+        ["bench", "scheduler", "--engine", "host", "--engine", "spec", "--scenario",
          "decode", "-n", "1", "-n", "3", "-n", "1", "--steps", "3", "--json", str(out),
          "--markdown", str(page)],
     )  # fmt: skip
@@ -320,7 +320,7 @@ def test_command_writes_table_json_and_page(tmp_path: Path) -> None:
     plain = json.loads(out.read_text())
     found = [(entry["num_running"], entry["num_rounds"]) for entry in plain["measurements"]]
     assert found == [(1, 2), (3, 1)]
-    assert "compiled, arrays" in page.read_text()
+    assert "host, arrays" in page.read_text()
 
 
 @pytest.mark.usefixtures("_rehearsed")

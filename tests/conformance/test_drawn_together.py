@@ -12,7 +12,7 @@ from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.program import Answer, Program, Report
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Profile, Quirk
 
@@ -20,7 +20,7 @@ BUDGET = 12_000
 """Events, at most."""
 
 
-class OverlooksReads(CompiledEngine):
+class OverlooksReads(HostEngine):
     """It knows only ended requests as being read: the end of a read that comes in the answer which
     ends its request is overlooked, and the blocks are held for ever."""
 
@@ -39,16 +39,16 @@ def keeps_its_grammar(config: v.Config) -> SpecEngine:
     return SpecEngine(config, Profile("kept", frozenset({Quirk.SESSIONS_KEEP_THEIR_GRAMMAR})))
 
 
-def forgets_the_watermark(config: v.Config) -> CompiledEngine:
+def forgets_the_watermark(config: v.Config) -> HostEngine:
     """Beside a store an admission leaves no free blocks to those that run."""
     watermark = 0 if config.kv_connector else config.watermark_blocks
-    return CompiledEngine(replace(config, watermark_blocks=watermark))
+    return HostEngine(replace(config, watermark_blocks=watermark))
 
 
-def takes_the_oldest_block(config: v.Config) -> CompiledEngine:
+def takes_the_oldest_block(config: v.Config) -> HostEngine:
     """Beside an encoder or pins the pool gives what was freed first, whatever the config says."""
     is_beside = config.encoder_cache_size > 0 or config.has_pins
-    return CompiledEngine(replace(config, pool_order=v.PoolOrder.LRU) if is_beside else config)
+    return HostEngine(replace(config, pool_order=v.PoolOrder.LRU) if is_beside else config)
 
 
 PLANTED: dict[str, tuple[EngineFactory, tuple[str, ...]]] = {

@@ -188,12 +188,11 @@ def test_counts_are_those_committed_and_every_property_holds(name: str) -> None:
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("engine", ["host", "compiled"])
 @pytest.mark.parametrize(
     "name", ["loop", "equals", "endings", "whole", "seats", "shared", "embeds"]
 )
-def test_our_engines_agree_on_every_event_in_every_state(name: str, engine: str) -> None:
-    walked = walk(Task(WORLDS[name], properties=False, engine=engine))
+def test_our_engine_agrees_on_every_event_in_every_state(name: str) -> None:
+    walked = walk(Task(WORLDS[name], properties=False, engine="host"))
     assert walked.is_complete
     assert walked.found == ()
     assert walked.counts == WORLDS[name].expected

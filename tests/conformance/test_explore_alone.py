@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import Capability
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 
 TOYS = ("foreign_support.toys:PlainToy", "foreign_support.toys:AbortingToy")
 
@@ -35,7 +35,7 @@ class Waits(AbortingToy):
         return plan
 
 
-class NoAborts(CompiledEngine):
+class NoAborts(HostEngine):
     def capabilities(self) -> frozenset[str]:
         return super().capabilities() - {Capability.ABORT}
 

@@ -18,7 +18,7 @@ from blockstep.conformance.draw.workloads import Follows, Workload, WorkloadForm
 from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.recorded.pace import REPLAY_PRESETS
 from blockstep.conformance.recorded.replay import replay
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIG = REPLAY_PRESETS[WorkloadFormat.AZURE].config
@@ -248,7 +248,7 @@ def read(folder: Path, text: str, **options: Any) -> Workload:
 def count(workload: Workload) -> tuple[int, int, int, int]:
     """Requests, prompt tokens, output tokens and prompt tokens hit, of a replay."""
     config = replace(CONFIG, num_blocks=1000)
-    report = replay(workload, config, CompiledEngine, follows=workload.follows)
+    report = replay(workload, config, HostEngine, follows=workload.follows)
     assert report.finding is None
     assert report.requests_finished == len(workload)
     return (
@@ -449,7 +449,7 @@ def test_a_published_file_of_sharegpt_hits_as_counted_by_ids_alone() -> None:
             hits += 16
         seen.update(blocks)
     config = replace(CONFIG, num_blocks=40_000)
-    report = replay(load(path), config, CompiledEngine)
+    report = replay(load(path), config, HostEngine)
     counted = (report.requests_finished, report.tokens_prefix_hit, report.tokens_prompt)
     assert counted == (300, hits, 258_691)
     assert hits == 20_448

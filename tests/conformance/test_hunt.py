@@ -51,7 +51,7 @@ from blockstep.conformance.search.found import Defect, HuntResult, gather
 from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.wrapped import hide_state, unwrapped
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import (
@@ -933,7 +933,7 @@ def test_a_hunt_takes_jobs_and_says_the_same() -> None:
 def test_a_hunt_says_how_many_plans_an_engine_has_in_flight(
     equivalence: Equivalence | None,
 ) -> None:
-    class HasTwo(CompiledEngine):
+    class HasTwo(HostEngine):
         traits = EngineTraits(equivalence=equivalence, fit_config=fit_two)
 
     result = hunt(CheckOptions(max_events=50), call_here(HasTwo))

@@ -24,7 +24,7 @@ from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.search import episodes
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core import prefix_cache as prefix
 from blockstep.spec.core import slots
@@ -113,7 +113,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[str]]:
     return play
 
 
-@pytest.mark.parametrize("engine", [SpecEngine, Shown, Hidden, CompiledEngine])
+@pytest.mark.parametrize("engine", [SpecEngine, Shown, Hidden, HostEngine])
 @pytest.mark.parametrize("groups", MIXES)
 def test_nobody_right_is_accused(play: Any, groups: Groups, engine: EngineFactory) -> None:
     assert [*play(groups, engine, seed=1, count=8)] == []
@@ -121,7 +121,7 @@ def test_nobody_right_is_accused(play: Any, groups: Groups, engine: EngineFactor
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 6))
-@pytest.mark.parametrize("engine", [SpecEngine, Shown, Hidden, CompiledEngine])
+@pytest.mark.parametrize("engine", [SpecEngine, Shown, Hidden, HostEngine])
 @pytest.mark.parametrize("groups", MIXES)
 def test_nobody_right_is_accused_for_long(
     play: Any, groups: Groups, engine: EngineFactory, seed: int

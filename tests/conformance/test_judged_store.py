@@ -9,7 +9,7 @@ from groups_support import chunks, full, window
 
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 
 SMALL = v.Config(num_blocks=4, block_size=3, max_model_len=64, kv_connector=True)
@@ -103,6 +103,6 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_nobody_right_is_accused(name: str) -> None:
-    run, findings = run_program(PROGRAMS[name], CompiledEngine)
+    run, findings = run_program(PROGRAMS[name], HostEngine)
     assert findings == []
     assert not run.live

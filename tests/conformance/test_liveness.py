@@ -22,8 +22,8 @@ from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.impl.compiled import CompiledEngine
-from blockstep.impl.compiled.lives import take_back
+from blockstep.impl.host import HostEngine
+from blockstep.impl.host.lives import take_back
 from blockstep.spec import Config, Oracle, Plan, Policy, Request, Submit
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import get_profile
@@ -123,7 +123,7 @@ def test_a_state_that_returns_with_a_load_is_a_cycle() -> None:
     assert watch.see(plan, False, False, state, (0, 1)).startswith("the same state returns")
 
 
-class LoadsAgain(CompiledEngine):
+class LoadsAgain(HostEngine):
     """What a store has loaded is given up by the next plan, and loaded again: for ever."""
 
     def _schedule(self) -> v.Plan | v.Rejected:

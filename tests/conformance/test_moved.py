@@ -12,7 +12,9 @@ import warnings
 
 import pytest
 
+from blockstep.conformance.engine import get_traits
 from blockstep.conformance.moved import MOVED, get_new_name
+from blockstep.conformance.protocol.registry import load_engine
 
 IMPORTS = [
     ("blockstep.conformance.adapters.vllm_releases", "RELEASES"),
@@ -71,6 +73,16 @@ def test_a_file_of_yesterday_runs_and_is_told_the_new_names() -> None:
     for old in ("program", "registry", "safety", "shrink", "driver"):
         told = f"blockstep.conformance.{old} is called blockstep.conformance.{MOVED[old]} now"
         assert told in done.stderr
+
+
+def test_an_engine_is_found_by_the_name_that_it_had() -> None:
+    with pytest.warns(FutureWarning, match="the engine compiled is called host now"):
+        held = get_traits(load_engine("compiled@plan")).equivalence
+    assert held is not None
+    assert held.name == "plan"
+    with pytest.warns(DeprecationWarning, match=r"called blockstep\.impl\.host:HostEngine now"):
+        old = importlib.import_module("blockstep.impl.compiled")
+    assert old.CompiledEngine is load_engine("host")
 
 
 def test_no_module_has_an_old_name_again() -> None:

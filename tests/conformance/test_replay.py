@@ -30,7 +30,7 @@ from blockstep.conformance.recorded.pace import REPLAY_PRESETS, Arrivals, Pace
 from blockstep.conformance.recorded.replay import DIFFERENCES_MAX, replay
 from blockstep.conformance.recorded.traces import read_trace, write_trace
 from blockstep.conformance.report.replay import render_replay, replay_to_json
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import Oracle
 from blockstep.spec import vocabulary as v
 
@@ -143,7 +143,7 @@ def test_counters_are_those_of_the_specification() -> None:
 @pytest.mark.parametrize("threshold", [0, 5])
 def test_spec_and_host_engine_agree(pace: Pace, num_blocks: int, threshold: int) -> None:
     config = replace(CONFIG, num_blocks=num_blocks, long_prefill_token_threshold=threshold)
-    report = replay(requests(9, gap=7), config, CompiledEngine, with_spec=True, pace=pace)
+    report = replay(requests(9, gap=7), config, HostEngine, with_spec=True, pace=pace)
     assert report.finding is None, report.finding
     assert report.requests_finished == 9
     assert report.equivalence == "exact"
@@ -558,7 +558,7 @@ def test_the_mooncake_trace_hits_as_published_by_ids_alone() -> None:
 def test_without_eviction_the_engine_hits_what_the_ids_say_at_any_pace(pace: Pace) -> None:
     path = published("mooncake_conversation.jsonl.gz")
     config = REPLAY_PRESETS[WorkloadFormat.MOONCAKE].config
-    report = replay(load(path, limit=150), config, CompiledEngine, pace=pace)
+    report = replay(load(path, limit=150), config, HostEngine, pace=pace)
     assert report.finding is None
     expected = hits_by_ids_alone(path, limit=150)
     seen = (
@@ -591,7 +591,7 @@ def test_spec_and_host_engine_agree_on_published_traces(
     report = replay(
         workload,
         replace(preset.config, num_blocks=num_blocks, block_size=block_size),
-        CompiledEngine,
+        HostEngine,
         with_spec=True,
         pace=preset.pace,
         snapshot_every=snapshot_every,
@@ -605,7 +605,7 @@ def test_spec_and_host_engine_agree_on_published_traces(
 def test_the_whole_mooncake_trace_hits_as_published() -> None:
     path = published("mooncake_conversation.jsonl.gz")
     preset = REPLAY_PRESETS[WorkloadFormat.MOONCAKE]
-    report = replay(load(path), preset.config, CompiledEngine, pace=preset.pace)
+    report = replay(load(path), preset.config, HostEngine, pace=preset.pace)
     assert report.finding is None
     assert report.requests_finished == report.requests_submitted == 12_031
     assert report.block_hit_rate == pytest.approx(0.366, abs=0.003)

@@ -40,7 +40,7 @@ from blockstep.conformance.report.score import (
 )
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.score import ScoreResult, find_kind, play_scored, score
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
 from blockstep.spec.profiles import SPARING
 from blockstep.spec.vocabulary import (
@@ -65,7 +65,7 @@ def scored(engine: str, num_events: int = 700, **options: Any) -> ScoreResult:
     return score(CheckOptions(engine=engine, max_events=num_events, **options))
 
 
-@pytest.mark.parametrize("engine", [CompiledEngine, SpecEngine, OtherIds, Simulator, Judged])
+@pytest.mark.parametrize("engine", [HostEngine, SpecEngine, OtherIds, Simulator, Judged])
 def test_who_decides_alike_agrees_in_everything(engine: Any) -> None:
     """Also where the engine is held to less: a score compares with the specification."""
     totals = dict.fromkeys(Aspect, 0)
@@ -81,7 +81,7 @@ def test_who_decides_alike_agrees_in_everything(engine: Any) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small", "real"])
-@pytest.mark.parametrize("engine", [CompiledEngine, Simulator, Judged])
+@pytest.mark.parametrize("engine", [HostEngine, Simulator, Judged])
 def test_who_decides_alike_agrees_in_many_events(engine: Any, preset: str) -> None:
     for index in range(20):
         run, _, findings = play_scored(CheckOptions(preset=preset, seed=3), index, engine)
@@ -237,7 +237,7 @@ def test_drafts_are_the_same_for_a_request_whatever_the_order_of_rows() -> None:
 def test_only_what_both_can_be_given_is_given() -> None:
     """A request that the spec refuses, an id used twice, a grammar of nobody: neither side."""
     config = Config(num_blocks=4, block_size=2, max_model_len=32)
-    run = ScoreRun.start(config, CompiledEngine)
+    run = ScoreRun.start(config, HostEngine)
     big, small = Request("A", tuple(range(20))), Request("B", (1, 2), max_tokens=2)
     for action in (Submit(big), Submit(small), Submit(small), GrammarReady("nobody")):
         assert run.perform(action) == []

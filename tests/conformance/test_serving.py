@@ -13,12 +13,12 @@ from engine_support.storms import STORMS
 
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
 from blockstep.conformance.report.failure import render_served
-from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.engine import LLM, SamplingParams
 from blockstep.impl.engine.batch import Batch, BatchRow
 from blockstep.impl.engine.model import Inputs
 from blockstep.impl.engine.runner import Runner
 from blockstep.impl.engine.schedulers import Scheduler
+from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import CachedRow, Event, Observation, Plan, SpecMethod
 
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
@@ -250,13 +250,13 @@ def test_rejected_drafts_that_stay_computed_fall(
 def test_a_defect_of_the_scheduler_falls(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apply: Any = CompiledEngine.apply
+    apply: Any = HostEngine.apply
 
     def hide(self: Scheduler, event: Event) -> Observation:
         seen = apply(self, event)
         return replace(seen, preempted_req_ids=()) if isinstance(seen, Plan) else seen
 
-    monkeypatch.setattr(CompiledEngine, "apply", hide)
+    monkeypatch.setattr(HostEngine, "apply", hide)
     with pytest.raises(CheckFailedError, match="preempted_req_ids") as caught:
         serve(checkpoint, "small-pool")
     assert {str(finding.kind) for finding in caught.value.findings} >= {"divergence"}

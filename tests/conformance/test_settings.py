@@ -190,6 +190,4 @@ def test_packages_announce_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     listed = {row["name"]: row for row in json.loads(blockstep("engines", "--json", "-").stdout)}
     assert listed["tabled"]["target"] == "tabled_engines:Tabled"
     assert listed["broken"]["implements"].startswith("cannot be loaded: ")
-    assert listed["host"]["target"] == "blockstep.impl.compiled:CompiledEngine", (
-        "ours keep their names"
-    )
+    assert listed["host"]["target"] == "blockstep.impl.host:HostEngine", "ours keep their names"

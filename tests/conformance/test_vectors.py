@@ -114,7 +114,7 @@ def test_what_must_be_refused_is_among_them(filled: Path) -> None:
     assert sum(not isinstance(step.observation, Rejected) for step in last) == 1
 
 
-@pytest.mark.parametrize("engine", ["host", "compiled", "spec"])
+@pytest.mark.parametrize("engine", ["host", "spec"])
 def test_a_right_engine_conforms(filled: Path, engine: str) -> None:
     result = consume(read_vectors(filled), load_engine(engine))
     assert result.conforms

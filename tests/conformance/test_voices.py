@@ -31,12 +31,12 @@ from blockstep.conformance.judge.worker.kv import TaggedKV
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.report.sentences import SENTENCES
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 
 DRAFTING: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 2}
 PLACEHOLDERS = (v.DRAFT_PLACEHOLDER,) * 2
-EMPTY = CompiledEngine(CONFIG).snapshot()
+EMPTY = HostEngine(CONFIG).snapshot()
 FIRST = v.BlockKey(None, (1, 2))
 CAT = v.MultiModalItem("cat", 1, 1)
 

@@ -21,7 +21,7 @@ from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.protocol.wishes import Wish
 from blockstep.conformance.search.floor import Facts, missing_witnesses, required_witnesses
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 
 CONFIG = v.Config(num_blocks=9, block_size=2, max_num_seqs=3, max_model_len=16)
@@ -33,7 +33,7 @@ class Watched:
 
     def __init__(self, config: v.Config = CONFIG) -> None:
         self.config = config
-        self.engine = CompiledEngine(config)
+        self.engine = HostEngine(config)
         self.worker = Worker(config, token_function(1, 3))
         self.ledger = Ledger(config)
         self.counts: Counter[str] = Counter()

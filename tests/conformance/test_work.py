@@ -17,7 +17,7 @@ from blockstep.conformance.judge.properties.work import (
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 from blockstep.spec.oracle import Oracle
 from blockstep.spec.profiles import Profile, Quirk
@@ -202,7 +202,7 @@ def test_while_an_answer_is_due_the_loop_is_free() -> None:
     assert judge(CONFIG, replace(oracle.snapshot(), has_work=False)) == []
 
 
-class Silent(CompiledEngine):
+class Silent(HostEngine):
     """It does not say whether work is left."""
 
     def capabilities(self) -> frozenset[str]:
@@ -212,7 +212,7 @@ class Silent(CompiledEngine):
         return replace(super().snapshot(), has_work=None)
 
 
-class Sleepy(CompiledEngine):
+class Sleepy(HostEngine):
     """It says that no work is left, always."""
 
     def snapshot(self) -> v.Snapshot:

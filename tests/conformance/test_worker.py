@@ -22,7 +22,7 @@ from blockstep.conformance.judge.worker import PrefixNames, Worker, extras_of
 from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.tokens import token_function
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 
 # Views.
@@ -260,7 +260,7 @@ def test_right_drafts_are_accepted_and_the_next_is_not(num_right: int) -> None:
     for index in range(4):
         key = v.BlockKey(key, tuple(tokens[2 * index : 2 * index + 2]))
         keys[table[index]] = key
-    snapshot = CompiledEngine(CONFIG).snapshot()
+    snapshot = HostEngine(CONFIG).snapshot()
     assert worker.check_published(replace(snapshot, block_keys=tuple(keys))) == []
 
 
@@ -290,14 +290,14 @@ def test_drafts_for_a_stranger_are_still_drafts() -> None:
 # The state.
 
 
-def engine_with(*requests: v.Request) -> tuple[CompiledEngine, Worker]:
-    engine, worker = CompiledEngine(CONFIG), make_worker()
+def engine_with(*requests: v.Request) -> tuple[HostEngine, Worker]:
+    engine, worker = HostEngine(CONFIG), make_worker()
     for request in requests:
         engine.apply(v.Submit(request))
     return engine, worker
 
 
-def step(engine: CompiledEngine, worker: Worker) -> v.Snapshot:
+def step(engine: HostEngine, worker: Worker) -> v.Snapshot:
     plan = engine.apply(v.Schedule())
     assert isinstance(plan, v.Plan)
     assert worker.execute(plan) == []
@@ -326,7 +326,7 @@ def test_state_and_worker_agree() -> None:
 def test_a_published_block_is_of_the_adapter_items_and_embeddings_of_its_key(
     key: v.BlockKey,
 ) -> None:
-    snapshot = CompiledEngine(CONFIG).snapshot()
+    snapshot = HostEngine(CONFIG).snapshot()
     published = replace(snapshot, block_keys=(None, key, *snapshot.block_keys[2:]))
     worker = started()
     for _ in range(2):

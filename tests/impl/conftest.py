@@ -1,12 +1,12 @@
-"""Says once that the compiled engine runs as plain Python where numba is switched off."""
+"""Says once that the host engine runs as plain Python where numba is switched off."""
 
 from __future__ import annotations
 
 import pytest
 
-from blockstep.impl.compiled import IS_COMPILED
-from blockstep.impl.compiled.jit import warn_if_slow
+from blockstep.impl.host import IS_COMPILED
+from blockstep.impl.host.jit import warn_if_slow
 
-if not IS_COMPILED:  # numba is switched off: the compiled engine is tested as Python, and says so
+if not IS_COMPILED:  # numba is switched off: the host engine is tested as Python, and says so
     with pytest.warns(RuntimeWarning, match="plain Python"):
         warn_if_slow()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Abort,
     Ack,
@@ -61,7 +61,7 @@ def draw_tokens(draw: random.Random, drafts: TokenIds | None) -> TokenIds:
     return (*(draw.randrange(9) if token < 0 else token for token in accepted), draw.randrange(9))
 
 
-def draw_drafts(draw: random.Random, engine: CompiledEngine) -> Drafts:
+def draw_drafts(draw: random.Random, engine: HostEngine) -> Drafts:
     most = engine.config.num_speculative_tokens
     return Drafts(
         tuple(
@@ -88,7 +88,7 @@ def test_arrays_say_what_events_say(seed: int) -> None:
         async_scheduling=depth > 1,
         groups=draw.choice(((), GROUPS)),
     )
-    by_events, by_arrays = CompiledEngine(config), CompiledEngine(config)
+    by_events, by_arrays = HostEngine(config), HostEngine(config)
     waiting = draw_requests(draw, 60)
     while waiting or by_events.requests.slot_of:
         for request in waiting[: draw.randint(0, 4)]:
@@ -110,7 +110,7 @@ def test_arrays_say_what_events_say(seed: int) -> None:
         assert by_arrays.snapshot() == by_events.snapshot()
 
 
-def commit_both(draw: random.Random, by_events: CompiledEngine, by_arrays: CompiledEngine) -> None:
+def commit_both(draw: random.Random, by_events: HostEngine, by_arrays: HostEngine) -> None:
     frame_id, kept = next(iter(by_events.frames.items()))
     frame = kept.build_rows()
     answer = [(name, draw_tokens(draw, drafts)) for name, drafts in frame.items()]
@@ -129,8 +129,8 @@ def commit_both(draw: random.Random, by_events: CompiledEngine, by_arrays: Compi
     ]
 
 
-def open_engine(max_tokens: int = 60, **fields: Any) -> tuple[CompiledEngine, ArrayPlan]:
-    engine = CompiledEngine(Config(**{**SMALL, **fields}))
+def open_engine(max_tokens: int = 60, **fields: Any) -> tuple[HostEngine, ArrayPlan]:
+    engine = HostEngine(Config(**{**SMALL, **fields}))
     for request_id in "abc":
         request = Request(request_id, (1, 2, 3), max_tokens=max_tokens)
         assert engine.apply(Submit(request)) == Ack()
@@ -242,7 +242,7 @@ def test_many_outputs_are_there_when_asked_for(caching: bool) -> None:
 def test_many_tokens_at_once_push_none_out(
     block_size: int, num_prompt: int, counts: TokenIds
 ) -> None:
-    engine = CompiledEngine(
+    engine = HostEngine(
         Config(
             num_blocks=30,
             block_size=block_size,
@@ -272,7 +272,7 @@ def test_a_hit_counts_what_came_after_the_preemption() -> None:
     config = Config(
         num_blocks=40, block_size=1, max_num_seqs=2, max_frames_in_flight=3, async_scheduling=True
     )
-    engine = CompiledEngine(config)
+    engine = HostEngine(config)
     for request_id in "ab":
         engine.apply(Submit(Request(request_id, (1, 2, 3), max_tokens=9)))
     for _ in range(3):
@@ -298,7 +298,7 @@ def test_a_victim_without_a_row_gives_nothing_back() -> None:
         scheduler_reserve_full_isl=False,
         enable_prefix_caching=False,
     )
-    engine = CompiledEngine(config)
+    engine = HostEngine(config)
     preempted: list[str] = []
     for step in range(8):
         if step < len(requests):
@@ -315,7 +315,7 @@ def test_a_victim_without_a_row_gives_nothing_back() -> None:
 
 
 def test_objects_of_a_plan_say_what_the_plan_says() -> None:
-    engine = CompiledEngine(Config(**SMALL))
+    engine = HostEngine(Config(**SMALL))
     for request_id in "ab":
         engine.apply(Submit(Request(request_id, (1, 2, 3, 4), max_tokens=9)))
     plan = engine.schedule_arrays()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from followers import ENGINES, Followers, following
 
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import Oracle
 from blockstep.spec.vocabulary import (
     Config,
@@ -23,7 +23,7 @@ from blockstep.spec.vocabulary import (
 CONFIG = Config(num_blocks=20, block_size=2)
 
 
-class WrongAnswer(CompiledEngine):
+class WrongAnswer(HostEngine):
     """Its plans have other ids."""
 
     def apply(self, event: Event) -> Observation:
@@ -32,7 +32,7 @@ class WrongAnswer(CompiledEngine):
         return replace(answer, frame_id=7) if isinstance(answer, Plan) else answer
 
 
-class WrongState(CompiledEngine):
+class WrongState(HostEngine):
     """Its free queue lacks a block once something runs."""
 
     def snapshot(self) -> Snapshot:
@@ -52,9 +52,9 @@ def play(oracle: Oracle, name: str = "A") -> None:
     ("engine", "field"), [(WrongAnswer, "frame_id"), (WrongState, "free_queue")]
 )
 def test_an_engine_that_differs_is_named_with_the_field(
-    engine: type[CompiledEngine], field: str
+    engine: type[HostEngine], field: str
 ) -> None:
-    with following({"right": CompiledEngine, "wrong": engine}):
+    with following({"right": HostEngine, "wrong": engine}):
         oracle = Oracle(CONFIG)
         with pytest.raises(AssertionError, match=rf"wrong differs after Schedule.*{field}"):
             play(oracle)

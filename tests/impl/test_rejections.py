@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from blockstep.conformance.engine import ALL_CAPABILITIES
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.impl.plain import PlainEngine
 from blockstep.spec.vocabulary import (
     Ack,
@@ -28,12 +28,12 @@ from blockstep.spec.vocabulary import (
 
 def test_a_bad_config_is_refused_with_every_reason() -> None:
     with pytest.raises(ConfigError) as caught:
-        CompiledEngine(Config(num_blocks=1, block_size=0))
+        HostEngine(Config(num_blocks=1, block_size=0))
     assert [problem.field for problem in caught.value.problems] == ["num_blocks", "block_size"]
 
 
 def test_it_can_do_everything_that_conformance_asks_for() -> None:
-    assert CompiledEngine(Config(num_blocks=2)).capabilities() == ALL_CAPABILITIES
+    assert HostEngine(Config(num_blocks=2)).capabilities() == ALL_CAPABILITIES
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The compiled engine a second time, without machine code: as the Python that its functions are."""
+"""The host engine a second time, without machine code: as the Python that its functions are."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import blockstep.impl
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 
-NAME = "blockstep.impl.compiled"
+NAME = "blockstep.impl.host"
 
 
 @cache
@@ -29,10 +29,10 @@ def load_as_python() -> Any:
             for name in _list_modules():
                 del sys.modules[name]
             sys.modules.update(kept)
-            blockstep.impl.compiled = kept[NAME]
+            blockstep.impl.host = kept[NAME]
     assert not package.IS_COMPILED
     with pytest.warns(RuntimeWarning, match="plain Python"):
-        package.CompiledEngine(v.Config(num_blocks=2))  # it warns once
+        package.HostEngine(v.Config(num_blocks=2))  # it warns once
     return package
 
 
@@ -48,8 +48,8 @@ class SideBySide:
     """
 
     def __init__(self, config: v.Config) -> None:
-        self.compiled = CompiledEngine(config)
-        self.as_python: CompiledEngine = load_as_python().CompiledEngine(config)
+        self.compiled = HostEngine(config)
+        self.as_python: HostEngine = load_as_python().HostEngine(config)
 
     def apply(self, event: v.Event) -> v.Observation:
         """Apply an event to both; return their answer."""

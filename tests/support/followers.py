@@ -14,8 +14,8 @@ from unittest.mock import patch
 from blockstep.conformance.engine import Engine, EngineFactory
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import find_lacking, fit, get_missing
-from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.device.engine import DeviceEngine
+from blockstep.impl.host import HostEngine
 from blockstep.impl.plain import PlainEngine
 from blockstep.spec import Oracle
 from blockstep.spec.core.state import State
@@ -31,7 +31,7 @@ from blockstep.spec.vocabulary import (
 )
 
 ENGINES: Mapping[str, EngineFactory] = {
-    "host": CompiledEngine,
+    "host": HostEngine,
     "plain": PlainEngine,
     "device": DeviceEngine,
 }

@@ -14,18 +14,18 @@ import kernel_support
 import pytest
 import typer
 from alike_support import apply_alike, step_alike
-from tests.impl.compiled.test_compiled import draw_request
+from tests.impl.host.test_host import draw_request
 from typer.testing import CliRunner
 
 from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.capabilities import DEVICE
-from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.device import layout
 from blockstep.impl.device.dims import make_dims
 from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.device.launch import Numpied
+from blockstep.impl.host import HostEngine
 from blockstep.kernels.numpied import HeldBack, Watched
 from blockstep.spec.vocabulary import (
     Abort,
@@ -178,7 +178,7 @@ def test_it_grows_as_it_must(policy: Policy) -> None:
     config = Config(
         num_blocks=40, block_size=3, max_num_seqs=12, max_num_batched_tokens=50, policy=policy
     )
-    engine, other = DeviceEngine(config), CompiledEngine(config)
+    engine, other = DeviceEngine(config), HostEngine(config)
     first = engine.inbox.dims
     many = Request("many", (1, 2, 3), max_tokens=9, stop_token_ids=tuple(range(70, 90)))
     assert apply_alike(engine, other, Submit(many)) == Ack()
@@ -204,7 +204,7 @@ def test_nothing_is_read_and_written_between_two_barriers(fields: dict[str, Any]
     config = Config(
         num_blocks=12, block_size=2, max_num_seqs=5, max_num_batched_tokens=12, **fields
     )
-    engine, other = DeviceEngine(config, Numpied(watched)), CompiledEngine(config)
+    engine, other = DeviceEngine(config, Numpied(watched)), HostEngine(config)
     for number in range(8):
         prompt = tuple(draw.choices(range(2), k=draw.randint(1, 9)))
         request = Request(f"{number}", prompt, max_tokens=6, priority=draw.randrange(2))
@@ -224,7 +224,7 @@ def test_a_plan_says_where_its_tokens_stand(fields: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
     kernels = importlib.import_module("blockstep.kernels")
     config = Config(num_blocks=30, block_size=2, max_num_batched_tokens=24, **fields)
-    engine, other, draw = DeviceEngine(config), CompiledEngine(config), random.Random(9)
+    engine, other, draw = DeviceEngine(config), HostEngine(config), random.Random(9)
     longest = 0
     for number in range(12):
         prompt = tuple(draw.choices(range(2), k=draw.randint(1, 30)))
@@ -295,7 +295,7 @@ def test_a_loop_without_a_host_does_the_same(fields: dict[str, Any]) -> None:
 
 def test_nothing_is_kept_of_contents_that_nobody_needs() -> None:
     config = Config(num_blocks=8, block_size=2, max_model_len=12)
-    engine, other = DeviceEngine(config), CompiledEngine(config)
+    engine, other = DeviceEngine(config), HostEngine(config)
     swept, draw = 0, random.Random(5)
     for number in range(60):
         prompt = tuple(draw.choices(range(9), k=8))

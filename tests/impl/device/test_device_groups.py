@@ -11,11 +11,11 @@ from alike_support import apply_alike, step_alike
 
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.device import layout
 from blockstep.impl.device.dims import count_most_blocks
 from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.device.launch import Numpied
+from blockstep.impl.host import HostEngine
 from blockstep.kernels.numpied import HeldBack, Watched
 from blockstep.spec.vocabulary import (
     Abort,
@@ -50,7 +50,7 @@ def make_held_back(config: Config) -> DeviceEngine:
     return DeviceEngine(config, HELD_BACK)
 
 
-def play(engine: DeviceEngine, other: CompiledEngine, seed: int, num_requests: int) -> None:
+def play(engine: DeviceEngine, other: HostEngine, seed: int, num_requests: int) -> None:
     """Requests that share prefixes, of which some are aborted; all has ended afterwards."""
     draw = random.Random(seed)
     starts = [tuple(draw.choices(range(3), k=14)) for _ in range(2)]
@@ -103,7 +103,7 @@ def test_groups_read_and_write_nothing_between_two_barriers(
         max_num_batched_tokens=12, groups=groups, **fields,
     )  # fmt: skip
     config = replace(config, num_blocks=1 + count_most_blocks(config, 25))
-    engine, other = DeviceEngine(config, Numpied(watched)), CompiledEngine(config)
+    engine, other = DeviceEngine(config, Numpied(watched)), HostEngine(config)
     play(engine, other, 6, 14)
     assert engine.stats().prefix_cache_hits > 0
     assert engine.stats().preemptions > 0
@@ -125,7 +125,7 @@ def test_a_request_that_never_fits_all_groups_is_refused() -> None:
         config = Config(
             num_blocks=25, block_size=2, max_num_batched_tokens=12, max_model_len=60, groups=groups
         )
-        engine, other = DeviceEngine(config), CompiledEngine(config)
+        engine, other = DeviceEngine(config), HostEngine(config)
         answer = apply_alike(engine, other, Submit(Request("a", (1,) * 30, max_tokens=12)))
         assert isinstance(answer, Rejected) is not fits
         if isinstance(answer, Rejected):
@@ -134,7 +134,7 @@ def test_a_request_that_never_fits_all_groups_is_refused() -> None:
 
 def test_tensors_with_groups_grow() -> None:
     config = Config(num_blocks=60, block_size=2, max_num_seqs=12, groups=(FULL, NARROW))
-    engine, other, draw = DeviceEngine(config), CompiledEngine(config), random.Random(3)
+    engine, other, draw = DeviceEngine(config), HostEngine(config), random.Random(3)
     first = engine.inbox.dims
     for number in range(40):
         prompt = tuple(draw.choices(range(40), k=draw.randint(18, 30)))
@@ -151,7 +151,7 @@ def test_tensors_with_groups_grow() -> None:
 @pytest.mark.parametrize("groups", MIXES)
 def test_a_plan_says_where_its_tokens_stand_in_each_group(groups: tuple[KVGroup, ...]) -> None:
     config = Config(num_blocks=60, block_size=2, max_num_batched_tokens=24, groups=groups)
-    engine, other, draw = DeviceEngine(config), CompiledEngine(config), random.Random(9)
+    engine, other, draw = DeviceEngine(config), HostEngine(config), random.Random(9)
     for number in range(8):
         prompt = tuple(draw.choices(range(2), k=draw.randint(1, 30)))
         apply_alike(engine, other, Submit(Request(f"{number}", prompt, max_tokens=5)))

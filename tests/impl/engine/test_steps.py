@@ -15,15 +15,15 @@ import torch
 from engine_support.models import MAX_TOKENS, Checkpoint
 
 from blockstep.conformance.engines.serving import ServingChecker
-from blockstep.impl.compiled.jit import IS_COMPILED
 from blockstep.impl.engine import LLM, Chunk, Completion, SamplingParams
 from blockstep.impl.engine.batch import StepRow
 from blockstep.impl.engine.model import Model
 from blockstep.impl.engine.outputs import StepChunks
 from blockstep.impl.engine.runner import Runner
+from blockstep.impl.host.jit import IS_COMPILED
 from blockstep.spec.vocabulary import FinishReason
 
-pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="only the compiled engine has arrays")
+pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="only the host engine has arrays")
 SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 12}
 """Less than a third of what all requests take."""
 Serve = Callable[[LLM], tuple[list[list[Chunk]], list[Completion]]]

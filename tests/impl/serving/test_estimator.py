@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.impl.serving import estimator
 from blockstep.impl.serving.estimator import (
     Estimator,
@@ -172,9 +172,7 @@ def test_what_is_answered_keeps_the_blocks_of_a_turn_that_waits() -> None:
     """Through an engine: a pin outlasts the line, and ends with what was found at its end."""
     told = ToolTimes(8, ticks_per_token=50.0, unknown=40, longest=900)
     # Four tokens are worth 200 ticks, and a fourth of the pool for 800 costs as much.
-    engine = CompiledEngine(
-        Config(num_blocks=9, block_size=2, policy=Policy.CONTINUUM, max_num_seqs=1)
-    )
+    engine = HostEngine(Config(num_blocks=9, block_size=2, policy=Policy.CONTINUUM, max_num_seqs=1))
 
     def turn(name: str, now: int) -> None:
         engine.apply(Clock(now))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.impl.serving.meter import Kind, Meter, Sample
 from blockstep.spec.vocabulary import (
     Abort,
@@ -42,7 +42,7 @@ class Metered:
     """An engine with a meter, and a clock that the test turns."""
 
     def __init__(self, config: Config = CONFIG) -> None:
-        self.engine, self.meter = CompiledEngine(config), Meter(config)
+        self.engine, self.meter = HostEngine(config), Meter(config)
         self.now = 0.0
         self.counted: Counter[tuple[str, str]] = Counter()
         self.seen: dict[str, list[float]] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from blockstep.conformance.recorded.validate import validate
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.impl.serving.steps import (
     PrefixCacheEvent,
     StepDecision,
@@ -40,7 +40,7 @@ class Traced:
     """An engine, and all records of its steps."""
 
     def __init__(self, config: Config = CONFIG) -> None:
-        self.engine, self.trace = CompiledEngine(config), StepTrace(config, "shelf")
+        self.engine, self.trace = HostEngine(config), StepTrace(config, "shelf")
         self.records: list[StepRecord] = []
 
     def do(self, *events: Event) -> list[StepRecord]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.impl.serving.meter import Meter
 from blockstep.impl.serving.waiting import count_waiting, explain_waiting
 from blockstep.spec.vocabulary import (
@@ -53,7 +53,7 @@ class Told:
 
     def __init__(self, config: Config = CONFIG) -> None:
         self.config = config
-        self.engine = CompiledEngine(config)
+        self.engine = HostEngine(config)
         self.requests: dict[RequestId, Request] = {}
         self.plans: list[Plan] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.impl.serving.journal import Journal
 from blockstep.impl.serving.mirror import Mirror
 from blockstep.impl.serving.wire import (
@@ -258,7 +258,7 @@ def run_engine(
         max_num_batched_tokens=6,
         groups=groups,
     )
-    engine = CompiledEngine(replace(config, enable_kv_cache_events=True))
+    engine = HostEngine(replace(config, enable_kv_cache_events=True))
     told: list[tuple[bytes, dict[BlockHash, int]]] = []
 
     def apply(event: Event) -> object:

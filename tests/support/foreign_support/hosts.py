@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from blockstep.conformance.engine import EngineTraits, Renamed, Safety, SamePlans
 from blockstep.conformance.protocol.changed_spec import ChangedSpec
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.async_ import is_held_by_frames
 from blockstep.spec.core.commit import get_rows_committed
@@ -22,19 +22,19 @@ from blockstep.spec.features.structured_output import drop_row
 from blockstep.spec.releases.quirk import Change
 
 
-class AtSafety(CompiledEngine):
+class AtSafety(HostEngine):
     """Judged by properties alone."""
 
     traits = EngineTraits(equivalence=Safety())
 
 
-class AtRenamed(CompiledEngine):
+class AtRenamed(HostEngine):
     """Compared up to the ids of blocks."""
 
     traits = EngineTraits(equivalence=Renamed())
 
 
-class AtPlan(CompiledEngine):
+class AtPlan(HostEngine):
     """Compared by its plans."""
 
     traits = EngineTraits(equivalence=SamePlans(shows_blocks=True))
@@ -78,7 +78,7 @@ class DropsAndDoesNotSaySo(DropsInFlight):
     traits = EngineTraits(equivalence=Safety())
 
 
-class SaysSoAndDoesNotDrop(CompiledEngine):
+class SaysSoAndDoesNotDrop(HostEngine):
     """It delivers the tokens of preempted requests, and its traits say that it drops them."""
 
     traits = DropsInFlight.traits

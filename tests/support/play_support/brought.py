@@ -8,7 +8,7 @@ from typing import Any
 
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.vocabulary import (
     Abort,
@@ -67,8 +67,8 @@ def capped_behind_its_back() -> Play:
     return play
 
 
-def uncapped(config: Config) -> CompiledEngine:
-    return CompiledEngine(replace(config, max_loras=0))
+def uncapped(config: Config) -> HostEngine:
+    return HostEngine(replace(config, max_loras=0))
 
 
 STEPS = Grammar((((1, 1), (2, 1)), ((3, 2), (4, 2)), ((1, 0),)))

@@ -13,7 +13,7 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.tokens import token_function
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     BlockKey,
     Commit,
@@ -36,7 +36,7 @@ CONFIG = Config(
 class Play:
     """A clean engine, what is known of it, and its last step."""
 
-    default: ClassVar[EngineFactory] = CompiledEngine
+    default: ClassVar[EngineFactory] = HostEngine
     """The engine of plays that name none."""
 
     def __init__(self, config: Config = CONFIG, make_engine: EngineFactory | None = None) -> None:

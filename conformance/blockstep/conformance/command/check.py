@@ -32,7 +32,7 @@ from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import Policy
 
-TRUSTED = frozenset({"host", "compiled", "device", "device-interpreted", "host-kernels", "spec"})
+TRUSTED = frozenset({"host", "device", "device-interpreted", "host-kernels", "spec"})
 """Engines that are checked in this process, like seeded bugs: our own code does not hang or crash.
 """
 

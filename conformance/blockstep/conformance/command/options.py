@@ -92,7 +92,7 @@ Engine = Annotated[
         show_default="that of pyproject.toml, else host",
         is_eager=True,
         callback=adopt_settings,
-        help="host, compiled, spec, museum:NAME, or module:attribute of a factory.",
+        help="host, spec, museum:NAME, or module:attribute of a factory.",
         rich_help_panel=sections.ENGINE,
     ),
 ]

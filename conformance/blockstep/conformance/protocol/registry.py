@@ -8,6 +8,7 @@ an equivalence may follow, for an engine whose traits set none: `mypkg.adapter:m
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,18 +101,13 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
     for engine in (
         KnownEngine(
             "host",
-            "blockstep.impl.compiled:CompiledEngine",
+            "blockstep.impl.host:HostEngine",
             "our engine: every feature; arrays and machine code, made by numba at its first use",
         ),
         KnownEngine(
             "plain",
             "blockstep.impl.plain:PlainEngine",
             "our smallest, by another writer: core, forks, pins, store, tiers; one plan, no drafts",
-        ),
-        KnownEngine(
-            "compiled",
-            "blockstep.impl.compiled:CompiledEngine",
-            "host, by a name that it had before",
         ),
         KnownEngine(
             "device",
@@ -182,6 +178,8 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
 }
 
 
+RENAMED: Mapping[str, str] = {"compiled": "host"}
+"""Names that engines had before, and those that they have now."""
 MUSEUM = "museum:"
 """Prefix of the names of seeded bugs: `museum:forward-frees`."""
 COMMAND = "cmd:"
@@ -302,6 +300,11 @@ def get_target(name: str) -> str:
         raise EngineNotFoundError(f"engine {name!r}: equivalence {equivalence!r}: one of {known}")
     if plain.startswith(MUSEUM):
         return plain
+    if plain in RENAMED:
+        warnings.warn(
+            f"the engine {plain} is called {RENAMED[plain]} now", FutureWarning, stacklevel=2
+        )
+        plain = RENAMED[plain]
     if plain in KNOWN_ENGINES:
         return KNOWN_ENGINES[plain].target
     module_name, _, attribute = plain.partition(":")

@@ -17,7 +17,7 @@ from blockstep.conformance.prove.harness import build_config
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.vocabulary import Config, Policy, Status
 
-_PACKAGE = "blockstep.impl.compiled"
+_PACKAGE = "blockstep.impl.host"
 COLUMNS: Any = import_module(f"{_PACKAGE}.state")
 
 

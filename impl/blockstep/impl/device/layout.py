@@ -2,7 +2,7 @@
 
 An unfinished request has an index, called `slot` here, which the host assigns, and reuses after it
 has read that the request finished. Its data are in columns and tables by slot; `run` has the slots
-in running order. Contents of full blocks are *nodes* of a tree, as in the compiled engine: the same
+in running order. Contents of full blocks are *nodes* of a tree, as in the host engine: the same
 content is the same node, and a prefix hit is a node under which some block is cached (the block
 *carries* the node).
 

@@ -16,7 +16,6 @@ import torch
 from tokenizers import Tokenizer
 
 from blockstep.impl.capabilities import list_config_problems
-from blockstep.impl.compiled.state import count_most_blocks, make_groups
 from blockstep.impl.engine.adapters import LayerAdapters, stack_adapters
 from blockstep.impl.engine.cache import PagedCache, compute_num_blocks, get_block_bytes
 from blockstep.impl.engine.checkpoint import ModelWeights, load_weights
@@ -34,6 +33,7 @@ from blockstep.impl.engine.settings import Settings
 from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
 from blockstep.impl.engine.store import KVStore, identify_folder
 from blockstep.impl.engine.text import load_tokenizer
+from blockstep.impl.host.state import count_most_blocks, make_groups
 from blockstep.spec.vocabulary import (
     Config,
     SpecMethod,

@@ -17,7 +17,6 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
-from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.device.dims import count_gpu_lanes
 from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.engine.connector import Connector
@@ -40,6 +39,7 @@ from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.runner import Answer, Logprobs
 from blockstep.impl.engine.schedulers import Scheduler
 from blockstep.impl.engine.settings import Settings
+from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Abort,
     Commit,
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class ArrayScheduler(Protocol):
-    """A scheduler that can also plan and commit in arrays, as the compiled engine can."""
+    """A scheduler that can also plan and commit in arrays, as the host engine can."""
 
     def schedule_arrays(self) -> ArrayPlan | Rejected:
         """Make a plan, as the event `Schedule` does."""
@@ -132,7 +132,7 @@ class Steps:
     def _make_scheduler(self, config: Config) -> Scheduler:
         settings, runner = self.settings, self._runner
         if settings.scheduler != "device":
-            return CompiledEngine(config)
+            return HostEngine(config)
         if runner.batch.device == "cpu":
             engine = DeviceEngine(config)
         else:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from blockstep.impl.compiled.keys import Keys
-from blockstep.impl.compiled.planning import REFUSED, try_admit
-from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.results import append_outputs
-from blockstep.impl.compiled.state import (
+from blockstep.impl.host.keys import Keys
+from blockstep.impl.host.planning import REFUSED, try_admit
+from blockstep.impl.host.requests import Requests
+from blockstep.impl.host.results import append_outputs
+from blockstep.impl.host.state import (
     BUDGET,
     FIRST_BLOCK,
     FREE_SEAT,
@@ -184,7 +184,7 @@ def _imitate(
     asked: Request,
     giving: Sequence[RequestSnapshot | Pin],
 ) -> tuple[State, int]:
-    """Return arrays of the compiled engine in which only this request is unfinished, and its index.
+    """Return arrays of the host engine in which only this request is unfinished, and its index.
 
     The blocks of `giving` count as given back. The engine's own function can try to admit the
     request then: what it reads is as in the state, and the arrays are thrown away.

@@ -1,4 +1,4 @@
-"""The compiled engine: the scheduler and its paged KV memory as machine code.
+"""The host engine: the scheduler and its paged KV memory as machine code.
 
 All state is in arrays of integers (`state`), and functions that numba compiles change it: `blocks`
 has the pool and the prefix cache, `groups` the block tables of several KV groups, `queues` the
@@ -11,7 +11,7 @@ over the same arrays, each for what few rows need, and `steps` runs them where m
 The first engine compiles: most of a minute the first time, under a second later.
 """
 
-from blockstep.impl.compiled.engine import CompiledEngine
-from blockstep.impl.compiled.jit import IS_COMPILED
+from blockstep.impl.host.engine import HostEngine
+from blockstep.impl.host.jit import IS_COMPILED
 
-__all__ = ["IS_COMPILED", "CompiledEngine"]
+__all__ = ["IS_COMPILED", "HostEngine"]

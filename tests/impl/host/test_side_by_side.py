@@ -11,7 +11,7 @@ import pytest
 from as_python import SideBySide
 from episodes_support import play_episodes
 
-from blockstep.impl.compiled import IS_COMPILED
+from blockstep.impl.host import IS_COMPILED
 from blockstep.spec.vocabulary import Ack, Config, Request, Schedule, Submit
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="there is no machine code to compare with")

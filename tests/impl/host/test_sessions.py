@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import Oracle
 from blockstep.spec.vocabulary import (
     Commit,
@@ -23,7 +23,7 @@ def chunk(name: str, *tokens: int) -> Request:
 
 
 def play(config: Config, *events: Event) -> None:
-    engine, oracle = CompiledEngine(config), Oracle(config)
+    engine, oracle = HostEngine(config), Oracle(config)
     for event in events:
         assert engine.apply(event) == oracle.apply(event)
         assert engine.snapshot() == oracle.snapshot()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.blocks import (
+from blockstep.impl.host import state as c
+from blockstep.impl.host.blocks import (
     find_node,
     free_blocks,
     list_nodes,
@@ -14,10 +14,10 @@ from blockstep.impl.compiled.blocks import (
     touch,
     withdraw,
 )
-from blockstep.impl.compiled.groups import count_blocks, find_first_read
-from blockstep.impl.compiled.jit import compiled, entry
-from blockstep.impl.compiled.queues import goes_before, leave_queue, prepend
-from blockstep.impl.compiled.state import Int32s, State
+from blockstep.impl.host.groups import count_blocks, find_first_read
+from blockstep.impl.host.jit import compiled, entry
+from blockstep.impl.host.queues import goes_before, leave_queue, prepend
+from blockstep.impl.host.state import Int32s, State
 
 # Tokens
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.blocks import free_list, touch_list
-from blockstep.impl.compiled.requests import Requests
+from blockstep.impl.host import state as c
+from blockstep.impl.host.blocks import free_list, touch_list
+from blockstep.impl.host.requests import Requests
 from blockstep.impl.pins import Pins
 from blockstep.spec.vocabulary import NULL_BLOCK, Clock, PinEstimate
 

@@ -6,11 +6,11 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.blocks import publish
-from blockstep.impl.compiled.jit import compiled, entry, making_arrays
-from blockstep.impl.compiled.lives import append_token, end, get_tokens, rest
-from blockstep.impl.compiled.state import Int32s, Int64s, State
+from blockstep.impl.host import state as c
+from blockstep.impl.host.blocks import publish
+from blockstep.impl.host.jit import compiled, entry, making_arrays
+from blockstep.impl.host.lives import append_token, end, get_tokens, rest
+from blockstep.impl.host.state import Int32s, Int64s, State
 
 # Why a model output does not fit its frame.
 FITS: Final = 0

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable
 
 from blockstep.impl.chunks import append_chunk, chunk_problem
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.lives import get_tokens
-from blockstep.impl.compiled.masks import Masks
-from blockstep.impl.compiled.queues import append, leave_queue
-from blockstep.impl.compiled.requests import Requests
+from blockstep.impl.host import state as c
+from blockstep.impl.host.lives import get_tokens
+from blockstep.impl.host.masks import Masks
+from blockstep.impl.host.queues import append, leave_queue
+from blockstep.impl.host.requests import Requests
 from blockstep.impl.refusals import update_problem
 from blockstep.spec.vocabulary import (
     Aborted,

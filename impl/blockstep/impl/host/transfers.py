@@ -14,12 +14,12 @@ from dataclasses import replace
 import numpy as np
 
 from blockstep.impl.arrays import ArrayPlan
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.blocks import free_deferred, free_list, touch_list
-from blockstep.impl.compiled.lives import drop_blocks, preempt_one, publish_computed
-from blockstep.impl.compiled.masks import Masks
-from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import Int64s, reserve_deferred
+from blockstep.impl.host import state as c
+from blockstep.impl.host.blocks import free_deferred, free_list, touch_list
+from blockstep.impl.host.lives import drop_blocks, preempt_one, publish_computed
+from blockstep.impl.host.masks import Masks
+from blockstep.impl.host.requests import Requests
+from blockstep.impl.host.state import Int64s, reserve_deferred
 from blockstep.spec.vocabulary import (
     NO_TRANSFERS,
     NULL_BLOCK,

@@ -1,4 +1,4 @@
-"""The compiled engine where only it can fail: growth, leaks, copies, and life without numba."""
+"""The host engine where only it can fail: growth, leaks, copies, and life without numba."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from episodes_support import play_episodes
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
-from blockstep.impl.compiled import IS_COMPILED, CompiledEngine
-from blockstep.impl.compiled import state as state_of_engine
-from blockstep.impl.compiled.state import FREE_SEAT, NEXT_SEAT, NONE, NUM_FREE_NODES
+from blockstep.impl.host import IS_COMPILED, HostEngine
+from blockstep.impl.host import state as state_of_engine
+from blockstep.impl.host.state import FREE_SEAT, NEXT_SEAT, NONE, NUM_FREE_NODES
 from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
 from blockstep.spec import Oracle
 from blockstep.spec.features.identity import get_item_keys
@@ -55,7 +55,7 @@ def test_numba_is_here_so_the_suite_tests_machine_code() -> None:
 
 @pytest.mark.parametrize(("preset", "depth"), [("tiny", 4), ("small", 4), ("small", 1)])
 def test_it_conforms(preset: str, depth: int) -> None:
-    options = CheckOptions("compiled", preset=preset, seed=11, max_events=8_000, max_depth=depth)
+    options = CheckOptions("host", preset=preset, seed=11, max_events=8_000, max_depth=depth)
     assert check(options).first is None
 
 
@@ -69,9 +69,9 @@ WITHOUT = {
 def test_it_conforms_without_numba(way: str) -> None:
     code = f"""{WITHOUT[way]}
 from blockstep.conformance.search.check import CheckOptions, check
-from blockstep.impl.compiled import IS_COMPILED
+from blockstep.impl.host import IS_COMPILED
 assert not IS_COMPILED
-assert check(CheckOptions("compiled", seed=12, max_events=1_500)).first is None
+assert check(CheckOptions("host", seed=12, max_events=1_500)).first is None
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
@@ -114,7 +114,7 @@ def test_it_grows_as_it_must_and_leaks_nothing(
     config = Config(
         num_blocks=40, block_size=3, max_num_seqs=30, max_num_batched_tokens=50, **fields
     )
-    engine, other = CompiledEngine(config), Oracle(config)
+    engine, other = HostEngine(config), Oracle(config)
     first = engine.requests.state
     for number in range(150):
         assert apply_alike(engine, other, Submit(draw_request(draw, number))) == Ack()
@@ -168,8 +168,8 @@ MISTAKES = {
 def test_planted_mistakes_are_caught(name: str) -> None:
     feature, array, place, change = MISTAKES[name]
 
-    def make_engine(config: Config) -> CompiledEngine:
-        engine = CompiledEngine(config)
+    def make_engine(config: Config) -> HostEngine:
+        engine = HostEngine(config)
         changed = getattr(engine.requests.state, array)
         changed[place] = np.maximum(changed[place] + change, 0)
         return engine
@@ -179,21 +179,21 @@ def test_planted_mistakes_are_caught(name: str) -> None:
 
 
 def test_extras_that_nobody_needs_are_given_out_again() -> None:
-    engine = CompiledEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
+    engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     for number in range(300):
         engine.apply(Submit(Request("a", (1, 2, 3), cache_salt=f"salt {number}")))
         engine.apply(Abort(("a",)))
     assert len(engine.requests.extras.values) < 40
 
 
-def pickle_and_back(engine: CompiledEngine) -> CompiledEngine:
-    found: CompiledEngine = pickle.loads(pickle.dumps(engine))
+def pickle_and_back(engine: HostEngine) -> HostEngine:
+    found: HostEngine = pickle.loads(pickle.dumps(engine))
     return found
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle_and_back])
-def test_a_copy_has_a_life_of_its_own(how: Callable[[CompiledEngine], CompiledEngine]) -> None:
-    engine = CompiledEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
+def test_a_copy_has_a_life_of_its_own(how: Callable[[HostEngine], HostEngine]) -> None:
+    engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     engine.apply(Submit(Request("a", (1, 2, 3), max_tokens=5)))
     plan = engine.schedule_arrays()
     assert isinstance(plan, ArrayPlan)
@@ -208,7 +208,7 @@ def test_a_copy_has_a_life_of_its_own(how: Callable[[CompiledEngine], CompiledEn
 
 
 def test_tokens_of_any_integer_type_and_layout_are_taken() -> None:
-    engine = CompiledEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
+    engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     for name in "ab":
         engine.apply(Submit(Request(name, (1, 2, 3), max_tokens=5)))
     for tokens in (np.array([4, 5]), np.array([6, 0, 7, 0], np.int32)[::2]):
@@ -221,7 +221,7 @@ def test_tokens_of_any_integer_type_and_layout_are_taken() -> None:
 
 
 def test_what_a_frame_keeps_cannot_be_written_to() -> None:
-    engine = CompiledEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
+    engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     engine.apply(Submit(Request("a", (1, 2, 3), max_tokens=5)))
     plan = engine.schedule_arrays()
     assert isinstance(plan, ArrayPlan)
@@ -232,7 +232,7 @@ def test_what_a_frame_keeps_cannot_be_written_to() -> None:
 
 def test_events_of_commits_in_arrays_are_kept_until_they_are_taken() -> None:
     config = Config(num_blocks=20, block_size=2, max_model_len=20, enable_kv_cache_events=True)
-    engine, other = CompiledEngine(config), Oracle(config)
+    engine, other = HostEngine(config), Oracle(config)
     expected: list[KVEvent] = []
     for it in (engine, other):
         it.apply(Submit(Request("a", (1, 2, 3), max_tokens=6)))
@@ -251,7 +251,7 @@ def test_events_of_commits_in_arrays_are_kept_until_they_are_taken() -> None:
 
 
 def test_a_commit_in_arrays_is_held_to_grammars() -> None:
-    engine = CompiledEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
+    engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     grammar = Grammar((((5, 0),),))
     request = Request("a", (1, 2, 3), max_tokens=6, structured_output=True, grammar=grammar)
     for event in (Submit(request), GrammarReady("a")):
@@ -306,7 +306,7 @@ def test_extras_are_those_of_the_specification() -> None:
 def test_branches_of_one_block_have_a_batch_row_each() -> None:
     """More requests hold blocks than there are blocks, where branches share one."""
     config = Config(num_blocks=3, block_size=8, max_model_len=8, max_num_seqs=1, enable_forks=True)
-    engine, other, draw = CompiledEngine(config), Oracle(config), random.Random(0)
+    engine, other, draw = HostEngine(config), Oracle(config), random.Random(0)
     apply_alike(engine, other, Submit(Request("a", (1, 2, 3), max_tokens=4)))
     step_alike(engine, other, draw)
     for name in "bcd":

@@ -6,9 +6,9 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.blocks import is_fenced, publish
-from blockstep.impl.compiled.groups import (
+from blockstep.impl.host import state as c
+from blockstep.impl.host.blocks import is_fenced, publish
+from blockstep.impl.host.groups import (
     adopt,
     align,
     count_common,
@@ -23,8 +23,8 @@ from blockstep.impl.compiled.groups import (
     take_needed,
     tell_all_blocks,
 )
-from blockstep.impl.compiled.jit import compiled, entry, rarely
-from blockstep.impl.compiled.lives import (
+from blockstep.impl.host.jit import compiled, entry, rarely
+from blockstep.impl.host.lives import (
     find_giver,
     leave_running,
     preempt,
@@ -33,14 +33,14 @@ from blockstep.impl.compiled.lives import (
     take_seat,
     unpark,
 )
-from blockstep.impl.compiled.queues import (
+from blockstep.impl.host.queues import (
     goes_before,
     leave_queue,
     pass_over,
     return_passed,
     select_head,
 )
-from blockstep.impl.compiled.state import Int32s, Int64s, State
+from blockstep.impl.host.state import Int32s, Int64s, State
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER
 
 REFUSED: Final = 0

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.impl.arrays import ArrayPlan
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import State
 from blockstep.impl.encoder import EncoderCache, Encoding
+from blockstep.impl.host import state as c
+from blockstep.impl.host.requests import Requests
+from blockstep.impl.host.state import State
 from blockstep.spec.vocabulary import (
     Config,
     EncoderInputs,

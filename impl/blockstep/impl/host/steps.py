@@ -7,9 +7,9 @@ An item of the request is due, or it lacks blocks while no other request runs an
 
 from __future__ import annotations
 
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.encodings import Encodings
-from blockstep.impl.compiled.planning import (
+from blockstep.impl.host import state as c
+from blockstep.impl.host.encodings import Encodings
+from blockstep.impl.host.planning import (
     ADMITTED,
     DUE,
     PARKED,
@@ -25,10 +25,10 @@ from blockstep.impl.compiled.planning import (
     run_rows,
     try_admit,
 )
-from blockstep.impl.compiled.queues import pass_over
-from blockstep.impl.compiled.state import State
-from blockstep.impl.compiled.transfers import Transfers
-from blockstep.impl.compiled.turns import Turns
+from blockstep.impl.host.queues import pass_over
+from blockstep.impl.host.state import State
+from blockstep.impl.host.transfers import Transfers
+from blockstep.impl.host.turns import Turns
 
 
 class Steps:

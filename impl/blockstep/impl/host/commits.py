@@ -8,14 +8,14 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.encodings import Encodings
-from blockstep.impl.compiled.frames import Frame
-from blockstep.impl.compiled.masks import Masks
-from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.results import FITS, check_answer, commit_step, take_rows
-from blockstep.impl.compiled.state import Int32s
-from blockstep.impl.compiled.transfers import Transfers
+from blockstep.impl.host import state as c
+from blockstep.impl.host.encodings import Encodings
+from blockstep.impl.host.frames import Frame
+from blockstep.impl.host.masks import Masks
+from blockstep.impl.host.requests import Requests
+from blockstep.impl.host.results import FITS, check_answer, commit_step, take_rows
+from blockstep.impl.host.state import Int32s
+from blockstep.impl.host.transfers import Transfers
 from blockstep.impl.refusals import bad_result
 from blockstep.spec.vocabulary import FrameId, KVTransfers, Rejected, RequestId
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.requests import Requests
+from blockstep.impl.host import state as c
+from blockstep.impl.host.requests import Requests
 from blockstep.spec.vocabulary import AllBlocksCleared, BlockKey, BlockRemoved, BlockStored, KVEvent
 
 

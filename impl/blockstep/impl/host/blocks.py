@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.jit import compiled, entry
-from blockstep.impl.compiled.state import Int32s, State
+from blockstep.impl.host import state as c
+from blockstep.impl.host.jit import compiled, entry
+from blockstep.impl.host.state import Int32s, State
 from blockstep.spec.vocabulary import NULL_BLOCK
 
 # The free queue (P1, P5)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.encodings import Encodings
-from blockstep.impl.compiled.frames import Frame
-from blockstep.impl.compiled.keys import Keys
-from blockstep.impl.compiled.lives import get_tokens
-from blockstep.impl.compiled.masks import Masks
-from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.sessions import Sessions
-from blockstep.impl.compiled.transfers import Transfers
-from blockstep.impl.compiled.turns import Turns
 from blockstep.impl.doors import Doors
+from blockstep.impl.host import state as c
+from blockstep.impl.host.encodings import Encodings
+from blockstep.impl.host.frames import Frame
+from blockstep.impl.host.keys import Keys
+from blockstep.impl.host.lives import get_tokens
+from blockstep.impl.host.masks import Masks
+from blockstep.impl.host.requests import Requests
+from blockstep.impl.host.sessions import Sessions
+from blockstep.impl.host.transfers import Transfers
+from blockstep.impl.host.turns import Turns
 from blockstep.impl.names import STATUSES
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,

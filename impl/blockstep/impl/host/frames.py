@@ -9,9 +9,9 @@ from itertools import chain
 import numpy as np
 
 from blockstep.impl.arrays import SlotNames
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.results import NEGATIVE_TOKEN, WRONG_COUNTS, WRONG_NUMBER, WRONG_ROW
-from blockstep.impl.compiled.state import Int32s, Int64s
+from blockstep.impl.host import state as c
+from blockstep.impl.host.results import NEGATIVE_TOKEN, WRONG_COUNTS, WRONG_NUMBER, WRONG_ROW
+from blockstep.impl.host.state import Int32s, Int64s
 from blockstep.spec.vocabulary import MAX_INT, RequestId, RowTokens, TokenIds
 
 

@@ -6,14 +6,14 @@ import subprocess
 import sys
 
 import pytest
-from tests.impl.compiled.test_compiled import WITHOUT
+from tests.impl.host.test_host import WITHOUT
 from typer.testing import CliRunner
 
 from blockstep.conformance.bench.sides import open_side
 from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.search.options import ExitCode
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import Config
 
 SLOW = "it runs as Python: pip install 'blockstep[compiled]'"
@@ -26,16 +26,16 @@ import warnings
 from blockstep.spec.vocabulary import Config
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    from blockstep.impl.compiled import CompiledEngine
+    from blockstep.impl.host import HostEngine
     for _ in range(3):
-        CompiledEngine(Config(num_blocks=8))
+        HostEngine(Config(num_blocks=8))
 (one,) = caught
 assert one.category is RuntimeWarning
 assert "pip install 'blockstep[compiled]'" in str(one.message)
 from blockstep.conformance.bench.sides import open_side
 from blockstep.conformance.protocol.features import UsageError
 try:
-    open_side("compiled", Config(num_blocks=8))
+    open_side("host", Config(num_blocks=8))
 except UsageError as error:
     assert "pip install 'blockstep[compiled]'" in str(error)
 else:
@@ -49,10 +49,10 @@ else:
 
 @pytest.mark.parametrize("command", ["scheduler", "profile"])
 def test_what_is_slow_is_not_measured(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CompiledEngine, "slow_because", SLOW)
-    with pytest.raises(UsageError, match=r"'compiled' is not measured: it runs as Python"):
-        open_side("compiled", Config(num_blocks=8))
-    arguments = ["bench", command, "--engine", "compiled", "--scenario", "decode", "-n", "2"]
+    monkeypatch.setattr(HostEngine, "slow_because", SLOW)
+    with pytest.raises(UsageError, match=r"'host' is not measured: it runs as Python"):
+        open_side("host", Config(num_blocks=8))
+    arguments = ["bench", command, "--engine", "host", "--scenario", "decode", "-n", "2"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == ExitCode.USAGE
     assert "pip install 'blockstep[compiled]'" in result.output

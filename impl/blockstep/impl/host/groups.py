@@ -10,8 +10,8 @@ token reads; a group of larger blocks names each by the node of its last tokens:
 
 from __future__ import annotations
 
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.blocks import (
+from blockstep.impl.host import state as c
+from blockstep.impl.host.blocks import (
     defer_range,
     free_range,
     is_fenced,
@@ -19,8 +19,8 @@ from blockstep.impl.compiled.blocks import (
     take_block,
     touch,
 )
-from blockstep.impl.compiled.jit import compiled, entry
-from blockstep.impl.compiled.state import State
+from blockstep.impl.host.jit import compiled, entry
+from blockstep.impl.host.state import State
 from blockstep.spec.vocabulary import NULL_BLOCK
 
 # Blocks of a running request

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from blockstep.impl.arrays import ArrayPlan, SlotNames
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.encodings import Encodings
-from blockstep.impl.compiled.forks import Forks
-from blockstep.impl.compiled.frames import Frame, RowDrafts
-from blockstep.impl.compiled.groups import count_common
-from blockstep.impl.compiled.masks import Masks
-from blockstep.impl.compiled.planning import plan_step
-from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import Int32s
-from blockstep.impl.compiled.steps import Steps
-from blockstep.impl.compiled.transfers import Transfers
-from blockstep.impl.compiled.turns import Turns
+from blockstep.impl.host import state as c
+from blockstep.impl.host.encodings import Encodings
+from blockstep.impl.host.forks import Forks
+from blockstep.impl.host.frames import Frame, RowDrafts
+from blockstep.impl.host.groups import count_common
+from blockstep.impl.host.masks import Masks
+from blockstep.impl.host.planning import plan_step
+from blockstep.impl.host.requests import Requests
+from blockstep.impl.host.state import Int32s
+from blockstep.impl.host.steps import Steps
+from blockstep.impl.host.transfers import Transfers
+from blockstep.impl.host.turns import Turns
 from blockstep.spec.vocabulary import Config, FrameId, GroupKind, RequestId
 
 

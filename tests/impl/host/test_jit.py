@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from blockstep.impl.compiled import jit
+from blockstep.impl.host import jit
 
 pytestmark = pytest.mark.skipif(not jit.IS_COMPILED, reason="there is nothing to compile")
-START = "from blockstep.impl.compiled import CompiledEngine"
-MAKE = "from blockstep.spec.vocabulary import Config\nCompiledEngine(Config(num_blocks=2))"
+START = "from blockstep.impl.host import HostEngine"
+MAKE = "from blockstep.spec.vocabulary import Config\nHostEngine(Config(num_blocks=2))"
 
 
 class Named:

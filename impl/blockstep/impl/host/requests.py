@@ -9,12 +9,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.jit import compile_entries
-from blockstep.impl.compiled.lives import end, get_tokens, store_input, store_prompt
-from blockstep.impl.compiled.queues import append, prepend
-from blockstep.impl.compiled.results import append_outputs
-from blockstep.impl.compiled.state import (
+from blockstep.impl.host import state as c
+from blockstep.impl.host.jit import compile_entries
+from blockstep.impl.host.lives import end, get_tokens, store_input, store_prompt
+from blockstep.impl.host.queues import append, prepend
+from blockstep.impl.host.results import append_outputs
+from blockstep.impl.host.state import (
     grow_nodes,
     grow_seats,
     grow_slots,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from as_python import load_as_python
 
-from blockstep.impl.compiled import state as c
+from blockstep.impl.host import state as c
 from blockstep.spec.core.slots import compute_num_new_blocks
 from blockstep.spec.features import mamba as states
 from blockstep.spec.features.groups import kinds as rules

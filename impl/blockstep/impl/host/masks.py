@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.frames import Frame
-from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.state import Int32s, Int64s
 from blockstep.impl.grammars import Matcher, make_matcher
+from blockstep.impl.host import state as c
+from blockstep.impl.host.frames import Frame
+from blockstep.impl.host.requests import Requests
+from blockstep.impl.host.state import Int32s, Int64s
 from blockstep.impl.refusals import grammar_behind, mask_problem
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from blockstep.impl.arrays import ArrayPlan
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.frames import Frame
-from blockstep.impl.compiled.lives import branch
-from blockstep.impl.compiled.masks import Masks
-from blockstep.impl.compiled.requests import Requests
 from blockstep.impl.grammars import Matcher, make_matcher
+from blockstep.impl.host import state as c
+from blockstep.impl.host.frames import Frame
+from blockstep.impl.host.lives import branch
+from blockstep.impl.host.masks import Masks
+from blockstep.impl.host.requests import Requests
 from blockstep.impl.refusals import bad_fork, fork_problem
 from blockstep.spec.vocabulary import Ack, BlockCopy, Config, Fork, FrameId, Rejected, RequestId
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-from blockstep.impl.compiled.state import make_state
+from blockstep.impl.host.state import make_state
 from blockstep.spec.vocabulary import Config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,10 +37,10 @@ IS_COMPILED: Final = numba is not None and not numba.config.DISABLE_JIT
 SLOW_BECAUSE: Final = (
     ""
     if IS_COMPILED
-    else "the compiled engine runs as plain Python here, a hundred times slower, because numba is "
+    else "the host engine runs as plain Python here, a hundred times slower, because numba is "
     "not installed or NUMBA_DISABLE_JIT is set: pip install 'blockstep[compiled]'"
 )
-"""A warning about the uncompiled engine; empty if it is compiled."""
+"""A warning about the engine that is not compiled; empty if it is compiled."""
 
 
 _INNER: Final = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}

@@ -1,4 +1,4 @@
-"""CompiledEngine: the scheduler as machine code, with the same interface as the host engine."""
+"""HostEngine: the scheduler as machine code, in arrays and with the interface of every engine."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
 from blockstep.impl.capabilities import HOST
-from blockstep.impl.compiled import state as c
-from blockstep.impl.compiled.blocks import forget_log, withdraw_all
-from blockstep.impl.compiled.commits import Commits
-from blockstep.impl.compiled.encodings import Encodings
-from blockstep.impl.compiled.forks import Forks
-from blockstep.impl.compiled.frames import Frame
-from blockstep.impl.compiled.jit import SLOW_BECAUSE, warn_if_slow
-from blockstep.impl.compiled.keys import Keys
-from blockstep.impl.compiled.lives import end, find_giver, preempt_one, take_back
-from blockstep.impl.compiled.masks import Masks
-from blockstep.impl.compiled.plans import Plans
-from blockstep.impl.compiled.requests import Requests
-from blockstep.impl.compiled.results import BY_EOS, BY_LENGTH, BY_REPETITION, BY_STOP_TOKEN
-from blockstep.impl.compiled.sessions import Sessions
-from blockstep.impl.compiled.state import Int32s, count_most_blocks, reserve_deferred, reserve_log
-from blockstep.impl.compiled.transfers import Transfers
-from blockstep.impl.compiled.turns import Turns
-from blockstep.impl.compiled.view import View
 from blockstep.impl.doors import Doors
+from blockstep.impl.host import state as c
+from blockstep.impl.host.blocks import forget_log, withdraw_all
+from blockstep.impl.host.commits import Commits
+from blockstep.impl.host.encodings import Encodings
+from blockstep.impl.host.forks import Forks
+from blockstep.impl.host.frames import Frame
+from blockstep.impl.host.jit import SLOW_BECAUSE, warn_if_slow
+from blockstep.impl.host.keys import Keys
+from blockstep.impl.host.lives import end, find_giver, preempt_one, take_back
+from blockstep.impl.host.masks import Masks
+from blockstep.impl.host.plans import Plans
+from blockstep.impl.host.requests import Requests
+from blockstep.impl.host.results import BY_EOS, BY_LENGTH, BY_REPETITION, BY_STOP_TOKEN
+from blockstep.impl.host.sessions import Sessions
+from blockstep.impl.host.state import Int32s, count_most_blocks, reserve_deferred, reserve_log
+from blockstep.impl.host.transfers import Transfers
+from blockstep.impl.host.turns import Turns
+from blockstep.impl.host.view import View
 from blockstep.impl.refusals import (
     count_beside,
     frame_problem,
@@ -82,7 +82,7 @@ _REASONS: Final = {
 _NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 
 
-class CompiledEngine(Doors[Frame]):
+class HostEngine(Doors[Frame]):
     """The scheduler and its paged KV memory on one CPU core, compiled by numba.
 
     Without numba the same functions run as plain Python: the same decisions, slowly, with a
