@@ -39,7 +39,6 @@ PLACES = {
         "engines/process.py": "fields of a config that an engine fixes",
         "protocol/features.py": "the table",
         "protocol/program.py": "the events that a program may have, and their text",
-        "protocol/registry.py": "what an engine of ours can do",
         "protocol/states.py": "the parts of a state that an engine may show",
         "recorded/steps.py": "the fields of records of another simulator",
         "report/vocabulary.py": "the modules of the vocabulary",
@@ -49,7 +48,6 @@ PLACES = {
         "judge/properties/lacked.py": "the parts of a state that a config lacks",
         "protocol/feature.py": "the fields of a config that contradict others",
         "protocol/features.py": "the table",
-        "protocol/registry.py": "what an engine of ours can do",
         "report/vocabulary.py": "the title of a document",
     },
     "events": {
@@ -58,10 +56,10 @@ PLACES = {
     },
 }
 """Modules outside of a feature's folder that have its words, and what they have there."""
-FILES_MAX = {"adapters": (re.compile("max_loras"), 21), "pins": (WORDS["pins"], 62)}
+FILES_MAX = {"adapters": (re.compile("max_loras"), 19), "pins": (WORDS["pins"], 50)}
 """How many files of the specification, the engines and the tools name a feature, adapters of other
 engines left out: `max_loras` for the cap, since the model engine has adapters without a cap. May
-only fall; the aim is 20 and 35."""
+only fall; the aim is 20, reached, and 35."""
 
 
 def list_files(*folders: Path) -> list[Path]:

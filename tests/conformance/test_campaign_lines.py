@@ -32,7 +32,7 @@ presets = ["tiny"]
 episodes = 2
 round = 2
 [[engines]]
-engine = "plain"
+engine = "plain_engine:PlainEngine"
 lines = [{modules}]
 """
 
@@ -162,7 +162,7 @@ def test_a_program_that_reaches_a_rare_line_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(play, "KEEP_RUNS", 5)
-    modules = ("blockstep.impl.plain",)
+    modules = ("plain_engine",)
     plan = read_plan(write_plan(tmp_path, *modules))
     options = plan.make_options(plan.cells[0])
     make_engine = load(options)
@@ -187,12 +187,12 @@ def test_a_program_that_reaches_a_rare_line_is_kept(
 
 @pytest.mark.usefixtures("_recording")
 def test_a_campaign_counts_and_shows_lines(tmp_path: Path) -> None:
-    plan = read_plan(write_plan(tmp_path, "blockstep.impl.plain"))
+    plan = read_plan(write_plan(tmp_path, "plain_engine"))
     run_workers(plan, str(tmp_path / "store"), 1, runs_here=lambda _: True)
     found = summarize(plan, open_store(str(tmp_path / "store"), plan.key), with_course=True)
     (target,) = found.totals.targets
     assert len(target.lines) > 100
-    assert all(name.startswith("blockstep.impl.plain") for name in target.lines)
+    assert all(name.startswith("plain_engine") for name in target.lines)
     assert f"  {len(target.lines):,}  " in render_campaign(found)
     assert "Lines of engines reached" in render_page(found)
     told: Any = summary_to_json(found)["targets"]
@@ -201,7 +201,7 @@ def test_a_campaign_counts_and_shows_lines(tmp_path: Path) -> None:
 
 
 def test_units_go_where_lines_are_rare(tmp_path: Path) -> None:
-    plan = read_plan(write_plan(tmp_path, "blockstep.impl.plain"))
+    plan = read_plan(write_plan(tmp_path, "plain_engine"))
     totals = steering.start_totals(plan)
     totals.targets[0].look = Look(digging.UNKNOWN.facts, "", 1, {}, ())
     totals.targets[0].lines = {"m:1": 99}

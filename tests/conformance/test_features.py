@@ -191,7 +191,9 @@ def test_an_engine_is_never_given_what_it_lacks(name: str) -> None:
 def test_several_groups_are_taken_from_who_lacks_them() -> None:
     config = v.Config(num_blocks=8, groups=(v.KVGroup(v.GroupKind.FULL, 16),))
     assert fit(config, (GROUPS,)) == (v.Config(num_blocks=8), (Capability.GROUPS,))
-    assert GROUPS in find_lacking(load_engine("plain")(v.Config(num_blocks=8)).capabilities())
+    assert GROUPS in find_lacking(
+        load_engine("plain_engine:PlainEngine")(v.Config(num_blocks=8)).capabilities()
+    )
     for engine in ("host", "host-kernels"):
         assert GROUPS not in find_lacking(
             load_engine(engine)(v.Config(num_blocks=8)).capabilities()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from plain_engine import PlainEngine
 
 from blockstep.conformance.engine import ALL_CAPABILITIES
 from blockstep.impl.host import HostEngine
-from blockstep.impl.plain import PlainEngine
 from blockstep.spec.vocabulary import (
     Ack,
     Config,

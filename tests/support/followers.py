@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from unittest.mock import patch
 
+from plain_engine import PlainEngine
+
 from blockstep.conformance.engine import Engine, EngineFactory
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import find_lacking, fit, get_missing
 from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.host import HostEngine
-from blockstep.impl.plain import PlainEngine
 from blockstep.spec import Oracle
 from blockstep.spec.core.state import State
 from blockstep.spec.profiles import STRICT, Profile

@@ -105,11 +105,6 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "our engine: every feature; arrays and machine code, made by numba at its first use",
         ),
         KnownEngine(
-            "plain",
-            "blockstep.impl.plain:PlainEngine",
-            "our smallest, by another writer: core, forks, pins, store, tiers; one plan, no drafts",
-        ),
-        KnownEngine(
             "device",
             "blockstep.impl.device.engine:DeviceEngine",
             "the scheduler as GPU kernels; here numpy runs their source",

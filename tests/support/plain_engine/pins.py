@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from blockstep.impl.plain.pool import Pool
-from blockstep.impl.plain.text import Text
 from blockstep.spec.vocabulary import Pin, PinEstimate, PinsSnapshot
+from plain_engine.pool import Pool
+from plain_engine.text import Text
 
 
 class Pins:

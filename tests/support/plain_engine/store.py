@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from blockstep.impl.plain.pool import Pool
-from blockstep.impl.plain.text import Text
 from blockstep.spec.vocabulary import (
     BlockId,
     HeldBlocks,
@@ -17,6 +15,8 @@ from blockstep.spec.vocabulary import (
     Status,
     TransfersSnapshot,
 )
+from plain_engine.pool import Pool
+from plain_engine.text import Text
 
 
 class Store:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from blockstep.impl.plain.pool import Pool
-from blockstep.impl.plain.text import Text
 from blockstep.spec.vocabulary import BlockCopy, BlockId, Config
+from plain_engine.pool import Pool
+from plain_engine.text import Text
 
 
 class Tables:

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blockstep.impl.plain.pins import Pins
-from blockstep.impl.plain.pool import Pool
-from blockstep.impl.plain.store import Store
-from blockstep.impl.plain.tables import Tables
-from blockstep.impl.plain.text import Text
 from blockstep.spec.vocabulary import (
     BlockCopy,
     BlockId,
@@ -20,6 +15,11 @@ from blockstep.spec.vocabulary import (
     Stats,
     Status,
 )
+from plain_engine.pins import Pins
+from plain_engine.pool import Pool
+from plain_engine.store import Store
+from plain_engine.tables import Tables
+from plain_engine.text import Text
 
 
 @dataclass(eq=False)

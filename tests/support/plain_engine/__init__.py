@@ -7,6 +7,6 @@ the rules of the specification or the host engine; `blockstep check` compares it
 specification.
 """
 
-from blockstep.impl.plain.engine import PlainEngine
+from plain_engine.engine import PlainEngine
 
 __all__ = ["PlainEngine"]

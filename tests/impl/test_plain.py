@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from plain_engine import PlainEngine
 
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.impl.plain import PlainEngine
 from blockstep.spec.vocabulary import (
     Config,
     ConfigError,
@@ -19,7 +19,7 @@ from blockstep.spec.vocabulary import (
     Submit,
 )
 
-ENGINE = "blockstep.impl.plain:PlainEngine"
+ENGINE = "plain_engine:PlainEngine"
 FEATURES = ("forks", "pins", "transfers", "tiers")
 """What it has beside the core."""
 

@@ -8,10 +8,10 @@ from typing import Final
 
 from blockstep.impl import refusals
 from blockstep.impl.capabilities import list_config_problems
-from blockstep.impl.plain.scheduler import Row, Scheduler
-from blockstep.impl.plain.store import count_valid
-from blockstep.impl.plain.text import Text
 from blockstep.spec import vocabulary as v
+from plain_engine.scheduler import Row, Scheduler
+from plain_engine.store import count_valid
+from plain_engine.text import Text
 
 CAPABILITIES: Final = frozenset(
     (
