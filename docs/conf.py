@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib import import_module
 from importlib.metadata import version as version_of
 from pathlib import Path
-from pkgutil import walk_packages
+from pkgutil import ModuleInfo, walk_packages
 
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -55,6 +56,11 @@ CODE = re.compile(r"(?<![`:\w])`([^`]+)`(?!`)")
 DIAGRAM = re.compile(r"^    |\|--|\S {3,}\S", re.MULTILINE)
 
 
+def only_reexports(module: ModuleInfo) -> bool:
+    """Return whether a module is a package whose names are documented where they are defined."""
+    return module.ispkg and hasattr(import_module(module.name), "__all__")
+
+
 def put_generated(app: Sphinx, docname: str, source: list[str]) -> None:
     """Put in what is read from the code and from data: see generated.py."""
     source[0] = put_pages(source[0])
@@ -62,7 +68,7 @@ def put_generated(app: Sphinx, docname: str, source: list[str]) -> None:
         ROOM.format(
             name=module.name.removeprefix("blockstep.spec."),
             module=module.name,
-            members=":no-members:" if module.ispkg else ":members:",  # a package only re-exports
+            members=":no-members:" if only_reexports(module) else ":members:",
         )
         for module in walk_packages(blockstep.spec.__path__, "blockstep.spec.")
     ]
