@@ -249,7 +249,7 @@ class HitOneShort:
 
 
 def share_nothing(rules: Rules, _config: v.Config) -> Rules:
-    """What somebody holds is not shared: it is computed again."""
+    """A hit ends before the first block that another request holds."""
 
     def find(pool: Pool, keys: Sequence[v.BlockKey]) -> tuple[v.BlockId, ...]:
         found = rules[find_published](pool, keys)
@@ -259,7 +259,7 @@ def share_nothing(rules: Rules, _config: v.Config) -> Rules:
 
 
 class NoneShared:
-    """What somebody holds is not shared: it is computed again."""
+    """A hit ends before the first block that another request holds."""
 
     change = staticmethod(share_nothing)
 
@@ -306,7 +306,7 @@ NUM_PLANS: Final = Part("num_plans", 0)
 
 
 def leave_steps_out(rules: Rules, _config: v.Config) -> Rules:
-    """Every fourth step is left out: nobody runs."""
+    """Every fourth step runs no request."""
 
     def run(step: Step) -> None:
         NUM_PLANS.set(step, NUM_PLANS.of(step) + 1)
@@ -319,7 +319,7 @@ def leave_steps_out(rules: Rules, _config: v.Config) -> Rules:
 
 
 class Lazy(Spec):
-    """Every fourth step is left out: nobody runs."""
+    """Every fourth step runs no request."""
 
     change = staticmethod(leave_steps_out)
 

@@ -1,8 +1,8 @@
 """Machine code and the same source as Python decide alike, and as the specification decides.
 
-Programs are drawn for each manager: the feature that it is for is in each of them. A function that
-means one thing in machine code and another in Python (overflow, division, an array written beyond
-its end) or a manager that writes to an array behind the back of machine code would show here.
+Programs are drawn for each manager, and each of them uses the feature of the manager. A function
+that means one thing in machine code and another in Python (overflow, division, an array written
+beyond its end) or a manager that writes to an array unseen by machine code would show here.
 """
 
 from __future__ import annotations

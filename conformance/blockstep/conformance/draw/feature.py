@@ -1,7 +1,7 @@
 """Draws of features: additions to configs and requests, and actions.
 
-Each folder of `conformance.features` whose feature is drawn late has a module `draws` with an
-object `DRAWS`. The functions here and in the other modules of this package go through them.
+A folder of `conformance.features` may have a module `draws` with an object `DRAWS`. The functions
+of this package call the objects of all features.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ modules have the code, and exist only if the feature has any:
     properties   property checks; checks of plans alone (`judge_plan`, see `judge.answers`); reasons
                  to skip a waiting request (`GATE`, see `judge.gates`); blocks that the feature
                  keeps (`KEEPER`, see `judge.properties.queue_replay`)
-    worlds       small worlds whose every state is visited (`WORLDS`), and events and state of the
-                 feature in them (`SCOPE`, see `explore.world`)
+    worlds       small worlds, of which `explore` visits all states (`WORLDS`), and events and
+                 state of the feature in them (`SCOPE`, see `explore.world`)
 
 The packages of conformance do not name a feature that has such a folder: they load these modules
 for each row of the table (`protocol.features`). A module imports what its package may import, and

@@ -270,7 +270,7 @@ class Transfers:
         return (min(broken) if self._is_whole else 0) if broken else None
 
     def _drop_rows(self, slot: int) -> None:
-        """Discard the rows in flight of a request whose load has failed: it begins a new life."""
+        """Discard the rows in flight of a request after a failed load, which starts it again."""
         s = self.requests.state
         s.scalars[c.NUM_BORN] += 1
         s.requests[slot, c.BIRTH], s.requests[slot, c.LAST_SAMPLE] = s.scalars[c.NUM_BORN], c.NONE

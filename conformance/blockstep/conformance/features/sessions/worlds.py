@@ -25,7 +25,7 @@ WORLDS = (
         (a(1, 1, structured_output=True, grammar=ONE_TOKEN, resumable=True),),
         vocabulary=(0, 1), updates=(a(1, 2, resumable=True), a(1, 1)),
         expected=Counts(1_674, 6_412, 6_374, 31)),
-    World("further", "a session whose second input has two items, which one block holds",
+    World("further", "a session; one block holds both items of its second input",
         v.Config(4, 3, 1, 4, 5), (a(1, 1, resumable=True),),
         updates=(a(2, 1, items=(item("x", 0), item("y", 1)), resumable=True), a(1, 1)),
         expected=Counts(184, 332, 684, 25)),

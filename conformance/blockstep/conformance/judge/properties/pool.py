@@ -47,8 +47,8 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     queue, once.
 
     Holders are requests, transfers of ended requests, features that keep blocks, and frames in
-    flight whose commit frees blocks. The null block has no holder and is not in the queue. In a
-    table it takes the place of a skipped block; with one KV group there is none.
+    flight: a commit frees the blocks that its frame holds. The null block has no holder and is not
+    in the queue. In a table it takes the place of a skipped block; with one KV group there is none.
     """
     after, num_blocks = step.after, step.config.num_blocks
     least = v.NULL_BLOCK if step.config.groups else 1

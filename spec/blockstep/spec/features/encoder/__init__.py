@@ -133,7 +133,7 @@ CLAIM: Final = Note("encoder_claim", Claim(0))
 
 
 class Chunk(NamedTuple):
-    """A row of a request with items, whose end is looked for."""
+    """A row of a request with items, before its last token is known."""
 
     config: Config
     rules: Rules

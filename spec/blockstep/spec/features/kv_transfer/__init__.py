@@ -10,8 +10,9 @@
 `transfers` is the state machine. Until a load is confirmed only the blocks of the local hit are
 published, and no request computes on KV that was not loaded, or hits it (P19).
 
-A request whose asynchronous load has ended holds blocks until it is admitted, and two of them could
-each lack the blocks of the other: they are reclaimed like those of a session (`features.reclaim`).
+After an asynchronous load a request holds blocks until it is admitted. Two such requests could each
+need the blocks of the other, so these blocks are reclaimed like those of an idle session
+(`features.reclaim`).
 """
 
 from __future__ import annotations
@@ -278,8 +279,7 @@ def process_admitted(step: Step, request: RequestState, after: RequestState, hit
 
 
 def list_queued(step: Step) -> list[RequestId]:
-    """Return the queued requests without those whose load is under way: it ends by itself. Source:
-    P10, P17."""
+    """Return the queued requests that have no load under way. Source: P10, P17."""
     transfers = TRANSFERS.of(step)
     return [name for name in reclaim.list_queued(step) if not is_under_way(transfers, name)]
 
