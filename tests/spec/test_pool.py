@@ -9,15 +9,18 @@ from hypothesis import strategies as st
 from blockstep.spec.core.block_pool import (
     Pool,
     allocate_blocks,
+    count_free,
     create_pool,
     find_block,
     free_blocks,
+    give_up_blocks,
     publish_blocks,
     touch_blocks,
     withdraw_all,
     withdraw_blocks,
 )
-from blockstep.spec.vocabulary import BlockKey
+from blockstep.spec.core.rules import STRICT_RULES
+from blockstep.spec.vocabulary import BlockKey, DeferredFree
 
 K1, K2 = BlockKey(None, (1, 2)), BlockKey(None, (3, 4))
 
@@ -37,6 +40,17 @@ def test_touch_takes_a_block_out_of_the_middle() -> None:
     assert pool.free_queue == (1, 4)
     assert pool.ref_counts == (0, 0, 1, 1, 0)
     assert touch_blocks(pool, (2,)).ref_counts == (0, 0, 2, 1, 0)
+
+
+def test_free_blocks_of_a_hit_are_counted_and_null_ones_are_not() -> None:
+    pool = touch_blocks(create_pool(5), (2, 3))
+    assert count_free(pool, (0, 1, 2, 4)) == 2
+
+
+def test_blocks_of_a_fenced_request_wait_although_one_group_has_none() -> None:
+    pool = give_up_blocks(touch_blocks(create_pool(4), (1, 2)), ((1, 2), ()), STRICT_RULES, fence=7)
+    assert pool.deferred_frees == (DeferredFree(7, (1, 2)),)
+    assert pool.free_queue == (3,)
 
 
 def test_a_shared_block_stays_until_its_last_holder_goes() -> None:

@@ -241,7 +241,7 @@ def get_fence(config: Config, frames: Sequence[Frame], request_id: RequestId) ->
     Steps are executed in the order of their plans, so a row of a later plan may have such a block
     at once. Source: vLLM 0.19.1 `_free_blocks`; P17.
     """
-    del config, frames, request_id
+    del config, frames, request_id  # no-mutate: it has no effect
     return None
 
 
