@@ -128,6 +128,7 @@ def test_a_mutant_is_noticed_by_the_first_trial_with_another_result() -> None:
         lambda: play_mutant(mutant, trials[1:2], runs),
         lambda: play_mutant(mutant, trials[1:], runs),
     ]
+    assert runs["play"]()  # machine code of the host is made here, not in a mutant's time
     told: Any = dict(run_forked(works, 1, 120))
     assert [told[number]["killed_by"] for number in range(3)] == ["play", "", "error"]
 
