@@ -79,6 +79,35 @@ def test_the_end_of_a_read_comes_in_the_answer_that_ends_its_request() -> None:
     assert run.witnesses["transfers_read_by_its_end"] > 0
 
 
+@needs(RELEASE.follows_store, "no profile follows its store")
+def test_a_draft_that_no_grammar_accepts_is_not_counted_after_a_failed_load() -> None:
+    """A row in flight of a request whose load has failed: the worker's draft for it is told."""
+    config = replace(
+        CONFIG,
+        num_blocks=3,
+        enable_prefix_caching=False,
+        kv_load_failure_policy=v.KVLoadFailurePolicy.RECOMPUTE,
+        spec_method=v.SpecMethod.NGRAM,
+        num_speculative_tokens=1,
+        async_scheduling=True,
+        max_frames_in_flight=2,
+        groups=(v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, sliding_window=1),),
+    )
+    grammar = v.Grammar(((),))
+    request = v.Request("A", (0, 0), max_tokens=2, structured_output=True, grammar=grammar)
+    actions = (
+        v.Submit(request),
+        v.KVOffer("A", num_tokens=1),
+        v.GrammarReady("A"),
+        v.Schedule(),
+        v.Schedule(),
+        Answer(report=Report(invalid=(("A", -1),))),
+        Answer(),
+    )
+    run, findings = run_program(Program(config, actions), load_engine("vllm"), PROFILE)
+    assert (findings, dict(run.skipped)) == ([], {})
+
+
 follows_events_of_items = needs(
     RELEASE.has_events and RELEASE.has_encoder, "no events or no encoder is followed"
 )

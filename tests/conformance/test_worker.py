@@ -20,10 +20,15 @@ from worker_support import (
 
 from blockstep.conformance.judge.worker import PrefixNames, Worker, extras_of
 from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN
+from blockstep.conformance.lockstep.runner import ask_mask
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import Answer, Program, Report
+from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
+from blockstep.spec.profiles import get_profile
 
 # Views.
 
@@ -505,3 +510,36 @@ def test_whatever_follows_who_reads_wrong_kv_says_something_else(last: int) -> N
     right.execute(v.Plan(0, new=(v.NewRow(other, ((4, 5, 6),), 0, 5),)))
     wrong.execute(v.Plan(1, new=(v.NewRow(other, ((1, 2, 4),), 4, 1),)))
     assert wrong.answer(1)[0].token_ids != right.answer(0)[0].token_ids
+
+
+def test_drafts_are_told_of_a_row_that_a_failed_load_has_made_void() -> None:
+    """They are proposed before the load is known to have failed: vLLM 0.19.1 counts a draft as
+    scheduled unless its grammar is asked."""
+    config = v.Config(
+        3,
+        2,
+        kv_connector=True,
+        kv_load_failure_policy=v.KVLoadFailurePolicy.RECOMPUTE,
+        spec_method=v.SpecMethod.NGRAM,
+        num_speculative_tokens=1,
+        async_scheduling=True,
+        max_frames_in_flight=2,
+    )
+    grammar = v.Grammar(((),))
+    request = v.Request("A", (0, 0), max_tokens=2, structured_output=True, grammar=grammar)
+    actions = (
+        v.Submit(request),
+        v.KVOffer("A", num_tokens=1),
+        v.GrammarReady("A"),
+        v.Schedule(),
+        v.Schedule(),
+        Answer(report=Report(invalid=(("A", -1),))),
+    )
+    profile = get_profile("vllm-0.19.1")
+    assert profile is not None
+    run, findings = run_program(
+        Program(config, actions), lambda config: SpecEngine(config, profile), profile
+    )
+    assert findings == []
+    (told,) = ask_mask(run.worker, run.plans[0]).drafts
+    assert (told.request_id, len(told.token_ids)) == ("A", 1)

@@ -115,11 +115,11 @@ class Sampling(TaggedKV):
     # Masks.
 
     def tell_drafts(self, frame_id: v.FrameId) -> tuple[v.RowTokens, ...]:
-        """The drafts behind the placeholders of a dispatched plan, for requests that need a
-        bitmask."""
+        """Return the drafts behind the placeholders of a dispatched plan, for requests that need a
+        bitmask: also of rows after a failed load, since drafts are proposed before it is known."""
         return tuple(
             v.RowTokens(row.view.request.request_id, row.drafts)
-            for row in self.list_masked(frame_id)
+            for row in self._list_held(frame_id)
             if row.drafts
         )
 
@@ -164,7 +164,12 @@ class Sampling(TaggedKV):
         return False
 
     def list_masked(self, frame_id: v.FrameId) -> list[FrameRow]:
-        """The rows of a frame that sample under a grammar, of unfinished requests.
+        """Return the rows of a frame that sample under a grammar, without those that a failed load
+        has made void."""
+        return [row for row in self._list_held(frame_id) if not row.is_void]
+
+    def _list_held(self, frame_id: v.FrameId) -> list[FrameRow]:
+        """Return the rows of a frame that sample under a grammar, of unfinished requests.
 
         Left out are rows of a session that has continued since: their tokens come after its stop
         and are dropped.
@@ -173,11 +178,15 @@ class Sampling(TaggedKV):
             row
             for row in self._frames.get(frame_id, ())
             if row.samples
-            and not row.is_void
             and row.view.automaton is not None
             and row.view.request.request_id not in self._ended
-            and self.views.get(row.view.request.request_id, row.view) is row.view
+            and self._is_current(row)
         ]
+
+    def _is_current(self, row: FrameRow) -> bool:
+        """Return whether the request of a row is as it was then, or was rolled back since."""
+        view = self.views.get(row.view.request.request_id, row.view)
+        return view is row.view or (row.is_void and view.request is row.view.request)
 
     def get_masked(self, row: FrameRow) -> v.TokenIds:
         """The tokens that a row sampled under its last bitmask.
