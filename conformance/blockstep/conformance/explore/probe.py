@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from blockstep.conformance.engine import Capability, Engine, Equivalence, Renamed, SamePlans
+from blockstep.conformance.explore.world import get_scopes
 from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.checks import check_step
 from blockstep.conformance.judge.follower import Follower
@@ -125,6 +126,9 @@ def get_ledger(state: State) -> Ledger:
     ledger.follower = _get_follower(state)
     if state.config.kv_connector:
         _recall_transfers(ledger.store, state)
+    for scope in get_scopes():
+        if scope.is_on(state.config):
+            scope.recall(state, ledger)
     return ledger
 
 

@@ -1,16 +1,23 @@
-"""Gates of features: limits at which a waiting request is skipped, with no outside event due.
+"""Gates of features: limits at which a waiting request is skipped, with no outside event due; and
+plans that hold prompts.
 
-The module `properties` in a feature's folder may have a class `GATE`.
+The module `properties` in a feature's folder may have a class `GATE`, and a function `HOLD`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.protocol.features import is_off, load_parts
 from blockstep.spec import vocabulary as v
+
+Hold: TypeAlias = Callable[[Step, Ledger], bool]
+"""Returns whether a plan gives no tokens to prompts: running chunks, and waiting requests with more
+than one token to compute, the first of which ends the waiting phase."""
 
 
 class Gate(Protocol):
@@ -33,3 +40,26 @@ def get_gates(lacked: frozenset[str]) -> tuple[type[Gate], ...]:
     modules = load_parts("properties").items()
     found = [it.GATE for name, it in modules if hasattr(it, "GATE") and not is_off(name, lacked)]
     return tuple(found)
+
+
+@cache
+def get_holds(lacked: frozenset[str]) -> tuple[Hold, ...]:
+    """Return the holds of the features that a config does not switch off (`Ledger.lacked`)."""
+    modules = load_parts("properties").items()
+    found = [it.HOLD for name, it in modules if hasattr(it, "HOLD") and not is_off(name, lacked)]
+    return tuple(found)
+
+
+def holds_prompts(step: Step, ledger: Ledger) -> bool:
+    """Whether some feature holds prompts in a plan."""
+    return any(hold(step, ledger) for hold in get_holds(ledger.lacked))
+
+
+def is_held(step: Step, ledger: Ledger, name: v.RequestId, num_start: int) -> bool:
+    """Whether a plan gives no tokens to a request that starts behind `num_start` tokens, since it
+    holds prompts."""
+    if name in step.place:
+        is_prompt = step.old[name].is_prefill_chunk
+    else:
+        is_prompt = num_start < ledger.lives[name].num_known - 1
+    return is_prompt and holds_prompts(step, ledger)

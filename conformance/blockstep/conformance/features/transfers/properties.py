@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import chain
 
 from blockstep.conformance.judge.attended import count_across
+from blockstep.conformance.judge.gates import is_held
 from blockstep.conformance.judge.properties.admission import may_have_its_items
 from blockstep.conformance.judge.properties.amounts import (
     admitted_share,
@@ -441,6 +442,8 @@ def received_one_is_not_left_behind_a_head_that_does_not_fit(
         if must_wait(ledger, gates, request) or not may_have_its_items(step, ledger, name):
             continue
         share = admitted_share(config, life.num_known, request.num_computed_tokens)
+        if is_held(step, ledger, name, request.num_computed_tokens):
+            continue
         if not request.num_computed_tokens or (share > left and not config.enable_chunked_prefill):
             continue
         end = request.num_computed_tokens + share

@@ -12,6 +12,7 @@ from blockstep.conformance.judge.attended import (
     is_recurrent,
     slots_of,
 )
+from blockstep.conformance.judge.gates import is_held
 from blockstep.conformance.judge.properties.amounts import (
     admitted_share,
     blocks_behind,
@@ -276,6 +277,8 @@ def least_share(step: Step, ledger: Ledger, name: v.RequestId, expected: int) ->
     Chunks that end at recurrent states may be shorter, but never empty: a request whose chunk is
     rounded to nothing would wait for ever (upstream #40707).
     """
+    if is_held(step, ledger, name, step.old[name].num_computed_tokens):
+        return 0
     if has_items_ahead(step, ledger, name):
         return 0  # a chunk stops before an item that does not fit
     if not is_aligned(step.config):
@@ -370,6 +373,8 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     num_hit, hits = hit_now(step, ledger, life)
     num_offered, is_async = find_offered(ledger, name, num_hit)
     start = num_hit + num_offered
+    if is_held(step, ledger, name, start) and not is_async:
+        return ()
     share = 0 if is_async else admitted_share(config, life.num_known, start)
     if not config.enable_chunked_prefill and share > left:
         return ()

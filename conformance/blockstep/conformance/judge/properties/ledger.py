@@ -99,6 +99,8 @@ class Ledger:
     num_progress: int = 0
     """Number of events that delivered tokens or changed which requests compete for blocks: a
     submission, an end, a compiled grammar, the end of a transfer (`_count_transfers`), a reset."""
+    num_plans_since_prompt: int = v.MAX_INT
+    """Plans with rows since the last one that computed a prompt (`computes_prompt`)."""
     uncounted: frozenset[str] = frozenset()
     """Counters (fields of `Stats`) that the engine does not have; its state shows others there."""
     lacked: frozenset[str] = field(init=False)
@@ -224,6 +226,13 @@ class Ledger:
         flight = FlightRow(row.request_id, row.end, row.drafts, row.end >= due)
         self._flying[row.request_id] = row, flight
         return flight
+
+    def computes_prompt(self, step: Step, row: PlannedRow) -> bool:
+        """Whether a row is a chunk of a running request, or admits a request with more than the
+        last of its known tokens to compute."""
+        if row.kind is RowKind.RUNNING:
+            return step.old[row.request_id].is_prefill_chunk
+        return row.first < self.lives[row.request_id].num_known - 1
 
     def placeholders(self, request_id: v.RequestId) -> int:
         """The placeholders of a request; 0 without asynchronous scheduling, where it waits for its
@@ -365,6 +374,8 @@ class Ledger:
                         life.num_external_tokens = self.store.count_loaded(step, row)
             self._promise(row.request_id, flight.num_promised)
         if rows:
+            has_prompt = any(self.computes_prompt(step, row) for row in rows)
+            self.num_plans_since_prompt = 0 if has_prompt else self.num_plans_since_prompt + 1
             self.frames[plan.frame_id] = tuple(frame)
         self.ended = set()
         self.scheduled = {row.request_id for row in rows}

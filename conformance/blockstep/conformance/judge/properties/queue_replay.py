@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Protocol, TypeAlias
 
 from blockstep.conformance.judge.attended import blocks_of_drafts, count_unattended
-from blockstep.conformance.judge.gates import get_gates
+from blockstep.conformance.judge.gates import get_gates, is_held
 from blockstep.conformance.judge.properties.amounts import (
     blocks_behind,
     running_slots,
@@ -228,7 +228,8 @@ def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
             left -= rows[name].num_scheduled if name in rows else 0
             continue
         old, new = step.old[name], step.new[name]
-        share = min(share_of(ledger, old), left)
+        is_waiting = is_held(step, ledger, name, old.num_computed_tokens)
+        share = 0 if is_waiting else min(share_of(ledger, old), left)
         slots = running_slots(config, old.num_computed_tokens + share)
         num_lacking = blocks_behind(config, slots, new.block_tables) if share > 0 else 0
         if num_lacking > len(after.free_queue):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from blockstep.conformance.judge.gates import holds_prompts
 from blockstep.conformance.judge.properties.amounts import blocks_for, ends_in_flight, share_of
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
@@ -233,9 +234,13 @@ def of_waiting(step: Step, ledger: Ledger) -> Iterator[str]:
     if rest > 0:
         if len(after.running) >= config.max_num_seqs:
             yield "admission_blocked_by_max_num_seqs"
-        elif next_in_line(step, ledger) is not None and (
-            # The rest of the budget cannot have been the reason.
-            config.enable_chunked_prefill or rest >= config.max_model_len
+        elif (
+            next_in_line(step, ledger) is not None
+            and not holds_prompts(step, ledger)
+            and (
+                # The rest of the budget cannot have been the reason.
+                config.enable_chunked_prefill or rest >= config.max_model_len
+            )
         ):
             yield "admission_blocked_by_pool"
     skipped = [
