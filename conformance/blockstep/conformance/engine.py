@@ -65,6 +65,8 @@ class Capability(StrEnum):
     """It takes groups of every kind, and of several block sizes; needs GROUPS."""
     ADAPTERS = "adapters"
     """It takes `max_loras`: a limit on the different LoRA adapters among running requests."""
+    CADENCE = "cadence"
+    """It takes `prefill_schedule_interval`: prompts are held while requests decode."""
     SESSIONS = "sessions"
     """It takes `resumable` requests and `StreamingUpdate`."""
     ENCODER = "encoder"

@@ -39,6 +39,7 @@ HOST: Final = frozenset(
         "kinds",
         "common prefix",
         "adapters",
+        "cadence",
         "masks",
         "sessions",
         "encoder",
@@ -53,7 +54,7 @@ HOST: Final = frozenset(
 """All capabilities."""
 DEVICE: Final = HOST - {
     *("kinds", "common prefix", "adapters", "masks", "sessions", "encoder", "events"),
-    *("forks", "pins", "transfers", "tiers"),
+    *("forks", "pins", "transfers", "tiers", "cadence"),
 }
 """The kernels on a GPU: core features, and groups of blocks of one size."""
 
@@ -95,6 +96,12 @@ _LACKED: Final = (
         "must be None: this engine has no masks, so no grammar to hold off",
         "leave it out",
     ),
+    (
+        "cadence",
+        "prefill_schedule_interval",
+        "must be 1: this engine computes prompts in every step",
+        "leave it out",
+    ),
     ("adapters", "max_loras", "must be 0: this engine has no cap on adapters", "leave it out"),
     ("encoder", "encoder_cache_size", "must be 0: this engine has no encoder", "leave it out"),
     (
@@ -131,6 +138,7 @@ def list_needed(config: Config) -> frozenset[str]:
             for group in config.groups
         ),
         "adapters": config.max_loras > 0,
+        "cadence": config.has_prefill_interval,
         "masks": config.reasoning_end_token_id is not None,
         "encoder": config.encoder_cache_size > 0,
         "events": config.enable_kv_cache_events,

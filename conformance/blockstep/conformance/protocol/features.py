@@ -15,6 +15,7 @@ from typing import TypeVar
 from blockstep.conformance.engine import Capability
 from blockstep.conformance.features import (
     adapters,
+    cadence,
     encoder,
     events,
     forks,
@@ -243,6 +244,7 @@ FEATURES: tuple[Feature, ...] = (
     pins.FEATURE,
     forks.FEATURE,
     tiers.FEATURE,
+    cadence.FEATURE,
     CACHING,
 )
 """The table. For an engine that lacks several features they are removed in this order: without

@@ -63,6 +63,8 @@ def run_rows(s: State, position: int, given: int) -> int:
     while 0 <= position < s.scalars[c.NUM_RUNNING] and s.scalars[c.BUDGET] > 0:
         slot = s.lines[position, c.RUNNING]
         tokens = _tokens_to_run(s, slot) if given == c.NONE else given
+        if s.scalars[c.HOLDS_PREFILLS] != 0 and s.requests[slot, c.IS_PREFILL] != 0:
+            tokens = 0
         is_asked = s.scalars[c.HAS_ITEMS] != 0 and given == c.NONE
         end = s.requests[slot, c.NUM_COMPUTED] + tokens
         if is_asked and tokens > 0 and end > s.requests[slot, c.NEXT_ITEM]:
@@ -347,6 +349,8 @@ def try_admit(s: State, slot: int, given: int) -> int:
         start += _find_load(s, slot, hit)
         if start > hit and s.requests[slot, c.IS_OFFER_ASYNC] != 0:
             return _try_park(s, slot, hit, start, asks)
+    if s.scalars[c.HOLDS_PREFILLS] != 0 and start < known - 1:
+        return REFUSED
     tokens = given
     if given == c.NONE:
         tokens = min(known - start, s.scalars[c.MAX_TOKENS_PER_ROW])
@@ -456,6 +460,32 @@ of those that the previous plan lacked, and of preempted requests (both are list
 preempted first); the leading blocks that all running requests share in the first group."""
 
 
+@compiled
+def _holds_prefills(s: State) -> bool:
+    """Whether prompts wait in this step: one was computed too few steps before (upstream #54627),
+    and some running request decodes now, so that the step is not empty (P10)."""
+    if s.scalars[c.PREFILL_WAIT] == 0:
+        return False
+    for position in range(s.scalars[c.NUM_RUNNING]):
+        slot = s.lines[position, c.RUNNING]
+        if s.requests[slot, c.IS_PREFILL] == 0 and _tokens_to_run(s, slot) > 0:
+            return True
+    return False
+
+
+@compiled
+def _count_wait(s: State, num_running: int) -> None:
+    """Count a planned step, whose first `num_running` rows are of the running phase; one with a
+    prompt makes later prompts wait. The last token of an admitted request is none."""
+    wait = max(s.scalars[c.PREFILL_WAIT] - min(s.scalars[c.NUM_ROWS], 1), 0)
+    for row in range(s.scalars[c.NUM_ROWS]):
+        slot = s.lines[row, c.ROW_SLOT]
+        lacking = s.requests[slot, c.NUM_KNOWN] - s.requests[slot, c.NUM_COMPUTED]
+        if s.requests[slot, c.IS_PREFILL] != 0 if row < num_running else lacking > 1:
+            wait = s.scalars[c.PREFILL_INTERVAL] - 1
+    s.scalars[c.PREFILL_WAIT] = wait
+
+
 @entry("state")
 def end_running(s: State) -> int:
     """End the running phase; return the number of its rows."""
@@ -503,6 +533,8 @@ def _close_gaps(s: State) -> None:
 def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanArrays:
     """Write the plan's differences (P26), and count scheduled tokens as computed."""
     return_passed(s)
+    if s.scalars[c.PREFILL_INTERVAL] > 1:
+        _count_wait(s, num_running)
     rows, num_blocks, num_zeroed, num_drafts = s.scalars[c.NUM_ROWS], 0, 0, 0
     groups = s.scalars[c.NUM_GROUPS]
     for row in range(rows):
@@ -637,6 +669,7 @@ def plan_step(
     s.scalars[c.NUM_ROWS] = s.scalars[c.NUM_PREEMPTED] = s.scalars[c.NUM_COPIES] = 0
     s.scalars[c.STEP] = frame_id
     s.scalars[c.NUM_LOADS] = s.scalars[c.NUM_SAVES] = s.scalars[c.AWAITS_ANSWER] = 0
+    s.scalars[c.HOLDS_PREFILLS] = _holds_prefills(s)
     s.scalars[c.STOP_POSITION], s.scalars[c.STOP_SLOT] = run_rows(s, 0, c.NONE), c.NONE
     num_running = 0
     if s.scalars[c.STOP_POSITION] == c.NONE:

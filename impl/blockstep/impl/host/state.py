@@ -132,7 +132,13 @@ LOW_FREE: Final = 75
 """Admission closes below this number of free blocks, and opens at `HIGH_FREE`; 0: it stays open."""
 HIGH_FREE: Final = 76
 IS_CLOSED: Final = 77
-NUM_SCALARS: Final = 78
+PREFILL_INTERVAL: Final = 78
+"""Prompts get tokens in every step of this number, while requests decode; 1: in every step."""
+PREFILL_WAIT: Final = 79
+"""Steps with rows until prompts get tokens again."""
+HOLDS_PREFILLS: Final = 80
+"""Whether prompts get no tokens in this step."""
+NUM_SCALARS: Final = 81
 
 # Why machine code stops and returns to Python.
 GOES_ON: Final = 0
@@ -493,6 +499,7 @@ def _make_scalars(config: Config, groups: Int64s) -> Int64s:
         (groups[:, DROPPED] * groups[:, SIZE]).max(),
     )
     scalars[MAX_LORAS] = config.max_loras
+    scalars[PREFILL_INTERVAL] = config.prefill_schedule_interval
     scalars[HAS_ITEMS] = config.encoder_cache_size > 0
     scalars[HAS_STORE] = config.kv_connector
     scalars[HAS_FENCES] = config.kv_connector and config.max_frames_in_flight > 1

@@ -136,6 +136,8 @@ class Config:
     """False: a prompt is admitted only when all of its uncached tokens fit the remaining budget."""
     long_prefill_token_threshold: int = 0
     """Maximum of tokens of one request per step; 0: no such limit."""
+    prefill_schedule_interval: int = 1
+    """While requests decode, prompts get tokens in every n-th step only; 1: in every step."""
     scheduler_reserve_full_isl: bool = True
     """Admit a request only if all its known tokens fit the free blocks, not just a first chunk."""
     spec_method: SpecMethod = SpecMethod.NONE
@@ -222,6 +224,11 @@ class Config:
     def has_pins(self) -> bool:
         """Whether blocks may be pinned between two turns of a job."""
         return self.policy is Policy.CONTINUUM
+
+    @property
+    def has_prefill_interval(self) -> bool:
+        """Whether prompts are held in some steps while requests decode."""
+        return self.prefill_schedule_interval > 1
 
     @property
     def num_encoder_lookahead_tokens(self) -> int:

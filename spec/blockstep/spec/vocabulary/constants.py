@@ -28,6 +28,7 @@ _LEAST_COUNTS: Final = (
     ("max_num_batched_tokens", 1),
     ("max_model_len", 2),
     ("long_prefill_token_threshold", 0),
+    ("prefill_schedule_interval", 1),
     ("num_speculative_tokens", 0),
     ("max_frames_in_flight", 1),
     ("max_loras", 0),
