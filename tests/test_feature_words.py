@@ -23,6 +23,7 @@ WORDS = {
         r"(?<![a-z])tiers?(?![a-z])|swap_min_tokens|admission_\w+_blocks", re.IGNORECASE
     ),
     "events": re.compile(r"enable_kv_cache_events"),
+    "cadence": re.compile(r"prefill_(schedule_)?interval|[Pp]refill cadence|CADENCE"),
 }
 """What names a feature. The features that are not here have words in other packages still."""
 NOT_GENERIC = ("features", "engines/adapters", "museum", "prove")
@@ -53,6 +54,9 @@ PLACES = {
     "events": {
         "engine.py": "the capabilities that engines have",
         "judge/properties/lacked.py": "the parts of an answer that a config lacks",
+    },
+    "cadence": {
+        "engine.py": "the capabilities that engines have",
     },
 }
 """Modules outside of a feature's folder that have its words, and what they have there."""

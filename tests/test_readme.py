@@ -52,6 +52,7 @@ ROWS = {
     "forks": "forks",
     "pins": "pins",
     "tiers": "tiers",
+    "prefill cadence": "cadence",
 }
 """Rows of what is covered, and the capability that each stands for."""
 

@@ -25,6 +25,7 @@ from blockstep.spec.vocabulary import NULL_BLOCK
 
 pytestmark = pytest.mark.spec_alone
 FEATURES = (
+    "cadence",
     "encoder",
     "forks",
     "groups",

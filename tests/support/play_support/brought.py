@@ -9,6 +9,7 @@ from typing import Any
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine
+from blockstep.impl.host import state as c
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.vocabulary import (
     Abort,
@@ -65,6 +66,18 @@ def capped_behind_its_back() -> Play:
     play.config = replace(play.config, max_loras=1)
     play.make_engine = uncapped
     return play
+
+
+def held_prompt() -> Play:
+    """Q waits with its prompt while X decodes."""
+    config = replace(CONFIG, prefill_schedule_interval=3)
+    play = Play(config, HostEngine).do(Submit(X)).run(1)
+    return play.do(Submit(request("Q", 4, 5, 6)), Schedule())
+
+
+def forget_the_wait(engine: Any) -> None:
+    """The engine counts no steps since the last prompt."""
+    engine.requests.state.scalars[c.PREFILL_WAIT] = 0
 
 
 def uncapped(config: Config) -> HostEngine:

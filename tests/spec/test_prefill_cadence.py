@@ -1,0 +1,148 @@
+"""Prefill cadence: while requests decode, prompts get tokens in every n-th step only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from blockstep.spec import Commit, Config, Oracle, Outputs, Request
+from blockstep.spec.features.prefill_cadence import PREFILL_WAIT
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.vocabulary import Abort, Ack, KVOffer, Plan, RowTokens, config_problems
+
+CONFIG = Config(
+    40,
+    block_size=2,
+    max_num_seqs=4,
+    max_num_batched_tokens=4,
+    max_model_len=30,
+    prefill_schedule_interval=3,
+)
+AHEAD = replace(CONFIG, max_frames_in_flight=2)
+
+
+def request(name: str, num_tokens: int, first: int, max_tokens: int = 9) -> Request:
+    return Request(name, tuple(range(first, first + num_tokens)), max_tokens=max_tokens)
+
+
+A, B = request("A", 2, 0), request("B", 9, 10)
+
+
+def tell(plan: Plan) -> str:
+    """The rows of a plan: request and number of tokens."""
+    return " ".join([f"{row.request_id}{row.num_scheduled_tokens}" for row in plan.rows])
+
+
+def answer(oracle: Oracle) -> None:
+    """Commit the oldest frame: every row that can sample samples the same token."""
+    frame = oracle.state.frames[0]
+    tokens = [RowTokens(row.request_id, (50,) if row.samples else ()) for row in frame.rows]
+    assert isinstance(oracle.apply(Commit(frame.frame_id, tuple(tokens))), Outputs)
+
+
+def run(oracle: Oracle, num_steps: int) -> list[str]:
+    """The plans of some steps."""
+    told = []
+    for _ in range(num_steps):
+        told.append(tell(oracle.schedule()))
+        assert get_broken_invariants(oracle.state) == ()
+        answer(oracle)
+    return told
+
+
+def test_admission_and_chunks_wait_for_their_step() -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(A)
+    assert run(oracle, 1) == ["A2"]
+    oracle.submit(B)
+    assert run(oracle, 8) == ["A1", "A1", "B3 A1", "A1", "A1", "A1 B3", "A1", "A1"]
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 4])
+def test_the_interval_is_counted_from_the_last_prompt(interval: int) -> None:
+    oracle = Oracle(replace(CONFIG, prefill_schedule_interval=interval))
+    oracle.submit(A)
+    run(oracle, 1)
+    oracle.submit(B)
+    has_prompt = ["B" in told for told in run(oracle, 6)]
+    assert has_prompt == [step % interval == 0 for step in range(1, 7)]
+
+
+def test_a_prompt_runs_at_once_if_nothing_decodes() -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(request("B", 9, 10, max_tokens=1))
+    assert run(oracle, 3) == ["B4", "B4", "B1"], "its own chunks are not held"
+    oracle.submit(request("C", 2, 20, max_tokens=1))
+    assert PREFILL_WAIT.of(oracle.state) == 2
+    assert run(oracle, 1) == ["C2"]
+
+
+def test_a_prompt_runs_once_the_last_decode_has_gone() -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(A)
+    run(oracle, 1)
+    oracle.submit(B)
+    assert run(oracle, 1) == ["A1"]
+    oracle.apply(Abort(("A",)))
+    assert run(oracle, 1) == ["B4"]
+
+
+def test_a_hit_of_all_but_one_token_is_admitted_and_is_no_prompt() -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(A)
+    run(oracle, 3)
+    assert PREFILL_WAIT.of(oracle.state) == 0
+    oracle.submit(request("B", 4, 10, max_tokens=9))
+    assert run(oracle, 1) == ["B3 A1"]
+    assert PREFILL_WAIT.of(oracle.state) == 2
+    oracle.submit(request("C", 3, 0))
+    oracle.submit(request("D", 3, 10))
+    assert run(oracle, 1) == ["C1 D1 A1"], "each hits two tokens of three"
+    assert PREFILL_WAIT.of(oracle.state) == 1
+
+
+def test_the_first_prompt_ends_the_waiting_phase() -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(A)
+    run(oracle, 1)
+    oracle.submit(B)
+    oracle.submit(request("C", 3, 0))
+    assert run(oracle, 1) == ["A1"]
+    assert oracle.state.waiting == ("B", "C")
+
+
+def test_a_load_begins_while_prompts_are_held() -> None:
+    oracle = Oracle(replace(CONFIG, kv_connector=True))
+    oracle.submit(A)
+    run(oracle, 1)
+    oracle.submit(B)
+    assert oracle.apply(KVOffer("B", 8, is_async=True)) == Ack()
+    plan = oracle.schedule()
+    assert tell(plan) == "A1"
+    assert [load.request_id for load in plan.kv_loads] == ["B"]
+
+
+def test_a_decode_whose_token_is_in_flight_holds_nothing() -> None:
+    """Ours: with upstream's question the plan would be empty (P15)."""
+    oracle = Oracle(AHEAD)
+    oracle.submit(A)
+    run(oracle, 1)
+    oracle.submit(B)
+    assert tell(oracle.schedule()) == "A1"
+    assert tell(oracle.schedule()) == "B4"
+
+
+def test_a_plan_without_rows_is_not_counted() -> None:
+    oracle = Oracle(AHEAD)
+    oracle.submit(A)
+    oracle.schedule()
+    wait = PREFILL_WAIT.of(oracle.state)
+    assert tell(oracle.schedule()) == ""
+    assert PREFILL_WAIT.of(oracle.state) == wait == 2
+
+
+def test_the_interval_is_at_least_one() -> None:
+    (problem,) = config_problems(replace(CONFIG, prefill_schedule_interval=0))
+    assert problem.field == "prefill_schedule_interval"
+    assert Config(8).has_prefill_interval is False
