@@ -18,10 +18,11 @@ from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.copies import replace
 from blockstep.spec.features import forks, pins
 from blockstep.spec.features import offload as saving
+from blockstep.spec.features import prefill_cadence as cadence
 from blockstep.spec.features.encoder import cache as encoder
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.kv_transfer import transfers
-from blockstep.spec.vocabulary import NULL_BLOCK
+from blockstep.spec.vocabulary import NULL_BLOCK, Status
 
 pytestmark = pytest.mark.spec_alone
 FEATURES = (
@@ -111,6 +112,16 @@ def holds_nothing(before: Any, request_id: str, tables: Any) -> Any:
     return hold_ended(before, request_id, ())
 
 
+def asks_no_token(step: Any, request: Any) -> bool:
+    del step
+    return not request.is_prefill_chunk
+
+
+def is_waiting_prompt(request: Any, num_computed: int) -> bool:
+    is_running = request.status is Status.RUNNING
+    return not is_running and num_computed < request.num_known_tokens - 1
+
+
 MISTAKES: list[tuple[Any, str, Callable[..., Any], str, int, tuple[str, ...]]] = [
     (forks, "compute_num_copies", lambda *_: 0, "tiny", 3, ("forks",)),
     (forks, "is_shareable", shares_in_findable_blocks, "tiny", 3, ("forks",)),
@@ -125,6 +136,11 @@ MISTAKES: list[tuple[Any, str, Callable[..., Any], str, int, tuple[str, ...]]] =
     (pins, "get_findable_tables", lambda request: request.block_tables, "tiny", 3, ("pins",)),
     (encoder, "let_go", lambda kept, *_: kept, "tiny", 3, ("encoder",)),
     (encoder, "evict_for", lambda kept, _: kept, "tiny", 3, ("encoder",)),
+    (cadence, "can_decode", lambda *_: False, "tiny", 3, ("cadence",)),
+    (cadence, "can_decode", lambda *_: True, "tiny", 3, ("cadence",)),
+    (cadence, "can_decode", asks_no_token, "tiny", 3, ("cadence", "async")),
+    (cadence, "is_prompt", is_waiting_prompt, "tiny", 3, ("cadence",)),
+    (cadence, "computes_prompt", lambda *_: False, "tiny", 3, ("cadence",)),
 ]
 """Module, function, what replaces it, and a check that finds it: preset, seed and features."""
 

@@ -159,6 +159,7 @@ MISTAKES = {
     "a block is kept free": ("forks", "scalars", state_of_engine.NUM_KEPT_FREE, 1),
     "items are due too late": ("encoder", "scalars", state_of_engine.HAS_ITEMS, -1),
     "blocks that a frame uses are free": ("transfers", "scalars", state_of_engine.HAS_FENCES, -1),
+    "prompts wait too long": ("cadence", "scalars", state_of_engine.PREFILL_INTERVAL, 1),
     "admission closes too late": ("tiers", "scalars", state_of_engine.LOW_FREE, -1),
 }
 """Features, and places in the state where a number is changed."""

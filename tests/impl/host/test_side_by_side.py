@@ -29,6 +29,7 @@ MANAGERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pins": (("pins",),),
     "forks": (("forks",),),
     "tiers": (("tiers",),),
+    "cadence": (("cadence", "async"),),
     "refusals": (("hostile",),),
 }
 """For each manager, features of programs that reach it."""
