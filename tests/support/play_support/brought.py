@@ -347,6 +347,7 @@ ALONE: list[Case] = [
         nothing,
         lambda s: first_output(s, finish_reason=FinishReason.ABORT),
     ),
+    ("held_prompts_get_no_tokens", held_prompt, forget_the_wait, same),
     (
         "running_stays_within_max_loras",
         of_two_adapters,
