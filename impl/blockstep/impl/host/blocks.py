@@ -22,15 +22,11 @@ def unlink_free(s: State, block: int) -> None:
 @compiled
 def append_free(s: State, block: int) -> None:
     """Append `block` to the free queue, or put it before the head."""
-    if s.scalars[c.IS_LIFO] != 0:
-        first = s.blocks[NULL_BLOCK, c.NEXT_FREE]
-        s.blocks[block, c.NEXT_FREE], s.blocks[block, c.PREVIOUS_FREE] = first, NULL_BLOCK
-        s.blocks[first, c.PREVIOUS_FREE] = s.blocks[NULL_BLOCK, c.NEXT_FREE] = block
-        s.scalars[c.NUM_FREE] += 1
-        return
-    last = s.blocks[NULL_BLOCK, c.PREVIOUS_FREE]
-    s.blocks[block, c.PREVIOUS_FREE], s.blocks[block, c.NEXT_FREE] = last, NULL_BLOCK
-    s.blocks[last, c.NEXT_FREE] = s.blocks[NULL_BLOCK, c.PREVIOUS_FREE] = block
+    is_lifo = s.scalars[c.IS_LIFO] != 0
+    before = NULL_BLOCK if is_lifo else s.blocks[NULL_BLOCK, c.PREVIOUS_FREE]
+    after = s.blocks[before, c.NEXT_FREE]
+    s.blocks[block, c.PREVIOUS_FREE], s.blocks[block, c.NEXT_FREE] = before, after
+    s.blocks[before, c.NEXT_FREE] = s.blocks[after, c.PREVIOUS_FREE] = block
     s.scalars[c.NUM_FREE] += 1
 
 

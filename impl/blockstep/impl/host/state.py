@@ -27,19 +27,10 @@ NONE: Final = -1
 """No node, no block, no batch row, no slot."""
 
 # Scalars: the config,
-BLOCK_SIZE: Final = 0
-MAX_MODEL_LEN: Final = 1
-MAX_NUM_SEQS: Final = 2
-MAX_TOKENS_PER_ROW: Final = 3
-NUM_LOOKAHEAD: Final = 4
+BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_TOKENS_PER_ROW, NUM_LOOKAHEAD = range(5)
 NUM_PLACEHOLDERS: Final = 5
 """Drafts of a row that samples, under asynchronous scheduling; 0 otherwise."""
-IS_ASYNC: Final = 6
-IS_PRIORITY: Final = 7
-HAS_CACHE: Final = 8
-HAS_CHUNKS: Final = 9
-RESERVES_WHOLE: Final = 10
-HAS_EVENTS: Final = 11
+IS_ASYNC, IS_PRIORITY, HAS_CACHE, HAS_CHUNKS, RESERVES_WHOLE, HAS_EVENTS = range(6, 12)
 # the pool and the nodes,
 NUM_FREE: Final = 12
 FREE_NODE: Final = 13
@@ -50,20 +41,11 @@ FREE_SEAT: Final = 16
 """Unused batch rows are a list, linked by `NEXT_SEAT`."""
 # the queues: waiting, skipped, and skipped in this step; the first and the last of each,
 QUEUES: Final = 17
-WAITING: Final = 0
-SKIPPED: Final = 1
-PASSED: Final = 2
+WAITING, SKIPPED, PASSED = range(3)
 # the step,
-NUM_RUNNING: Final = 26
-NUM_ROWS: Final = 27
-NUM_PREEMPTED: Final = 28
-BUDGET: Final = 29
+NUM_RUNNING, NUM_ROWS, NUM_PREEMPTED, BUDGET = range(26, 30)
 # the counters (P21).
-QUERIES: Final = 30
-HITS: Final = 31
-PREEMPTIONS: Final = 32
-DRAFTS_SCHEDULED: Final = 33
-DRAFTS_ACCEPTED: Final = 34
+QUERIES, HITS, PREEMPTIONS, DRAFTS_SCHEDULED, DRAFTS_ACCEPTED = range(30, 35)
 # the KV groups, and what they have in common.
 NUM_GROUPS: Final = 35
 UNIT: Final = 36
@@ -106,11 +88,7 @@ STOPPED: Final = 57
 NUM_PINS: Final = 58
 # A commit that stops at a row continues behind it: the next row and token, and the numbers of rows
 # that deliver, of tokens delivered and of requests that finish.
-AT_ROW: Final = 59
-AT_TOKEN: Final = 60
-NUM_DELIVERING: Final = 61
-NUM_DELIVERED: Final = 62
-NUM_ENDED: Final = 63
+AT_ROW, AT_TOKEN, NUM_DELIVERING, NUM_DELIVERED, NUM_ENDED = range(59, 64)
 HAS_STORE: Final = 64
 HAS_FENCES: Final = 65
 """Whether blocks that a frame in flight accesses wait for its commit, as a store could load into
@@ -175,9 +153,7 @@ NUM_FULL: Final = 11
 IS_PREFILL: Final = 12
 ROW: Final = 13
 """Row in the step that is being planned."""
-STATUS: Final = 14
-NUM_CACHED_TOKENS: Final = 15
-MIN_TOKENS: Final = 16
+STATUS, NUM_CACHED_TOKENS, MIN_TOKENS = range(14, 17)
 HAS_STOPS: Final = 17
 """Whether a token can end it."""
 REPEATS_COUNT: Final = 18
@@ -191,21 +167,14 @@ NUM_STOPS: Final = 22
 MAX_KNOWN: Final = 23
 """Known tokens at which it finishes for its length."""
 # the other columns follow.
-SKIPS_CACHE: Final = 24
-REPEATS_MIN: Final = 25
-REPEATS_MAX: Final = 26
-PRIORITY: Final = 27
-ARRIVAL: Final = 28
+SKIPS_CACHE, REPEATS_MIN, REPEATS_MAX, PRIORITY, ARRIVAL = range(24, 29)
 LABEL: Final = 29
 """Number that compares like its id; under `Policy.PRIORITY` only."""
 EXTRAS: Final = 30
 """Number of the extras of its blocks' keys (adapter and so on)."""
 FIRST_EXTRAS: Final = 31
 """Number of the extras of the block in which the prompt ends."""
-TIMES_PREEMPTED: Final = 32
-GRAMMAR_READY: Final = 33
-NEXT: Final = 34
-PREVIOUS: Final = 35
+TIMES_PREEMPTED, GRAMMAR_READY, NEXT, PREVIOUS = range(32, 36)
 QUEUE: Final = 36
 """The queue that it is in, between `PREVIOUS` and `NEXT`."""
 ADAPTER: Final = 37
@@ -245,10 +214,7 @@ IS_SENT: Final = 2
 """A store reads its blocks behind its end."""
 
 # Statuses.
-IS_WAITING: Final = 0
-AWAITS_GRAMMAR: Final = 1
-IS_RUNNING: Final = 2
-IS_PREEMPTED: Final = 3
+IS_WAITING, AWAITS_GRAMMAR, IS_RUNNING, IS_PREEMPTED = range(4)
 IS_RESTING: Final = 4
 """A session that awaits its next input."""
 IS_LOADING: Final = 5
@@ -257,10 +223,7 @@ HAS_LOADED: Final = 6
 """It has finished a load over several steps."""
 
 # Blocks; the null block is never free, so it closes the free queue to a ring.
-REF_COUNT: Final = 0
-NEXT_FREE: Final = 1
-PREVIOUS_FREE: Final = 2
-NODE: Final = 3
+REF_COUNT, NEXT_FREE, PREVIOUS_FREE, NODE = range(4)
 NEXT_SAME: Final = 4
 """Blocks that carry one node are a list, in order of publication."""
 PREVIOUS_SAME: Final = 5
@@ -272,9 +235,7 @@ that step can hit it (P4)."""
 BLOCK_COLUMNS: Final = 8
 
 # Nodes.
-PARENT: Final = 0
-NODE_EXTRAS: Final = 1
-HASH: Final = 2
+PARENT, NODE_EXTRAS, HASH = range(3)
 NEXT_NODE: Final = 3
 """Nodes of one bucket are a list."""
 NUM_USES: Final = 4
@@ -308,17 +269,13 @@ MOST_BLOCKS: Final = 7
 COMMON: Final = 8
 """Leading blocks that all running requests share, and what they were counted for: the number of
 running requests and that of moves."""
-COMMON_RUNNING: Final = 9
-COMMON_MOVES: Final = 10
-GROUP_COLUMNS: Final = 11
+COMMON_RUNNING, COMMON_MOVES, GROUP_COLUMNS = range(9, 12)
 
 # Kinds of groups.
 IS_FULL: Final = 0
 IS_CROSS: Final = 1
 """It holds the cross-attention KV of items, and no KV of the text."""
-IS_WINDOW: Final = 2
-IS_CHUNKED: Final = 3
-IS_STATE: Final = 4
+IS_WINDOW, IS_CHUNKED, IS_STATE = range(2, 5)
 IS_ALIGNED: Final = 5
 """States are kept at the ends of chunks only."""
 
@@ -359,12 +316,7 @@ CLEARED: Final = 3
 LOG_COLUMNS: Final = 3
 
 # Data of each row of a plan, in int32.
-TOLD_COMPUTED: Final = 0
-TOLD_SCHEDULED: Final = 1
-TOLD_OUTPUTS: Final = 2
-TOLD_SAMPLES: Final = 3
-TOLD_DRAFTS: Final = 4
-TOLD_COLUMNS: Final = 5
+TOLD_COMPUTED, TOLD_SCHEDULED, TOLD_OUTPUTS, TOLD_SAMPLES, TOLD_DRAFTS, TOLD_COLUMNS = range(6)
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
