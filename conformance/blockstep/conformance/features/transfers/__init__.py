@@ -46,6 +46,7 @@ FEATURE = Feature(
         *("transfers_state_loaded", "transfers_state_out_of_reach"),
         "transfers_waits_for_an_answer",
         *("transfers_failed_at_a_later_block", "transfers_read_by_its_end"),
+        "transfers_reported_again",  # releases are spared most of them
     ),
     settings={
         "loads_computed_again": Setting(
