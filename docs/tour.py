@@ -33,9 +33,12 @@ def make_tour() -> str:
 
 
 def tell_feature(feature: Feature) -> str:
-    """Return the line of a feature: its moments, and the functions of the core that it replaces."""
+    """Return the line of a feature: its moments, its events, and the functions of the core that it
+    replaces."""
     moments = [one.name for one in fields(feature.hooks) if getattr(feature.hooks, one.name)]
     told = f"- {feature.name}: " + (", ".join(f"`{moment}`" for moment in moments) or "no moment")
+    events = ", ".join(f"`{kind.__name__}`" for kind in feature.events)
+    told += f"; events {events}" if events else ""
     replaced = ", ".join(f"`{one.__name__}`" for one in feature.instead)
     return told + (f"; in the place of {replaced}." if replaced else ".")
 

@@ -120,7 +120,7 @@ def test_adapters_of_rows_only(several: dict[str, bool | int], quirk: bool) -> N
     oracle.submit(request("B", "y", max_tokens=1))
     assert rows(oracle.schedule()) == ["B"] * quirk
     broken = get_broken_invariants(oracle.state)
-    assert broken == (("is_within_limits",) if quirk else ())
+    assert broken == (("is_every_running_adapter_in_a_slot",) if quirk else ())
     answer(oracle)
     assert rows(oracle.schedule()) == ["B"] * (not quirk)
 

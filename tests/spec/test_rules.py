@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import permutations
@@ -15,11 +17,11 @@ import blockstep.spec
 from blockstep.spec import Config, Oracle, Policy, Request
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.rules import STRICT_RULES, Rules
-from blockstep.spec.features import FEATURES
+from blockstep.spec.features import EVENTS, FEATURES
 from blockstep.spec.profiles import RELEASES, Profile, initial_state
 from blockstep.spec.releases import QUIRKS, Quirk, QuirkStory, get_rules
-from blockstep.spec.transition import Accepted, transition
-from blockstep.spec.vocabulary import GroupKind, KVGroup, Schedule, Submit
+from blockstep.spec.transition import Accepted, process_event, transition
+from blockstep.spec.vocabulary import EVENT_TYPES, GroupKind, KVGroup, Schedule, Submit
 
 CACHED = Config(num_blocks=9)
 UNCACHED = replace(CACHED, enable_prefix_caching=False)
@@ -85,13 +87,21 @@ def _list_hooks(hooks: Hooks) -> list[Callable[..., object]]:
 
 
 def test_what_a_release_replaces_is_a_function_that_the_specification_calls_by_rules() -> None:
-    """Or a hook of a feature."""
+    """Or a hook of a feature, or the function for an event."""
     text = "".join(file.read_text() for file in Path(blockstep.spec.__path__[0]).rglob("*.py"))
     for config in (CACHED, UNCACHED, BESIDE, STORED):
         rules = get_rules(frozenset(Quirk), config)
-        hooks = {hook for feature in FEATURES for hook in _list_hooks(feature.hooks)}
+        called = {hook for feature in FEATURES for hook in _list_hooks(feature.hooks)}
+        called |= {*EVENTS.values()}
         for function in rules.replaced:
-            assert function in hooks or f"rules[{function.__name__}]" in text, function
+            assert function in called or f"rules[{function.__name__}]" in text, function
+
+
+def test_each_event_has_one_function() -> None:
+    """It is a case of `process_event`, or in the table of one feature."""
+    cases = re.findall(r"case v\.(\w+)\(", inspect.getsource(process_event))
+    ours = [kind.__name__ for feature in FEATURES for kind in feature.events]
+    assert sorted([*cases, *ours]) == sorted(kind.__name__ for kind in EVENT_TYPES)
 
 
 @pytest.mark.parametrize("other", [None, Quirk.UNWRITTEN_KEYS_STAY])

@@ -126,10 +126,10 @@ class TellsNoAborts(Unlike):
 
 
 def ignore_failed_grammars(rules: Rules, _config: v.Config) -> Rules:
-    def fail(state: State, request_id: v.RequestId) -> tuple[State, v.Outputs] | v.Rejected:
-        if request_id in state.requests:
+    def fail(state: State, event: v.GrammarFailed) -> tuple[State, v.Outputs] | v.Rejected:
+        if event.request_id in state.requests:
             return state, v.Outputs()
-        return rules[process_grammar_failed](state, request_id)
+        return rules[process_grammar_failed](state, event)
 
     return rules.replacing(process_grammar_failed, fail)
 
@@ -141,11 +141,11 @@ class IgnoresFailedGrammars(Unlike):
 
 
 def leave_sessions(rules: Rules, _config: v.Config) -> Rules:
-    def update(state: State, update: v.Request) -> Any:
-        request = state.requests.get(update.request_id)
-        if request is not None and request.status is RESTING and not update.resumable:
+    def update(state: State, event: v.StreamingUpdate) -> Any:
+        request = state.requests.get(event.request.request_id)
+        if request is not None and request.status is RESTING and not event.request.resumable:
             return state, v.Ack()
-        return rules[process_streaming_update](state, update)
+        return rules[process_streaming_update](state, event)
 
     return rules.replacing(process_streaming_update, update)
 

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from blockstep.spec.core.parts import NO_PARTS
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
-from blockstep.spec.features.admission_control import ADMISSION_CLOSED
-from blockstep.spec.features.encoder import has_encoder
-from blockstep.spec.features.encoder.cache import ENCODER, Encoder, count_free, count_freeable
-from blockstep.spec.features.kv_transfer.transfers import TRANSFERS, is_received
-from blockstep.spec.features.pins import PINS, Pins
-from blockstep.spec.features.sessions import UPDATES
-from blockstep.spec.features.structured_output import GRAMMAR_READY
-from blockstep.spec.features.structured_output.grammar import STAND
+from blockstep.spec.features import FEATURES
 from blockstep.spec.idle import has_work
-from blockstep.spec.vocabulary import (
-    EncoderEntry,
-    EncoderSnapshot,
-    PinEstimate,
-    PinsSnapshot,
-    RequestSnapshot,
-    Snapshot,
-    TransfersSnapshot,
-)
+from blockstep.spec.vocabulary import RequestSnapshot, Snapshot
+
+SHOWING: Final = tuple([feature for feature in FEATURES if feature.shows])
+"""The features that have fields of a snapshot."""
+OF_REQUEST: Final[Mapping[str, Callable[[RequestState], Any]]] = {
+    name: show for feature in FEATURES for name, show in feature.shows_of_request.items()
+}
+"""The functions that return the fields of features in the snapshot of a request."""
 
 
 def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None) -> Snapshot:
@@ -47,46 +40,14 @@ def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None)
         state.finished_req_ids,
         state.prev_scheduled_req_ids,
         state.stats,
-        encoder=get_encoder_snapshot(ENCODER.of(state)) if has_encoder(state.config) else None,
-        transfers=get_transfers_snapshot(state) if state.config.kv_connector else None,
-        pins=get_pins_snapshot(PINS.of(state)) if state.config.has_pins else None,
-        admission_closed=ADMISSION_CLOSED.of(state),
         has_work=state.rules[has_work](state),
+        **{
+            name: show(state)
+            for feature in SHOWING
+            if feature.is_asked_for(state.config)
+            for name, show in feature.shows.items()
+        },
     )
-
-
-def get_encoder_snapshot(encoder: Encoder) -> EncoderSnapshot:
-    """Return the encoder's cache, holders by request. Source: architecture D1."""
-    entries = [
-        EncoderEntry(name, entry.num_embeds, tuple([holder[0] for holder in entry.holders]))
-        for name, entry in sorted(encoder.entries.items())
-    ]
-    return EncoderSnapshot(
-        entries=tuple(entries),
-        freeable=encoder.freeable,
-        num_free=count_free(encoder),
-        num_freeable=count_freeable(encoder),
-        freed=encoder.freed,
-    )
-
-
-def get_transfers_snapshot(state: State) -> TransfersSnapshot:
-    """Return the transfers between pool and store. Source: architecture D1."""
-    moving, requests = TRANSFERS.of(state), state.requests
-    unsettled = [name for name in state.running if requests[name].is_unsettled]
-    return TransfersSnapshot(
-        offers=tuple([moving.offers[name] for name in sorted(moving.offers)]),
-        received=tuple([name for name in sorted(moving.parked) if is_received(moving, name)]),
-        unsettled=tuple(sorted(unsettled)),
-        held=tuple([moving.held[name] for name in sorted(moving.held)]),
-        deferred_frees=state.pool.deferred_frees,
-    )
-
-
-def get_pins_snapshot(pins: Pins) -> PinsSnapshot:
-    """Return the pins of jobs, and estimates by job. Source: architecture D1."""
-    estimates = [PinEstimate(*entry) for entry in sorted(pins.estimates.items())]
-    return PinsSnapshot(now=pins.now, pins=pins.pins, estimates=tuple(estimates))
 
 
 def get_request_snapshots(
@@ -102,10 +63,9 @@ def get_request_snapshots(
 
 def get_request_snapshot(request: RequestState) -> RequestSnapshot:
     """Return one request, with block tables per group. Source: architecture D1."""
-    stand, ready, num_updates = STAND.absent, False, 0
+    shown = {}
     if request.parts is not NO_PARTS:
-        stand, ready = STAND.of(request), GRAMMAR_READY.of(request)
-        num_updates = len(UPDATES.of(request))
+        shown = {name: show(request) for name, show in OF_REQUEST.items()}
     return RequestSnapshot(
         request_id=request.request_id,
         status=request.status,
@@ -118,9 +78,6 @@ def get_request_snapshot(request: RequestState) -> RequestSnapshot:
         num_cached_blocks=tuple([holding.num_cached_blocks for holding in request.holdings]),
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
-        grammar_ready=ready,
         prompt_token_ids=request.request.prompt_token_ids if request.request.resumable else (),
-        num_streaming_updates=num_updates,
-        grammar_state=stand.state,
-        reasoning_ended=stand.reasoning_ended,
+        **shown,
     )

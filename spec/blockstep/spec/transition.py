@@ -6,7 +6,6 @@ Pure, total and deterministic (D2). An `AssertionError` from here means that the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
 
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.commit import process_commit
@@ -14,17 +13,7 @@ from blockstep.spec.core.lifecycle import process_abort, process_pause, process_
 from blockstep.spec.core.schedule import process_schedule
 from blockstep.spec.core.speculation import process_drafts
 from blockstep.spec.core.state import State
-from blockstep.spec.features.encoder import process_encoder_offer, process_encoder_reset
-from blockstep.spec.features.forks import process_fork
-from blockstep.spec.features.kv_transfer import process_kv_offer, process_transfers_reported
-from blockstep.spec.features.pins import process_clock, process_estimate
-from blockstep.spec.features.resets import process_reset
-from blockstep.spec.features.sessions import process_streaming_update
-from blockstep.spec.features.structured_output import (
-    process_bitmask,
-    process_grammar_failed,
-    process_grammar_ready,
-)
+from blockstep.spec.features import EVENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +39,9 @@ def transition(state: State, event: v.Event) -> Accepted | v.Rejected:
 
 
 def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] | v.Rejected:
-    """Apply a well-formed event by the function for it. Source: architecture D1."""
+    """Apply a well-formed event by the function for it; those of features are in their
+    `Feature.events`. Source: architecture D1, D11.
+    """
     match event:
         case v.Submit(request=request):
             return process_submit(state, request)
@@ -62,31 +53,7 @@ def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] |
             return process_drafts(state, drafts)
         case v.Abort(request_ids=request_ids):
             return process_abort(state, request_ids)
-        case v.GrammarReady(request_id=request_id):
-            return process_grammar_ready(state, request_id)
-        case v.GrammarFailed(request_id=request_id):
-            return process_grammar_failed(state, request_id)
-        case v.GrammarBitmask():
-            return state.rules[process_bitmask](state, event)
-        case v.StreamingUpdate(request=request):
-            return process_streaming_update(state, request)
         case v.SetPause(pause_state=pause_state):
             return process_pause(state, pause_state)
-        case v.Reset():
-            return state.rules[process_reset](state, event)
-        case v.EncoderReset():
-            return process_encoder_reset(state)
-        case v.EncoderOffer(identifiers=identifiers):
-            return process_encoder_offer(state, identifiers)
-        case v.KVOffer():
-            return process_kv_offer(state, event)
-        case v.TransfersReported(transfers=transfers):
-            return process_transfers_reported(state, transfers)
-        case v.Clock(now=now):
-            return process_clock(state, now)
-        case v.PinEstimate():
-            return process_estimate(state, event)
-        case v.Fork():
-            return process_fork(state, event)
         case _:
-            assert_never(event)
+            return state.rules[EVENTS[type(event)]](state, event)

@@ -17,12 +17,7 @@ from blockstep.spec.core.token_budget import (
     process_limits,
 )
 from blockstep.spec.core.work import Scheduled, Step, Verdict
-from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
-    PauseState,
-    RequestId,
-    Status,
-)
+from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, PauseState, RequestId, Status
 
 
 def process_waiting_phase(step: Step) -> None:

@@ -18,12 +18,7 @@ from blockstep.spec.core.requests import Frame, FrameRow, RequestState, list_row
 from blockstep.spec.core.slots import publish_slots
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step, Verdict
-from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
-    Config,
-    RequestId,
-    Status,
-)
+from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Config, RequestId, Status
 
 
 def is_past_max_tokens(

@@ -58,6 +58,15 @@ def get_extended(
     return replace(request, output_token_ids=outputs + delivered), row
 
 
+def get_error_row(request: RequestState) -> OutputRow:
+    """Return the output row of a request that cannot be served.
+
+    Source: vLLM 0.19.1 `update_from_output`; P13.
+    """
+    num_cached = max(request.num_cached_tokens, 0)
+    return OutputRow(request.request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)
+
+
 def compute_stop(
     request: RequestState,
     outputs: TokenIds,

@@ -9,13 +9,7 @@ from blockstep.spec.core.async_ import process_promises
 from blockstep.spec.core.requests import Frame, FrameRow
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
-from blockstep.spec.vocabulary import (
-    CachedRow,
-    NewRow,
-    Plan,
-    RequestId,
-    Status,
-)
+from blockstep.spec.vocabulary import CachedRow, NewRow, Plan, RequestId, Status
 
 
 def get_frame_rows(step: Step) -> tuple[FrameRow, ...]:

@@ -80,11 +80,7 @@ def select_queue(
     return waiting if first_is_waiting else skipped
 
 
-def select_victim(
-    policy: Policy,
-    running: list[RequestId],
-    requests: Requests,
-) -> int:
+def select_victim(policy: Policy, running: list[RequestId], requests: Requests) -> int:
     """Return the index in `running` of the request to preempt.
 
     FCFS: the last admitted. PRIORITY: the one of greatest rank, as in the queues. The rank has the

@@ -58,10 +58,7 @@ def create_state(config: Config, rules: Rules) -> State:
     state = State(
         config=config,
         rules=rules,
-        pool=create_pool(
-            config.num_blocks,
-            is_lifo=config.pool_order is PoolOrder.LIFO,
-        ),
+        pool=create_pool(config.num_blocks, is_lifo=config.pool_order is PoolOrder.LIFO),
         requests=FrozenMap(),
     )
     for create in rules.hooks.creates:

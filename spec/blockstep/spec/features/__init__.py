@@ -5,12 +5,13 @@ The order of `FEATURES` is the order in which they take part at every moment.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Final
 
 from blockstep.spec.core.async_ import process_flight_gate
-from blockstep.spec.core.feature import Feature, is_always
+from blockstep.spec.core.feature import Feature, Process, is_always
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.rules import STRICT_RULES, Rules
 from blockstep.spec.features import (
@@ -30,6 +31,7 @@ from blockstep.spec.features import (
     prefill_cadence,
     reclaim,
     repetition,
+    resets,
     sessions,
     statistics,
     structured_output,
@@ -57,7 +59,12 @@ FEATURES: Final[tuple[Feature, ...]] = (
     pins.FEATURE,
     sessions.FEATURE,
     reclaim.FEATURE,
+    resets.FEATURE,
 )
+EVENTS: Final[Mapping[type, Process]] = {
+    kind: process for feature in FEATURES for kind, process in feature.events.items()
+}
+"""The functions for the events of features, by type."""
 
 
 @cache

@@ -16,6 +16,7 @@ from blockstep.spec.core.block_pool import get_num_free_blocks
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.parts import Part
+from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
 from blockstep.spec.vocabulary import Config
 
@@ -75,7 +76,18 @@ def get_watermark(step: Step) -> int:
     return step.state.config.watermark_blocks if step.running else 0
 
 
+def is_closed_only_with_a_limit(state: State) -> bool:
+    """Admission is closed only if the config has a limit for it. Source: P10."""
+    return has_limit(state.config) or not ADMISSION_CLOSED.of(state)
+
+
 FEATURES: Final = (
-    Feature("admission_control", has_limit, Hooks(closes=(process_pressure,))),
+    Feature(
+        "admission_control",
+        has_limit,
+        Hooks(closes=(process_pressure,)),
+        shows={"admission_closed": ADMISSION_CLOSED.of},
+        invariants=(is_closed_only_with_a_limit,),
+    ),
     Feature("watermark", has_watermark, Hooks(spares=(get_watermark,))),
 )

@@ -278,4 +278,5 @@ FEATURE: Final = Feature(
     Hooks(
         needs=(compute_num_copies,), owns=(get_own,), grants=(note_copies,), fields=(tell_copies,)
     ),
+    events={Fork: process_fork},
 )

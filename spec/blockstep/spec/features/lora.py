@@ -23,6 +23,7 @@ from typing import Final
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.requests import RequestState
+from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.vocabulary import Config, RequestId
 
@@ -71,4 +72,16 @@ def is_within_max_loras(num_in_use: int, is_in_use: bool, max_loras: int) -> boo
     return is_in_use or num_in_use < max_loras
 
 
-FEATURE: Final = Feature("lora", is_capped, Hooks(gates=(process_adapter_gate,)))
+def is_every_running_adapter_in_a_slot(state: State) -> bool:
+    """The running requests have at most `max_loras` adapters, if a config limits them. Source:
+    P9."""
+    adapters = {state.requests[name].request.adapter for name in state.running} - {None}
+    return not is_capped(state.config) or len(adapters) <= state.config.max_loras
+
+
+FEATURE: Final = Feature(
+    "lora",
+    is_capped,
+    Hooks(gates=(process_adapter_gate,)),
+    invariants=(is_every_running_adapter_in_a_slot,),
+)

@@ -24,7 +24,17 @@ from blockstep.spec.core.requests import RequestState, without_nulls
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.vocabulary import Ack, BlockTables, Config, Pin, PinEstimate, RequestId, Status
+from blockstep.spec.vocabulary import (
+    Ack,
+    BlockTables,
+    Clock,
+    Config,
+    Pin,
+    PinEstimate,
+    PinsSnapshot,
+    RequestId,
+    Status,
+)
 
 NO_ESTIMATES: Final[FrozenMap[str, int]] = FrozenMap()
 
@@ -155,14 +165,14 @@ def free_pins(pool: Pool, pins: Pins, gone: Sequence[Pin]) -> tuple[Pool, Pins]:
 # Events.
 
 
-def process_clock(state: State, now: int) -> tuple[State, Ack]:
-    """Set the time to `now`: the next step ends pins that expire by then.
+def process_clock(state: State, clock: Clock) -> tuple[State, Ack]:
+    """Set the time to `clock.now`: the next step ends pins that expire by then.
 
     Source: architecture D12; P18.
     """
     if not state.config.has_pins:
         return state, Ack()
-    return PINS.put(state, tell_time(PINS.of(state), now)), Ack()
+    return PINS.put(state, tell_time(PINS.of(state), clock.now)), Ack()
 
 
 def process_estimate(state: State, estimate: PinEstimate) -> tuple[State, Ack]:
@@ -310,6 +320,18 @@ def is_every_pin_of_a_job_and_findable(state: State) -> bool:
 # The feature.
 
 
+def list_pinned(state: State) -> list[BlockTables]:
+    """Return the tables of each pin. Source: P1, P17."""
+    return [pin.block_tables for pin in PINS.of(state).pins]
+
+
+def get_snapshot(state: State) -> PinsSnapshot:
+    """Return the pins of jobs, and estimates by job. Source: architecture D1."""
+    pins = PINS.of(state)
+    estimates = [PinEstimate(*entry) for entry in sorted(pins.estimates.items())]
+    return PinsSnapshot(now=pins.now, pins=pins.pins, estimates=tuple(estimates))
+
+
 def has_pins(config: Config) -> bool:
     """Whether blocks may be pinned between two turns of a job. Source: seed 001 "Feature A"."""
     return config.has_pins
@@ -326,5 +348,8 @@ FEATURE: Final = Feature(
         resets=(without_pins,),
     ),
     instead={get_victim_index: get_cold_victim_index},
+    events={Clock: process_clock, PinEstimate: process_estimate},
+    shows={"pins": get_snapshot},
+    list_held=list_pinned,
     invariants=(is_every_pin_of_a_job_and_findable,),
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from blockstep.spec.copies import replace
 from blockstep.spec.core.block_pool import Pool, get_num_free_blocks, withdraw_all
 from blockstep.spec.core.endings import take_changes
+from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.preemption import process_preemption
 from blockstep.spec.core.schedule import create_step
 from blockstep.spec.core.state import State
@@ -18,10 +21,10 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     them. Blocks in use would be published again, so without `reset_running_requests` nothing
     happens while any block is held. With it the running requests are preempted first, the last one
     first, so that they wait in the order in which they ran; then sessions that do not run release
-    their blocks. Pins do not prevent a reset: they end. Blocks that wait for frames in flight count
-    as held, but do not prevent a forced reset: they lose their keys, and are not reused before
-    those frames are committed. There is no connector to reset. Source: seed 001 "Reset Prefix
-    Cache"; vLLM 0.33.0 `reset_prefix_cache`; P17, P25.
+    their blocks. Blocks that a reset frees (`Hooks.resets`) do not prevent it. Blocks that wait for
+    frames in flight count as held, but do not prevent a forced reset: they lose their keys, and are
+    not reused before those frames are committed. There is no connector to reset. Source: seed 001
+    "Reset Prefix Cache"; vLLM 0.33.0 `reset_prefix_cache`; P17, P25.
     """
     # refuse
     if reset.reset_connector or not (reset.reset_running_requests or is_idle(state)):
@@ -71,3 +74,6 @@ def process_forced_preemption(state: State) -> State:
         state.rules[clear](step)
     # observe
     return replace(step.get_state(), prev_scheduled_req_ids=())
+
+
+FEATURE: Final = Feature("resets", is_always, events={Reset: process_reset})

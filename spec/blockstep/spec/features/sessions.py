@@ -27,7 +27,7 @@ from blockstep.spec.core.lifecycle import get_feature_problem, get_size_problem
 from blockstep.spec.core.parts import Part
 from blockstep.spec.core.prefix_cache import get_keyed
 from blockstep.spec.core.queues import process_append, waits_apart
-from blockstep.spec.core.requests import Frame, RequestState
+from blockstep.spec.core.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import release_slots
 from blockstep.spec.core.state import State
@@ -51,6 +51,7 @@ from blockstep.spec.vocabulary import (
     Request,
     RequestId,
     Status,
+    StreamingUpdate,
     TokenIds,
 )
 from blockstep.spec.vocabulary.constants import shown
@@ -66,7 +67,7 @@ UPDATES: Final = Part[tuple[Request, ...]]("updates", ())
 
 
 def process_streaming_update(
-    state: State, update: Request
+    state: State, event: StreamingUpdate
 ) -> tuple[State, Ack | Aborted] | Rejected:
     """Continue a session, or end it: now if it is idle, else when it stops.
 
@@ -74,6 +75,7 @@ def process_streaming_update(
     Source: vLLM 0.19.1 `add_request`; P11, P16.
     """
     # refuse
+    update = event.request
     request = state.requests.get(update.request_id)
     if request is None:
         detail = f"no unfinished request {update.request_id!r}; submit it first"
@@ -347,6 +349,28 @@ def has_runnable(state: State) -> bool:
     return idle.has_runnable(state)
 
 
+def count_updates(request: RequestState) -> int:
+    """Return the number of inputs that wait for the session's next stop. Source: architecture
+    D1."""
+    return len(UPDATES.of(request))
+
+
+def is_every_rest_behind_a_stop(state: State) -> bool:
+    """A session is idle only without further input, rows in flight and placeholders.
+
+    It has computed what it keeps, or holds nothing. Source: P10, P12, P17.
+    """
+    return all(
+        request.request.resumable
+        and not UPDATES.of(request)
+        and not list_rows_in_flight(state.frames, request.request_id)
+        and (request.num_output_placeholders, request.spec_token_ids) == (0, ())
+        and request.num_computed_tokens in (0, compute_num_kept(request.num_known_tokens))
+        for _, request in sorted(state.requests.items())
+        if request.status is RESTING
+    )
+
+
 FEATURE: Final = Feature(
     "sessions",
     is_always,
@@ -355,4 +379,7 @@ FEATURE: Final = Feature(
         commit.get_request_ended: get_request_ended,
         idle.has_runnable: has_runnable,
     },
+    events={StreamingUpdate: process_streaming_update},
+    shows_of_request={"num_streaming_updates": count_updates},
+    invariants=(is_every_rest_behind_a_stop,),
 )

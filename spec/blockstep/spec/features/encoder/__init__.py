@@ -31,6 +31,7 @@ from blockstep.spec.features.encoder.cache import (
     Encoder,
     compute_end_before,
     compute_end_between_items,
+    count_free,
     count_freeable,
     create_encoder,
     end_step,
@@ -46,7 +47,11 @@ from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.vocabulary import (
     Ack,
     Config,
+    EncoderEntry,
     EncoderInputs,
+    EncoderOffer,
+    EncoderReset,
+    EncoderSnapshot,
     MultiModalItem,
     Plan,
     Rejected,
@@ -69,7 +74,7 @@ def get_state_with_encoder(state: State) -> State:
 # Events.
 
 
-def process_encoder_reset(state: State) -> tuple[State, Ack]:
+def process_encoder_reset(state: State, _: EncoderReset) -> tuple[State, Ack]:
     """Forget every encoded item, also those in use: chunks that read one have it encoded again.
 
     A worker forgets them after the frames in flight, and each of those finds what it reads. KV that
@@ -80,7 +85,7 @@ def process_encoder_reset(state: State) -> tuple[State, Ack]:
     return ENCODER.put(state, replace(create_encoder(state.config), offered=offered)), Ack()
 
 
-def process_encoder_offer(state: State, identifiers: tuple[str, ...]) -> tuple[State, Ack]:
+def process_encoder_offer(state: State, offer: EncoderOffer) -> tuple[State, Ack]:
     """Set the encoded items that a connector has.
 
     An encoder-decoder model loads none: a step encodes what it reads. Source: vLLM 0.19.1
@@ -88,7 +93,7 @@ def process_encoder_offer(state: State, identifiers: tuple[str, ...]) -> tuple[S
     """
     if not has_encoder(state.config) or state.config.is_encoder_decoder:
         return state, Ack()
-    offered = tuple(sorted({*identifiers}))
+    offered = tuple(sorted({*offer.identifiers}))
     return ENCODER.put(state, replace(ENCODER.of(state), offered=offered)), Ack()
 
 
@@ -308,6 +313,22 @@ def let_go_of_items(state: State, request: RequestState) -> State:
     return ENCODER.put(state, encoder)
 
 
+def get_snapshot(state: State) -> EncoderSnapshot:
+    """Return the encoder's cache, holders by request. Source: architecture D1."""
+    encoder = ENCODER.of(state)
+    entries = [
+        EncoderEntry(name, entry.num_embeds, tuple([holder[0] for holder in entry.holders]))
+        for name, entry in sorted(encoder.entries.items())
+    ]
+    return EncoderSnapshot(
+        entries=tuple(entries),
+        freeable=encoder.freeable,
+        num_free=count_free(encoder),
+        num_freeable=count_freeable(encoder),
+        freed=encoder.freed,
+    )
+
+
 FEATURE: Final = Feature(
     "encoder",
     has_encoder,
@@ -323,5 +344,7 @@ FEATURE: Final = Feature(
         sent=(process_items_read,),
         leaves=(let_go_of_items,),
     ),
+    events={EncoderReset: process_encoder_reset, EncoderOffer: process_encoder_offer},
+    shows={"encoder": get_snapshot},
     invariants=INVARIANTS,
 )

@@ -26,6 +26,7 @@ from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.work import Scheduled, Step
 from blockstep.spec.features import common_prefix, full_isl
 from blockstep.spec.features.groups import hits, kinds
+from blockstep.spec.features.groups.invariants import INVARIANTS
 from blockstep.spec.features.groups.kinds import KINDS, compute_num_skipped_blocks
 from blockstep.spec.features.mamba import compute_num_certain
 from blockstep.spec.vocabulary import NULL_BLOCK, Config, FrameId, KVGroup, RequestId
@@ -135,4 +136,5 @@ FEATURE: Final = Feature(
         prefix_cache.find_hit: hits.get_joint_hit,
         common_prefix.get_num_common_prefix_blocks: get_num_common_prefix_blocks,
     },
+    invariants=INVARIANTS,
 )

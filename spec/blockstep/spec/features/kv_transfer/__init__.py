@@ -53,7 +53,7 @@ from blockstep.spec.features.kv_transfer.transfers import (
     is_under_way,
     take_offer,
 )
-from blockstep.spec.features.structured_output import drop_row, get_error_row
+from blockstep.spec.features.structured_output import drop_row
 from blockstep.spec.vocabulary import (
     Ack,
     BlockId,
@@ -74,6 +74,8 @@ from blockstep.spec.vocabulary import (
     Reset,
     ResetDone,
     Status,
+    TransfersReported,
+    TransfersSnapshot,
 )
 
 LOADS: Final = Note[tuple[KVLoad, ...]]("loads", ())
@@ -305,12 +307,13 @@ def process_kv_offer(state: State, offer: KVOffer) -> tuple[State, Ack]:
     return TRANSFERS.put(state, take_offer(TRANSFERS.of(state), offer)), Ack()
 
 
-def process_transfers_reported(state: State, transfers: KVTransfers) -> tuple[State, Outputs]:
+def process_transfers_reported(state: State, reported: TransfersReported) -> tuple[State, Outputs]:
     """Process a report without a model output. Source: vLLM 0.19.1 `update_from_output`; P17,
     P18."""
     if not state.config.kv_connector:
         return state, Outputs()
     # requests
+    transfers = reported.transfers
     state, failed = state.rules[get_failures](state, transfers.invalid_block_ids, None)
     state, rows = state.rules[get_reported](state, transfers, failed)
     # observe
@@ -326,7 +329,7 @@ def get_reported(
     Source: vLLM 0.19.1 `update_from_output`; P13, P17, P18.
     """
     failed = [name for name in dict.fromkeys(failed) if name in state.requests]
-    rows = tuple([get_error_row(state.requests[name]) for name in failed])
+    rows = tuple([endings.get_error_row(state.requests[name]) for name in failed])
     state = endings.get_ended(state, failed)
     moving, pool = TRANSFERS.of(state), state.pool
     ends = [(name, True) for name in transfers.finished_recving]
@@ -424,8 +427,7 @@ def is_awaited(state: State, load: KVLoad) -> bool:
 def get_settled(state: State, request: RequestState, num_there: int) -> State:
     """Return the state with a load confirmed, up to a number of tokens. Source: P4, P19."""
     pool, request = settle_slots(state.config, state.pool, request, num_there, state.rules)
-    requests = state.requests.having(request.request_id, request)
-    return replace(state, pool=pool, requests=requests)
+    return replace(state, pool=pool, requests=state.requests.having(request.request_id, request))
 
 
 def get_gone_back(state: State, request: RequestState, num_valid: int) -> State:
@@ -490,8 +492,7 @@ def get_released(state: State, request: RequestState) -> State:
     """
     transfers = hold_ended(TRANSFERS.of(state), request.request_id, request.block_tables)
     state = TRANSFERS.put(state, transfers)
-    is_held = request.request_id in transfers.held
-    return state if is_held else endings.get_released(state, request)
+    return state if request.request_id in transfers.held else endings.get_released(state, request)
 
 
 # The loop, and resets.
@@ -524,6 +525,24 @@ def is_awaiting_transfers(state: State) -> bool:
     return is_moving(TRANSFERS.of(state))
 
 
+def list_held(state: State) -> list[BlockTables]:
+    """Return the tables of blocks that are held for finished requests. Source: P1, P17."""
+    return [entry.block_tables for _, entry in sorted(TRANSFERS.of(state).held.items())]
+
+
+def get_snapshot(state: State) -> TransfersSnapshot:
+    """Return the transfers between pool and store. Source: architecture D1."""
+    moving, requests = TRANSFERS.of(state), state.requests
+    unsettled = [name for name in state.running if requests[name].is_unsettled]
+    return TransfersSnapshot(
+        offers=tuple([moving.offers[name] for name in sorted(moving.offers)]),
+        received=tuple([name for name in sorted(moving.parked) if is_received(moving, name)]),
+        unsettled=tuple(sorted(unsettled)),
+        held=tuple([moving.held[name] for name in sorted(moving.held)]),
+        deferred_frees=state.pool.deferred_frees,
+    )
+
+
 FEATURE: Final = Feature(
     "kv_transfer",
     has_store,
@@ -545,5 +564,8 @@ FEATURE: Final = Feature(
         resets.process_reset: process_reset,
         idle.has_work: has_work,
     },
+    events={KVOffer: process_kv_offer, TransfersReported: process_transfers_reported},
+    shows={"transfers": get_snapshot},
+    list_held=list_held,
     invariants=INVARIANTS,
 )

@@ -8,7 +8,7 @@ from typing import Final
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.features.kv_transfer.transfers import FRAME_LOADS, TRANSFERS
-from blockstep.spec.vocabulary import KVOffer, Status
+from blockstep.spec.vocabulary import NULL_BLOCK, KVOffer, Status
 
 
 def is_every_load_of_who_is_parked(state: State) -> bool:
@@ -65,9 +65,22 @@ def is_every_offer_of_an_unfinished_request(state: State) -> bool:
     )
 
 
+def is_every_deferred_free_of_a_frame_in_flight(state: State) -> bool:
+    """Deferred frees wait for a frame in flight, and exist only with a store. Source: P17."""
+    frame_ids = [frame.frame_id for frame in state.frames]
+    deferred_frees = state.pool.deferred_frees
+    return (state.config.kv_connector or not deferred_frees) and all(
+        deferred.frame_id in frame_ids
+        and deferred.block_ids
+        and NULL_BLOCK not in deferred.block_ids
+        for deferred in deferred_frees
+    )
+
+
 INVARIANTS: Final[tuple[Callable[[State], bool], ...]] = (
     is_every_load_of_who_is_parked,
     is_every_load_unpublished,
     is_every_hold_of_somebody_gone,
     is_every_offer_of_an_unfinished_request,
+    is_every_deferred_free_of_a_frame_in_flight,
 )

@@ -99,8 +99,7 @@ def take_offer(transfers: Transfers, offer: KVOffer) -> Transfers:
 
 def is_under_way(transfers: Transfers, request_id: RequestId) -> bool:
     """Whether the store may still write for a request. Source: P17."""
-    load = transfers.parked.get(request_id)
-    return load is not None and not load.is_received
+    return request_id in transfers.parked and not is_received(transfers, request_id)
 
 
 def is_received(transfers: Transfers, request_id: RequestId) -> bool:
@@ -147,8 +146,7 @@ def hold_ended(transfers: Transfers, request_id: RequestId, tables: BlockTables)
     is_sending = get_offer(transfers, request_id).delays_free
     held = transfers.held
     if (is_recving or is_sending) and any(tables):
-        entry = HeldBlocks(request_id, tables, is_recving, is_sending)
-        held = held.having(request_id, entry)
+        held = held.having(request_id, HeldBlocks(request_id, tables, is_recving, is_sending))
     offers, parked = transfers.offers.without(request_id), transfers.parked.without(request_id)
     return Transfers(offers, parked, held)
 

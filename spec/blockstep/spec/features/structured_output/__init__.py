@@ -14,7 +14,7 @@ from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core import speculation
-from blockstep.spec.core.endings import get_ended
+from blockstep.spec.core.endings import get_ended, get_error_row
 from blockstep.spec.core.feature import Feature, is_always
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.parts import Part
@@ -35,11 +35,11 @@ from blockstep.spec.vocabulary import (
     Ack,
     Commit,
     Config,
-    FinishReason,
     GrammarBitmask,
+    GrammarFailed,
     GrammarOutput,
+    GrammarReady,
     GrammarRow,
-    OutputRow,
     Outputs,
     Plan,
     RejectCode,
@@ -87,17 +87,17 @@ def process_grammar_gate(step: Step, request: RequestState) -> Verdict | None:
     return None
 
 
-def process_grammar_ready(state: State, request_id: RequestId) -> tuple[State, Ack] | Rejected:
+def process_grammar_ready(state: State, event: GrammarReady) -> tuple[State, Ack] | Rejected:
     """Note that the grammar is compiled; the next Schedule that tries the request makes it waiting.
 
     Source: seed 001 "Filter on blocking status"; P18.
     """
     # refuse
-    request = get_structured(state, request_id)
+    request = get_structured(state, event.request_id)
     if isinstance(request, Rejected):
         return request
     # requests
-    requests = state.requests.having(request_id, GRAMMAR_READY.put(request, True))
+    requests = state.requests.having(event.request_id, GRAMMAR_READY.put(request, True))
     return replace(state, requests=requests), Ack()
 
 
@@ -116,27 +116,18 @@ def get_structured(state: State, request_id: RequestId) -> RequestState | Reject
     return request
 
 
-def get_error_row(request: RequestState) -> OutputRow:
-    """Return the output row of a request that cannot be served.
-
-    Source: vLLM 0.19.1 `update_from_output`; P13.
-    """
-    num_cached = max(request.num_cached_tokens, 0)
-    return OutputRow(request.request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)
-
-
-def process_grammar_failed(state: State, request_id: RequestId) -> tuple[State, Outputs] | Rejected:
+def process_grammar_failed(state: State, event: GrammarFailed) -> tuple[State, Outputs] | Rejected:
     """Finish a request whose grammar cannot be compiled, with an error, whatever its status.
 
     Frames in flight still return tokens for it, which are ignored, as after an abort. Source: vLLM
     0.19.1 `is_grammar_ready`; P13, P18.
     """
     # refuse
-    request = get_structured(state, request_id)
+    request = get_structured(state, event.request_id)
     if isinstance(request, Rejected):
         return request
     # observe
-    return get_ended(state, [request_id]), Outputs((get_error_row(request),))
+    return get_ended(state, [event.request_id]), Outputs((get_error_row(request),))
 
 
 # Rows in flight.
@@ -342,5 +333,15 @@ FEATURE: Final = Feature(
         accepts=(get_accepted_drafts,),
     ),
     instead={speculation.get_verifiable_drafts: get_verifiable_drafts},
+    events={
+        GrammarReady: process_grammar_ready,
+        GrammarFailed: process_grammar_failed,
+        GrammarBitmask: process_bitmask,
+    },
+    shows_of_request={
+        "grammar_ready": GRAMMAR_READY.of,
+        "grammar_state": lambda request: STAND.of(request).state,
+        "reasoning_ended": lambda request: STAND.of(request).reasoning_ended,
+    },
     invariants=INVARIANTS,
 )

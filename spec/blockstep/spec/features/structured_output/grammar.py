@@ -115,11 +115,7 @@ def get_stand_behind(
 
 
 def get_mask(
-    config: Config,
-    grammar: Grammar,
-    stand: Stand,
-    drafts: TokenIds,
-    follow: Follow,
+    config: Config, grammar: Grammar, stand: Stand, drafts: TokenIds, follow: Follow
 ) -> tuple[TokenIds | None, ...]:
     """Return the tokens allowed at the position of each draft, and after the last.
 
