@@ -261,8 +261,8 @@ def _convert(raw: dict[str, Any], kind: type[_Fault]) -> _Fault:
 
 def _get_traits(hello: Hello) -> EngineTraits:
     _refuse_unknown(hello)
-    pinned = _get_pinned(hello)
-    fit = partial(_fit_config, hello.config_fields, pinned)
+    fixed = _get_fixed(hello)
+    fit = partial(_fit_config, hello.config_fields, fixed)
     weaker: Equivalence | None = None
     if hello.equivalence != EXACT:
         kind = KINDS[hello.equivalence]
@@ -313,8 +313,8 @@ def _refuse_unknown(hello: Hello) -> None:
         )
 
 
-def _get_pinned(hello: Hello) -> dict[str, Any]:
-    """Return the pinned fields of the config as values of the vocabulary."""
+def _get_fixed(hello: Hello) -> dict[str, Any]:
+    """Return the fixed fields of the config as values of the vocabulary."""
     try:
         config = build({"num_blocks": 8, "max_model_len": 64, **hello.config}, v.Config, "$.config")
     except (msgspec.MsgspecError, TypeError) as error:
@@ -323,12 +323,12 @@ def _get_pinned(hello: Hello) -> dict[str, Any]:
 
 
 def _fit_config(
-    names: tuple[str, ...] | None, pinned: Mapping[str, Any], config: v.Config
+    names: tuple[str, ...] | None, fixed: Mapping[str, Any], config: v.Config
 ) -> v.Config:
     if names is not None:
         kept = {name: getattr(config, name) for name in {"num_blocks", *names}}
         config = v.Config(**kept)
-    return replace(config, **pinned)
+    return replace(config, **fixed)
 
 
 def _fit_config_with_reason(

@@ -6,42 +6,23 @@ replacement (`protocol.changed_spec`), and it is held to the specification itsel
 engine. `check` must find it; otherwise the checks miss a defect that is known to happen. A repair
 that was tried upstream and was wrong is a seeded bug of its own.
 
-`exhibit` defines what a seeded bug is, the other modules list them by theme, and `trial` checks
-them.
+`exhibit` defines what a seeded bug is, and `trial` checks them. Each other module has those of one
+theme, as a `Page` or several.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from blockstep.conformance.engine import NO_TRAITS, EngineTraits
 from blockstep.conformance.features.groups import FEATURE as GROUPS
 from blockstep.conformance.features.tiers import FEATURE as TIERS
 from blockstep.conformance.features.transfers import FEATURE as TRANSFERS
-from blockstep.conformance.museum import (
-    across,
-    admission,
-    brought,
-    drafts,
-    encoder,
-    forks,
-    grammars,
-    groups,
-    identity,
-    idle,
-    listings,
-    pins,
-    plan,
-    pool,
-    preemption,
-    promises,
-    telling,
-    tiers,
-    transfers,
-)
-from blockstep.conformance.museum.exhibit import Exhibit, collect
+from blockstep.conformance.museum.exhibit import Exhibit, Page, collect
 from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.conformance.protocol.feature import without_states
 from blockstep.conformance.protocol.features import BY_NAME, LATE
@@ -49,28 +30,16 @@ from blockstep.spec.vocabulary import Config
 
 __all__ = ["EXHIBITS", "Exhibit", "build"]
 
-_PAGES = (pool, admission, preemption, drafts, promises, plan, identity, listings, groups)
-
-_BROUGHT = (brought.ADAPTERS, grammars.PAGE, brought.SESSIONS, encoder.PAGE)
-_TELLING = (telling.PAGE, telling.SKIPPING)
-_TRANSFERS = (transfers.PAGE, transfers.GROUPS, transfers.STATES)
+_WITHOUT_PAGES = {"exhibit", "trial"}
+_MODULES = [
+    import_module(f"{__name__}.{module.name}")
+    for module in iter_modules(__path__)
+    if module.name not in _WITHOUT_PAGES
+]
 EXHIBITS: Mapping[str, Exhibit] = collect(
-    (
-        *(page.PAGE for page in _PAGES),
-        groups.STATES,
-        *_BROUGHT,
-        across.PAGE,
-        *_TELLING,
-        *_TRANSFERS,
-        pins.PAGE,
-        forks.PAGE,
-        forks.GROUPS,
-        tiers.PAGE,
-        tiers.GROUPS,
-        idle.PAGE,
-    )
+    [page for module in _MODULES for page in vars(module).values() if isinstance(page, Page)]
 )
-"""All seeded bugs, by name."""
+"""All seeded bugs by name, in the order of the modules' names."""
 
 
 class _Planted(ChangedSpec):

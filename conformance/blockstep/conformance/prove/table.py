@@ -116,9 +116,11 @@ def _wrong_to_json(wrong: TwinProof) -> dict[str, object]:
 def laws_page(told: Mapping[str, Any], laws: Mapping[str, Law]) -> str:
     """Return Markdown tables of the results of a run: what `proofs_to_json` returns.
 
-    A law that is gone since the run is left out; one that is newer is named at the end.
+    They are in the order of `laws`. A law that is gone since the run is left out; one that is newer
+    is named at the end.
     """
-    proofs = [proof for proof in told["laws"] if proof["name"] in laws]
+    by_name = {proof["name"]: proof for proof in told["laws"]}
+    proofs = [by_name[name] for name in laws if name in by_name]
     lines = [
         "## Rules of vLLM 0.19.1",
         "",

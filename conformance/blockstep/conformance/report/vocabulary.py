@@ -13,8 +13,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pkgutil import iter_modules
 
 from blockstep.conformance.protocol import findings
+from blockstep.spec import vocabulary
 
 SOURCES = {
     "000": "the essay on vLLM V1",
@@ -24,23 +26,25 @@ SOURCES = {
     "004": "the older walk-through of vLLM V1",
 }
 """Documents that the specification follows, by the number in docstrings."""
-_ROOMS = (
-    *(f"blockstep.spec.vocabulary.{room}" for room in ("config", "request", "events")),
-    *(f"blockstep.spec.vocabulary.{room}" for room in ("observations", "kv_events", "transfers")),
-    *(f"blockstep.spec.vocabulary.{room}" for room in ("pins", "forks", "snapshot", "waiting")),
-    "blockstep.spec.vocabulary.keys",
-    "blockstep.spec.vocabulary.constants",
-    "blockstep.spec.vocabulary.wellformed",
-    "blockstep.conformance.engine",
-    "blockstep.conformance.protocol.program",
+_WORDS = "blockstep.spec.vocabulary."
+_FIRST = [f"{_WORDS}{room}" for room in ("config", "request", "events", "observations", "snapshot")]
+_ROOMS = tuple(
+    dict.fromkeys(
+        [
+            *_FIRST,
+            *[module.name for module in iter_modules(vocabulary.__path__, _WORDS)],
+            "blockstep.conformance.engine",
+            "blockstep.conformance.protocol.program",
+        ]
+    )
 )
 HEAD = """# Vocabulary
 
-What goes into an engine, what comes out, what a state looks like, and what a program is made of, in
-the order in which one meets it. `import` it as `from blockstep.spec import vocabulary`; the words
-of engines are in `blockstep.conformance.engine`, those of programs in
-`blockstep.conformance.protocol.program`. Property numbers are those of [properties](properties.md),
-sources are listed in [sources](sources.md).
+What goes into an engine, what comes out, what a state looks like, and what a program is made of.
+`import` it as `from blockstep.spec import vocabulary`; the words of engines are in
+`blockstep.conformance.engine`, those of programs in `blockstep.conformance.protocol.program`.
+Property numbers are those of [properties](properties.md), sources are listed in
+[sources](sources.md).
 
 `blockstep explain vocabulary` prints this page; `blockstep explain CachedRow` prints a part.
 """
@@ -93,7 +97,9 @@ def get_words() -> dict[str, Word]:
     return found
 
 
-_HIDDEN = {"ALL_CAPABILITIES", "EQUIVALENCES", "EVENT_TYPES", "Link", "NO_TRAITS", "WIDTH"}
+_HIDDEN = {
+    *("ALL_CAPABILITIES", "BrokenRule", "EQUIVALENCES", "EVENT_TYPES", "Link", "NO_TRAITS", "WIDTH")
+}
 """Names that are useful only to readers of the code."""
 
 

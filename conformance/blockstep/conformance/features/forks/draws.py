@@ -16,7 +16,7 @@ from blockstep.conformance.draw.requests import request_name, shuffled
 from blockstep.conformance.draw.view import View, WeightedAction
 from blockstep.conformance.features.forks import FEATURE
 from blockstep.conformance.protocol.feature import settle_states
-from blockstep.conformance.protocol.features import HOSTILE
+from blockstep.conformance.protocol.features import HOSTILE, list_apart
 from blockstep.conformance.protocol.program import Action
 from blockstep.spec import vocabulary as v
 
@@ -32,19 +32,20 @@ def add_to_config(late: Late) -> None:
 def finish_config(late: Late) -> None:
     """Sometimes draw a watermark and the order of the free queue for a config without forks.
 
-    They have the same capability as forks, but work with a store and with pins too.
+    They have the same capability as forks, but work with features that forks do not go with, too.
     """
     config = late.config
     if config.enable_forks or FEATURE.name in late.wish.never or not late.takes(FEATURE):
         return
-    beside = config.kv_connector or config.encoder_cache_size or config.has_pins
+    beside = config.encoder_cache_size or not goes_with(late)
     if beside and late.draw.chance(30):
         late.config = draw_pool(config, late.draw)
 
 
 def goes_with(late: Late) -> bool:
-    """Return whether the config has no store and no pins."""
-    return not (late.config.kv_connector or late.config.has_pins)
+    """Return whether the config has no late feature that no run has together with forks."""
+    apart = [other for other in list_apart(FEATURE.name) if other.is_late]
+    return not any(other.is_asked_by(late.config) for other in apart)
 
 
 def draw_pool(config: v.Config, draw: Draw) -> v.Config:
