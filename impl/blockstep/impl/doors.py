@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Generic, Protocol, TypeVar, assert_never
+from typing import Generic, Protocol, TypeVar
 
 from blockstep.impl.capabilities import list_config_problems
 from blockstep.impl.refusals import (
@@ -22,14 +22,11 @@ from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
     Ack,
-    Clock,
     Commit,
     Config,
     ConfigError,
     Drafts,
     DraftsTaken,
-    EncoderOffer,
-    EncoderReset,
     Event,
     FinishReason,
     Fork,
@@ -39,13 +36,12 @@ from blockstep.spec.vocabulary import (
     GrammarOutput,
     GrammarReady,
     KVEvent,
-    KVOffer,
     KVTransfers,
+    Message,
     Observation,
     OutputRow,
     Outputs,
     PauseState,
-    PinEstimate,
     Plan,
     Rejected,
     Request,
@@ -137,9 +133,6 @@ class Doors(ABC, Generic[F]):
             case Reset():
                 is_done = self._reset_both(event)
                 return ResetDone(is_done, self._tell() if is_done else ())
-            case EncoderReset() | EncoderOffer() | KVOffer() | Clock() | PinEstimate():
-                self._take_message(event)
-                return Ack()
             case TransfersReported(transfers=transfers):
                 return self._take_report(transfers)
             case Fork():
@@ -149,7 +142,8 @@ class Doors(ABC, Generic[F]):
             case GrammarBitmask():
                 return self._make_mask(event)
             case _:
-                assert_never(event)
+                self._take_message(event)
+                return Ack()
 
     # Engine-specific parts: their events are valid, except that a step may exceed the pipeline.
 
@@ -202,10 +196,8 @@ class Doors(ABC, Generic[F]):
         """Add a branch of a request."""
         return bad_fork(event, "this engine has no forks")
 
-    def _take_message(
-        self, event: EncoderReset | EncoderOffer | KVOffer | Clock | PinEstimate
-    ) -> None:
-        """Take a message about the encoder cache, the store or the pins."""
+    def _take_message(self, event: Message) -> None:
+        """Take a message about a part of the engine; ignored by an engine without that part."""
 
     def _take_report(self, _transfers: KVTransfers) -> Outputs:
         """Take a report about transfers that comes without a commit."""

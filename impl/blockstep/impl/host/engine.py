@@ -56,8 +56,8 @@ from blockstep.spec.vocabulary import (
     GrammarBitmask,
     GrammarOutput,
     KVEvent,
-    KVOffer,
     KVTransfers,
+    Message,
     Observation,
     OutputRow,
     Outputs,
@@ -120,7 +120,12 @@ class HostEngine(Doors[Frame]):
         if config.enable_forks:
             self.forks = Forks(config, self.requests, self.masks, self.frames, ended)
         self._keys = Keys(self.requests)
-        shown = (self.masks, self.sessions, self.encodings, self.turns, self.transfers)
+        parts = {
+            "encoder": None if self.encodings is None else self.encodings.cache.snapshot,
+            "transfers": None if self.transfers is None else self.transfers.snapshot,
+            "pins": None if self.turns is None else self.turns.pins.snapshot,
+        }
+        shown = (self.masks, self.sessions, self.transfers, parts)
         self._view = View(self, self.requests, self._keys, *shown)
         managers = (self.encodings, self.turns, self.transfers, self.forks)
         self._plans = Plans(config, self.requests, self.masks, *managers)
@@ -346,9 +351,7 @@ class HostEngine(Doors[Frame]):
         chunks = [chunk for chunks in self.sessions.updates.values() for chunk in chunks]
         return self.encodings.find_other_size(_request, chunks)
 
-    def _take_message(
-        self, event: EncoderReset | EncoderOffer | KVOffer | Clock | PinEstimate
-    ) -> None:
+    def _take_message(self, event: Message) -> None:
         match event:
             case EncoderReset() | EncoderOffer():
                 if self.encodings is not None:
@@ -380,7 +383,7 @@ class HostEngine(Doors[Frame]):
             self.masks.add(request)
             self.sessions.add(request)
             if self.turns is not None:
-                self.turns.pins.begin_turn(request.job_id)
+                self.turns.begin_turn(self.requests.slot_of[request.request_id])
         return answer
 
     def _update(self, update: Request) -> Ack | Aborted | Rejected:

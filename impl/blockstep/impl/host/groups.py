@@ -426,7 +426,7 @@ def count_common(s: State, group: int) -> int:
     held, seat = s.holdings[slot, group, c.HELD], s.requests[slot, c.SEAT]
     if running == 1:
         return int(held)
-    if s.scalars[c.NUM_SESSIONS] + s.scalars[c.NUM_PINS] > 0 or (
+    if s.scalars[c.NUM_SESSIONS] + s.scalars[c.NUM_HOLDERS] > 0 or (
         s.scalars[c.HAS_FORKS] + s.scalars[c.HAS_STORE] > 0
     ):
         return _compare_tables(s, group)

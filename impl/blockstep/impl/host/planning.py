@@ -159,14 +159,14 @@ def _tokens_to_run(s: State, slot: int) -> int:
 def _make_room(s: State, slot: int, needed: int, position: int) -> int:
     """Preempt until `needed` blocks are free for `slot`, at `position` of the running list.
 
-    Returns its new position; -1 ends the phase: it was preempted itself, a pin must end first, or
-    the next blocks become free only when a frame is committed. A block needs no copy once no other
-    request holds it.
+    Returns its new position; -1 ends the phase: it was preempted itself, a turn that has ended must
+    give up blocks first, or the next blocks become free only when a frame is committed. A block
+    needs no copy once no other request holds it.
     """
     needed -= count_copies(s, slot)
     while needed + count_copies(s, slot) > s.scalars[c.NUM_FREE]:
         if s.scalars[c.NUM_RUNNING] == 1:
-            if s.scalars[c.NUM_PINS] > 0:
+            if s.scalars[c.NUM_HOLDERS] > 0:
                 s.scalars[c.STOPPED], s.scalars[c.STOP_POSITION] = c.IS_SHORT, position
                 return -1
             if take_back_one(s, slot):
@@ -226,12 +226,12 @@ def _gains_nothing(s: State, victim: int) -> bool:
 def _select_victim(s: State) -> int:
     """Return the position of the request to preempt (P16).
 
-    FCFS: the last. Continuum: the last without pinned blocks of its job, if there is one. Priority:
-    the one that would wait longest, in the order of the queues; any other choice among equals lets
-    two requests preempt each other for ever (P10).
+    FCFS: the last whose job's previous turn holds no blocks, or else the last. Priority: the one
+    that would wait longest, in the order of the queues; any other choice among equals lets two
+    requests preempt each other for ever (P10).
     """
     found = s.scalars[c.NUM_RUNNING] - 1
-    if s.scalars[c.NUM_PINS] > 0:
+    if s.scalars[c.NUM_HOLDERS] > 0:
         for position in range(found, -1, -1):
             if s.requests[s.lines[position, c.RUNNING], c.IS_WARM] == 0:
                 return int(position)
@@ -289,10 +289,10 @@ def is_passed_over(s: State, slot: int, oldest_id: int) -> bool:
 @entry("state", "int")
 def may_try_again(s: State, slot: int) -> bool:
     """Whether blocks were freed for a request that does not fit although no request runs; machine
-    code stops if a pin has to end."""
+    code stops if a turn that has ended has to give up blocks."""
     if s.scalars[c.NUM_RUNNING] > 0:
         return False
-    if s.scalars[c.NUM_PINS] > 0:
+    if s.scalars[c.NUM_HOLDERS] > 0:
         s.scalars[c.STOPPED] = c.IS_SHORT
         return False
     return take_back_one(s, slot)

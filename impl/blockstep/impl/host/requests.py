@@ -240,7 +240,6 @@ class Requests:
         row[c.NUM_BESIDE] = sum(item.num_embeds for item in request.items)
         row[c.PRIORITY], row[c.ARRIVAL] = request.priority, request.arrival_time
         row[c.BIRTH], row[c.IS_SESSION] = self.state.scalars[c.NUM_BORN], request.resumable
-        row[c.MAY_KEEP] = c.KEEPS_TURN * (self.config.has_pins and request.job_id is not None)
         row[c.STATUS] = c.AWAITS_GRAMMAR if request.structured_output else c.IS_WAITING
         for column in (c.NUM_CACHED_TOKENS, c.LAST_FRAME, c.LAST_SAMPLE, c.SEAT):
             row[column] = c.NONE

@@ -85,7 +85,8 @@ STOP_SLOT: Final = 56
 """The same at the head of a queue."""
 STOPPED: Final = 57
 """Why machine code has stopped."""
-NUM_PINS: Final = 58
+NUM_HOLDERS: Final = 58
+"""Number of ended turns of jobs that still hold blocks: the holders besides requests."""
 # A commit that stops at a row continues behind it: the next row and token, and the numbers of rows
 # that deliver, of tokens delivered and of requests that finish.
 AT_ROW, AT_TOKEN, NUM_DELIVERING, NUM_DELIVERED, NUM_ENDED = range(59, 64)
@@ -123,7 +124,7 @@ GOES_ON: Final = 0
 IS_DUE: Final = 1
 """The next item of a request is due."""
 IS_SHORT: Final = 2
-"""A request lacks blocks while no other one runs, and a pin may end."""
+"""A request lacks blocks while no other one runs, and another holder has some."""
 BEGINS_ANEW: Final = 3
 """The load of a request has brought no block."""
 IS_REFUSED: Final = 4
@@ -195,7 +196,7 @@ MAY_SHARE: Final = 44
 MAY_KEEP: Final = 45
 """Why its blocks may be held behind its end: `KEEPS_TURN`, `IS_SENT`, or both."""
 IS_WARM: Final = 46
-"""Whether blocks of its job's previous turn are pinned."""
+"""Whether its job's previous turn holds blocks."""
 OFFERED: Final = 47
 """Leading tokens that a store has for it, if it asks; NONE if the store has no answer yet."""
 IS_OFFER_ASYNC: Final = 48
@@ -209,7 +210,7 @@ STOPS: Final = 51
 """The first stop token; the others follow, and the rows are as long as any request needs."""
 
 KEEPS_TURN: Final = 1
-"""It is a turn of a job, whose blocks may be pinned."""
+"""It is a turn of a job, which may hold blocks behind its end."""
 IS_SENT: Final = 2
 """A store reads its blocks behind its end."""
 

@@ -1,6 +1,6 @@
 """Steps: one plan, part by part where machine code stops at a request and Python continues.
 
-An item of the request is due, or it lacks blocks while no other request runs and a pin may end:
+An item of the request is due, or it lacks blocks that only turns that have ended hold:
 
     running   a b | c ..      machine code has scheduled a and b, and stops at c
 """

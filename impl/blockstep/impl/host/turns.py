@@ -43,6 +43,12 @@ class Turns:
         else:
             self.pins.take_estimate(event)
 
+    def begin_turn(self, slot: int) -> None:
+        """Count a new request for its job, if it has one; machine code stops at its end."""
+        job_id = self.requests.requests[slot].job_id
+        self.pins.begin_turn(job_id)
+        self.requests.state.requests[slot, c.MAY_KEEP] = c.KEEPS_TURN * (job_id is not None)
+
     def end_turn(self, slot: int) -> None:
         """Pin the published blocks of a request that finishes with its job's turn (seed 001,
         "Change 4").
@@ -64,7 +70,7 @@ class Turns:
         self.pins.pin(job_id, settled)
         for table in settled:
             touch_list(s, np.array(table, np.int32))
-        s.scalars[c.NUM_PINS] = len(self.pins.pins)
+        s.scalars[c.NUM_HOLDERS] = len(self.pins.pins)
 
     def end_pins(self, job_ids: Iterable[str]) -> None:
         """End the pins of these jobs: their blocks become free unless held otherwise, and can still
@@ -72,7 +78,7 @@ class Turns:
         for job_id in job_ids:
             for table in self.pins.end(job_id):
                 free_list(self.requests.state, np.array(table, np.int32))
-        self.requests.state.scalars[c.NUM_PINS] = len(self.pins.pins)
+        self.requests.state.scalars[c.NUM_HOLDERS] = len(self.pins.pins)
 
     def give(self, needy: int) -> None:
         """End the pin that is the first to give its blocks to a request that lacks some."""

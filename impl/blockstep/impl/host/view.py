@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from blockstep.impl.doors import Doors
 from blockstep.impl.host import state as c
-from blockstep.impl.host.encodings import Encodings
 from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.keys import Keys
 from blockstep.impl.host.lives import get_tokens
@@ -14,7 +14,6 @@ from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.sessions import Sessions
 from blockstep.impl.host.transfers import Transfers
-from blockstep.impl.host.turns import Turns
 from blockstep.impl.names import STATUSES
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -29,7 +28,7 @@ from blockstep.spec.vocabulary import (
 
 
 class View:
-    """Reads the state of one engine."""
+    """Reads the state of one engine; `parts` return the states of its managers."""
 
     def __init__(
         self,
@@ -38,18 +37,16 @@ class View:
         keys: Keys,
         masks: Masks,
         sessions: Sessions,
-        encodings: Encodings | None,
-        turns: Turns | None,
         transfers: Transfers | None,
+        parts: Mapping[str, Callable[[], Any] | None],
     ) -> None:
         self.doors = doors
         self.requests = requests
         self.keys = keys
         self.masks = masks
         self.sessions = sessions
-        self.encodings = encodings
-        self.turns = turns
         self.transfers = transfers
+        self.parts = {name: show for name, show in parts.items() if show is not None}
 
     def take(self, previous_names: Iterable[RequestId]) -> Snapshot:
         """Return the canonical state: nodes become structural keys, slots become request ids.
@@ -90,11 +87,9 @@ class View:
             finished_req_ids=tuple(sorted(doors.finished_req_ids)),
             prev_scheduled_req_ids=tuple(sorted(previous_names)),
             stats=self.stats(),
-            encoder=None if self.encodings is None else self.encodings.cache.snapshot(),
-            transfers=None if self.transfers is None else self.transfers.snapshot(),
-            pins=None if self.turns is None else self.turns.pins.snapshot(),
             admission_closed=bool(s.scalars[c.IS_CLOSED]),
             has_work=self.has_work(),
+            **{name: show() for name, show in self.parts.items()},
         )
 
     def has_work(self) -> bool:

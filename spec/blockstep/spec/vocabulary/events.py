@@ -202,6 +202,9 @@ class TransfersReported:
     transfers: KVTransfers
 
 
+Message: TypeAlias = EncoderReset | EncoderOffer | KVOffer | Clock | PinEstimate
+"""An event that is always answered with `Ack`, also where the config models nothing that it is
+about."""
 Event: TypeAlias = (
     Submit
     | Schedule
@@ -214,13 +217,9 @@ Event: TypeAlias = (
     | StreamingUpdate
     | SetPause
     | Reset
-    | EncoderReset
-    | EncoderOffer
-    | KVOffer
     | TransfersReported
-    | Clock
-    | PinEstimate
     | Fork
+    | Message
 )
 EVENT_TYPES: tuple[type, ...] = (
     *(Submit, Schedule, Commit, Drafts, Abort, GrammarReady, GrammarFailed, GrammarBitmask),
