@@ -21,7 +21,7 @@ HOOKS = "hooks.py"
 """Says at which moments features take part, and so names what they do there."""
 NUM_LINES_MAX = 2_900
 FEATURE_LINES_MAX = {
-    "encoder": 594, "groups": 700, "kv_transfer": 700, "structured_output": 420, "sessions": 420,
+    "encoder": 550, "groups": 700, "kv_transfer": 700, "structured_output": 420, "sessions": 420,
 }  # fmt: skip
 """The most lines of a feature, in all of its modules; 350 for the others. May only fall.
 

@@ -794,7 +794,7 @@ def test_who_has_no_row_inherits_nothing_of_a_victim() -> None:
     planned = PlannedItem(("A", 0), "c", 2, is_external=False)
     entries = FrozenMap({"c": Entry(2, (("A", 0), ("B", 0)))})
     encoder = Encoder(8, entries=entries, budget=1, planned=(planned,))
-    left = withdraw_items(encoder, request("A", "cc"), ["C"])
+    left = withdraw_items(encoder, ["C"])
     assert (left.planned, dict(left.entries), left.budget) == ((), {}, 3)
-    shared = withdraw_items(encoder, request("A", "cc"), ["C", "B"])
+    shared = withdraw_items(encoder, ["C", "B"])
     assert [item.holder for item in shared.planned] == [("B", 0)]

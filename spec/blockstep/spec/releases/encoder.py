@@ -22,7 +22,6 @@ from blockstep.spec.features.encoder.cache import (
     compute_end_before,
     count_freeable,
     evict_for,
-    fits,
     let_go,
 )
 from blockstep.spec.features.sessions import goes_on
@@ -36,6 +35,11 @@ from blockstep.spec.vocabulary import (
     RequestId,
     TokenIds,
 )
+
+
+def lacks_items(claim: Claim) -> bool:
+    """Return whether a row gets no token because an item has no room."""
+    return claim.num_tokens == 0 and claim.encoder is not NO_ENCODER
 
 
 def get_first_holder(request: Request, index: int) -> Holder:
@@ -88,7 +92,7 @@ def asking_evicts_and_holds(rules: Rules, _config: Config) -> Rules:
             budget=before.budget,
         )
         ENCODER.set(step, encoder)
-        if claim.lacks_items:
+        if lacks_items(claim):
             step.state.rules[encoding.process_items_missing](step, request)
         return num_tokens
 
@@ -110,13 +114,10 @@ def withdrawn_items_stay(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(items.withdraw_items, withdraw_items)
 
 
-def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId]) -> Encoder:
+def withdraw_items(encoder: Encoder, order: Sequence[RequestId]) -> Encoder:
     """Modified `cache.withdraw_items`: only the plan to encode them is withdrawn."""
-    del order
     made = [
-        item
-        for item in encoder.planned
-        if item.holder[0] == request.request_id and not item.is_external
+        item for item in encoder.planned if item.holder[0] not in order and not item.is_external
     ]
     return replace(
         encoder,
@@ -142,15 +143,16 @@ def room_is_asked_before_need(rules: Rules, _config: Config) -> Rules:
     """A chunk ends before an item that does not fit, even if it would read none of its
     embeddings."""
 
-    def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> tuple[Claim, bool]:
-        item = chunk.request.items[index]
+    def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> Claim:
+        item, all_rules = chunk.request.items[index], chunk.state.rules
         if chunk.reads(item, claim.num_tokens):
             return rules[encoding.get_claim_at_item](chunk, index, claim)
         if item.identifier in claim.encoder.entries:
-            return chunk.get_claim_with(index, claim), False
-        if chunk.rules[encoding.has_room](claim.encoder, item):
-            return claim._replace(encoder=evict_for(claim.encoder, item.num_embeds)), False
-        return chunk.rules[encoding.get_shorter_claim](chunk, index, claim), True
+            encoder = all_rules[items.take_item](claim.encoder, chunk.request, index)
+            return claim._replace(items=(*claim.items, index), encoder=encoder)
+        if all_rules[items.has_room](claim.encoder, item):
+            return claim._replace(encoder=evict_for(claim.encoder, item.num_embeds))
+        return all_rules[encoding.get_shorter_claim](chunk, index, claim)
 
     return rules.replacing(encoding.get_claim_at_item, get_claim_at_item)
 
@@ -181,13 +183,13 @@ cache, computed tokens, tokens of the chunk)."""
 def _with_stops(rules: Rules, stops_before_item: StopsBefore) -> Rules:
     """Return the rules in which chunks end before some items, if they must not end inside one."""
 
-    def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> tuple[Claim, bool]:
+    def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> Claim:
         item, num_computed = chunk.request.items[index], chunk.num_computed
         is_there = item.identifier in claim.encoder.entries
         if chunk.is_whole and stops_before_item(item, is_there, num_computed, claim.num_tokens):
-            num_ahead = chunk.config.num_encoder_lookahead_tokens
+            num_ahead = chunk.state.config.num_encoder_lookahead_tokens
             num_new = compute_end_before(item.offset, num_computed, num_ahead)
-            return claim._replace(num_tokens=num_new), True
+            return claim._replace(num_tokens=num_new)
         return rules[encoding.get_claim_at_item](chunk, index, claim)
 
     return rules.replacing(encoding.get_claim_at_item, get_claim_at_item)
@@ -260,12 +262,12 @@ def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
 def loaded_items_need_compute(rules: Rules, _config: Config) -> Rules:
     """An item that a connector can load is loaded only if the encoder budget would allow encoding
     it."""
-    return rules.replacing(encoding.has_room, has_room)
+    return rules.replacing(items.has_room, has_room)
 
 
 def has_room(encoder: Encoder, item: MultiModalItem) -> bool:
-    """Modified `encoder.has_room`: also a loaded item costs compute."""
-    return fits(item.num_embeds, item.num_embeds, count_freeable(encoder), encoder.budget)
+    """Modified `cache.has_room`: also a loaded item costs compute."""
+    return item.num_embeds <= min(count_freeable(encoder), encoder.budget)
 
 
 def remade_items_are_dropped(rules: Rules, _config: Config) -> Rules:
@@ -360,7 +362,7 @@ def without_items_passed_over(rules: Rules, _config: Config) -> Rules:
 
     def process_shortage(step: Step, request: RequestState) -> Verdict:
         verdict = rules[admission.process_shortage](step, request)
-        return Verdict.PASSED_OVER if encoding.CLAIM.of(step).lacks_items else verdict
+        return Verdict.PASSED_OVER if lacks_items(encoding.CLAIM.of(step)) else verdict
 
     return rules.replacing(admission.process_shortage, process_shortage)
 

@@ -5,6 +5,7 @@ PYTEST_DONT_REWRITE. Positions and amounts are symbolic; names of items are not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.prove.law import Right, Room, instead
@@ -17,8 +18,8 @@ from blockstep.spec.features.encoder.cache import (
     count_free,
     count_freeable,
     evict_for,
-    fits,
     free_items,
+    has_room,
     is_item_needed,
     take_item,
     withdraw_items,
@@ -29,7 +30,7 @@ from blockstep.spec.features.groups.kinds import (
     get_num_slots_of,
 )
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.vocabulary import GroupKind, KVGroup, MultiModalItem, Request
+from blockstep.spec.vocabulary import GroupKind, KVGroup, MultiModalItem, Request, RequestId
 
 ROOM = Room("encoder")
 
@@ -76,9 +77,9 @@ def rest_of_an_item_is_split(
 
 
 @instead(withdraw_items, theirs="#23347")
-def entry_stays_that_nobody_makes(encoder: Encoder, request: Request) -> Encoder:
+def entry_stays_that_nobody_makes(encoder: Encoder, order: Sequence[RequestId]) -> Encoder:
     """The row is withdrawn and its compute returned, but the entry stays in the cache."""
-    mine = [it for it in encoder.planned if it.holder[0] == request.request_id]
+    mine = [it for it in encoder.planned if it.holder[0] not in order]
     planned = tuple([it for it in encoder.planned if it not in mine])
     budget = encoder.budget + sum([it.cost for it in mine])
     return replace(encoder, planned=planned, budget=budget)
@@ -163,7 +164,7 @@ def check_item_that_fits_is_made_within_budget_and_cache(
     assert num_held + num_unheld <= size
     entries = FrozenMap({"y": Entry(num_held, (("B", 0),)), "z": Entry(num_unheld)})
     before = Encoder(size, entries=entries, freeable=("z",), budget=budget)
-    if fits(num_embeds, num_embeds, count_freeable(before), budget):
+    if has_room(before, item(0, num_embeds)):
         after = take_item(before, request_of("A", item(0, num_embeds)), 0)
         assert 0 <= count_free(after) <= count_freeable(after) <= size
         assert after.budget == budget - num_embeds >= 0
@@ -197,7 +198,7 @@ def check_step_that_takes_an_item_back_leaves_all_as_it_was(
     before = cache(size, budget, z=num_unheld)
     request = request_of("A", item(0, num_embeds))
     taken = take_item(before, request, 0)
-    assert withdraw_items(taken, request, ()) == before
+    assert withdraw_items(taken, ()) == before
 
 
 @ROOM.law("P4 P9", (4, 3, 2), entry_stays_that_nobody_makes)
@@ -209,7 +210,7 @@ def check_who_shares_what_is_taken_back_has_it_made_at_the_same_cost(
     first, second = (request_of(name, item(0, num_embeds)) for name in "AB")
     taken = take_item(cache(size, budget), first, 0)
     taken = take_item(taken, second, 0)
-    after = withdraw_items(taken, first, ("B",))
+    after = withdraw_items(taken, ("B",))
     assert [it.holder for it in after.planned] == [("B", 0)]
     assert after.budget == budget - num_embeds
     assert count_free(after) == size - num_embeds

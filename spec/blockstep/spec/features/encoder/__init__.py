@@ -22,26 +22,10 @@ from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
 from blockstep.spec.core.parts import Note
 from blockstep.spec.core.requests import FrameRow, RequestState
-from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
-from blockstep.spec.features.encoder.cache import (
-    ENCODER,
-    NO_ENCODER,
-    Encoder,
-    compute_end_before,
-    compute_end_between_items,
-    count_free,
-    count_freeable,
-    create_encoder,
-    end_step,
-    fits,
-    free_items,
-    is_item_needed,
-    list_freed,
-    take_item,
-    withdraw_items,
-)
+from blockstep.spec.features.encoder import cache
+from blockstep.spec.features.encoder.cache import ENCODER, NO_ENCODER, Encoder
 from blockstep.spec.features.encoder.invariants import INVARIANTS
 from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.vocabulary import (
@@ -67,8 +51,10 @@ def has_encoder(config: Config) -> bool:
 
 
 def get_state_with_encoder(state: State) -> State:
-    """Return the state before the first event with an empty cache. Source: P22."""
-    return ENCODER.put(state, create_encoder(state.config))
+    """Return the state with an empty cache. Source: vLLM 0.19.1 `EncoderCacheManager`; P22."""
+    config = state.config
+    size, budget = config.encoder_cache_size, config.encoder_compute_budget
+    return ENCODER.put(state, Encoder(size, not config.is_encoder_decoder, budget=budget))
 
 
 # Events.
@@ -81,8 +67,8 @@ def process_encoder_reset(state: State, _: EncoderReset) -> tuple[State, Ack]:
     was computed from items stays, and so do the items that a connector has. Source: vLLM 0.19.1
     `reset_encoder_cache`; P25.
     """
-    offered = ENCODER.of(state).offered
-    return ENCODER.put(state, replace(create_encoder(state.config), offered=offered)), Ack()
+    offered, state = ENCODER.of(state).offered, get_state_with_encoder(state)
+    return ENCODER.put(state, replace(ENCODER.of(state), offered=offered)), Ack()
 
 
 def process_encoder_offer(state: State, offer: EncoderOffer) -> tuple[State, Ack]:
@@ -104,12 +90,9 @@ def get_other_size_problem(state: State, request: Request) -> Rejected | None:
     read another item's embeddings. Sizes are known from the cache, and from unfinished requests.
     Source: vLLM 0.33.0 `check_and_update_cache`; P6, P22.
     """
-    if not request.items:
-        return None
-    entries = ENCODER.of(state).entries
-    sizes = {identifier: entries[identifier].num_embeds for identifier in sorted(entries)}
-    for request_id in sorted(state.requests):
-        other = state.requests[request_id]
+    entries = sorted(ENCODER.of(state).entries.items())
+    sizes = {identifier: entry.num_embeds for identifier, entry in entries}
+    for _, other in sorted(state.requests.items()):
         for asked in (other.request, *UPDATES.of(other)):
             sizes |= {item.identifier: item.num_embeds for item in asked.items}
     for item in request.items:
@@ -129,8 +112,6 @@ class Claim(NamedTuple):
     """Indices, ascending."""
     encoder: Encoder = NO_ENCODER
     """The encoder after the row, if it may read items."""
-    lacks_items: bool = False
-    """Whether the row gets no token because an item has no room."""
 
 
 CLAIM: Final = Note("encoder_claim", Claim(0))
@@ -140,8 +121,7 @@ CLAIM: Final = Note("encoder_claim", Claim(0))
 class Chunk(NamedTuple):
     """A row of a request with items, before its last token is known."""
 
-    config: Config
-    rules: Rules
+    state: State
     request: Request
     num_computed: int
     encoder: Encoder
@@ -150,22 +130,19 @@ class Chunk(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether it may not end inside an item."""
-        return self.config.disable_chunked_mm_input and not self.config.is_encoder_decoder
+        config = self.state.config
+        return config.disable_chunked_mm_input and not config.is_encoder_decoder
 
     def get_end(self, end: int) -> int:
         """Return where it ends if it could reach `end`."""
-        get_end = self.rules[compute_end_between_items]
+        get_end = self.state.rules[cache.compute_end_between_items]
         return get_end(self.request.items, self.num_computed, end) if self.is_whole else end
 
     def reads(self, item: MultiModalItem, num_new: int) -> bool:
         """Whether an embedding of the item is read if it has `num_new` tokens."""
-        num_ahead = self.config.num_encoder_lookahead_tokens
-        return self.rules[is_item_needed](item, self.num_computed, num_new, num_ahead)
-
-    def get_claim_with(self, index: int, claim: Claim) -> Claim:
-        """Return the claim with one more item."""
-        encoder = self.rules[take_item](claim.encoder, self.request, index)
-        return Claim(claim.num_tokens, (*claim.items, index), encoder)
+        is_needed = self.state.rules[cache.is_item_needed]
+        num_ahead = self.state.config.num_encoder_lookahead_tokens
+        return is_needed(item, self.num_computed, num_new, num_ahead)
 
 
 def limit_to_items(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
@@ -174,12 +151,10 @@ def limit_to_items(step: Step, request: RequestState, num_computed: int, num_new
     """
     asked, encoder, claim = request.request, ENCODER.of(step), Claim(num_new)
     if num_new > 0 and asked.items and (encoder.is_shared or num_computed == 0):
-        chunk = Chunk(step.state.config, step.state.rules, asked, num_computed, encoder)
-        claim = get_claim(chunk, num_new)
-        claim = claim._replace(lacks_items=claim.num_tokens == 0)
+        claim = get_claim(Chunk(step.state, asked, num_computed, encoder), num_new)
+        if claim.num_tokens == 0:
+            step.state.rules[process_items_missing](step, request)
     CLAIM.set(step, claim)
-    if claim.lacks_items:
-        step.state.rules[process_items_missing](step, request)
     return claim.num_tokens
 
 
@@ -193,30 +168,30 @@ def get_claim(chunk: Chunk, num_new: int) -> Claim:
     """
     num_computed = chunk.num_computed
     num_new = chunk.get_end(num_computed + num_new) - num_computed
-    if num_new == 0:
-        return Claim(0)
-    claim, is_over = Claim(num_new, (), chunk.encoder), False
-    end = num_computed + num_new + chunk.config.num_encoder_lookahead_tokens
+    claim = Claim(num_new, (), chunk.encoder)
+    num_ahead = chunk.state.config.num_encoder_lookahead_tokens
     for index, item in enumerate(chunk.request.items):
-        if item.offset >= end or is_over:
+        end = num_computed + claim.num_tokens + num_ahead
+        if claim.num_tokens == 0 or item.offset >= end:
             break
         if item.offset + item.length > num_computed:
-            claim, is_over = chunk.rules[get_claim_at_item](chunk, index, claim)
+            claim = chunk.state.rules[get_claim_at_item](chunk, index, claim)
     return claim
 
 
-def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> tuple[Claim, bool]:
-    """Return the claim with the next item, if the chunk reads it; and whether the chunk ends before
-    it, because it is neither in the cache nor has room.
+def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> Claim:
+    """Return the claim with the next item, if the chunk reads it; or a shorter one that ends before
+    the item, if that is neither in the cache nor has room.
 
     Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P22.
     """
-    encoder, rules, item = claim.encoder, chunk.rules, chunk.request.items[index]
+    encoder, rules, item = claim.encoder, chunk.state.rules, chunk.request.items[index]
     if not chunk.reads(item, claim.num_tokens):
-        return claim, False
-    if item.identifier not in encoder.entries and not rules[has_room](encoder, item):
-        return rules[get_shorter_claim](chunk, index, claim), True
-    return chunk.get_claim_with(index, claim), False
+        return claim
+    if item.identifier not in encoder.entries and not rules[cache.has_room](encoder, item):
+        return rules[get_shorter_claim](chunk, index, claim)
+    encoder = rules[cache.take_item](encoder, chunk.request, index)
+    return Claim(claim.num_tokens, (*claim.items, index), encoder)
 
 
 def get_shorter_claim(chunk: Chunk, index: int, claim: Claim) -> Claim:
@@ -225,17 +200,11 @@ def get_shorter_claim(chunk: Chunk, index: int, claim: Claim) -> Claim:
     If it would end inside another item that must be whole, a shorter chunk is tried. Source: vLLM
     0.19.1 `_try_schedule_encoder_inputs`; upstream #52306; P22.
     """
-    num_computed, num_ahead = chunk.num_computed, chunk.config.num_encoder_lookahead_tokens
-    num_new = compute_end_before(chunk.request.items[index].offset, num_computed, num_ahead)
+    num_computed, num_ahead = chunk.num_computed, chunk.state.config.num_encoder_lookahead_tokens
+    num_new = cache.compute_end_before(chunk.request.items[index].offset, num_computed, num_ahead)
     if chunk.get_end(num_computed + num_new) < num_computed + num_new:
         return get_claim(chunk, num_new)
     return claim._replace(num_tokens=num_new)
-
-
-def has_room(encoder: Encoder, item: MultiModalItem) -> bool:
-    """Whether an item can be encoded now, and kept. Source: vLLM 0.19.1 `can_allocate`; P9, P22."""
-    cost = 0 if item.identifier in encoder.offered else item.num_embeds
-    return fits(item.num_embeds, cost, count_freeable(encoder), encoder.budget)
 
 
 def process_items_taken(step: Step, request: RequestState) -> None:
@@ -244,7 +213,7 @@ def process_items_taken(step: Step, request: RequestState) -> None:
     Source: vLLM 0.19.1 `schedule` ("Allocate the encoder cache"); P9, P22.
     """
     for index in CLAIM.of(step).items:
-        take = step.state.rules[take_item]
+        take = step.state.rules[cache.take_item]
         ENCODER.set(step, take(ENCODER.of(step), request.request, index))
     assert ENCODER.of(step).budget >= 0, "the compute is never overdrawn (P9)"
 
@@ -254,7 +223,7 @@ def process_items_refused(step: Step, request: RequestState) -> None:
 
     Source: vLLM 0.19.1 `schedule` ("untouch the request"); upstream #31857; P7, P10, P22.
     """
-    ENCODER.set(step, step.state.rules[free_items](ENCODER.of(step), request.request, None))
+    ENCODER.set(step, step.state.rules[cache.free_items](ENCODER.of(step), request.request, None))
 
 
 def process_items_missing(step: Step, request: RequestState) -> None:
@@ -268,22 +237,19 @@ def process_items_of_victim(step: Step, victim: RequestState, had_row: bool) -> 
 
     Source: upstream #23347; P4, P9, P22.
     """
-    rules = step.state.rules
     if had_row:
         order = [row.request_id for row in step.rows]
-        ENCODER.set(step, rules[withdraw_items](ENCODER.of(step), victim.request, order))
+        ENCODER.set(step, step.state.rules[cache.withdraw_items](ENCODER.of(step), order))
     process_items_refused(step, victim)
 
 
 def process_items_read(step: Step, rows: Sequence[FrameRow]) -> None:
     """Drop the items that the rows of a step have read. Source: vLLM 0.19.1 `_free_encoder_inputs`;
     P22."""
-    free = step.state.rules[free_items]
-    for row in rows:
-        request = step.requests[row.request_id]
-        num_computed = request.num_computed_tokens
-        ENCODER.set(step, free(ENCODER.of(step), request.request, num_computed))
-    ENCODER.set(step, end_step(ENCODER.of(step), step.state.config.encoder_compute_budget))
+    encoder, free = ENCODER.of(step), step.state.rules[cache.free_items]
+    for request in [step.requests[row.request_id] for row in rows]:
+        encoder = free(encoder, request.request, request.num_computed_tokens)
+    ENCODER.set(step, cache.end_step(encoder, step.state.config.encoder_compute_budget))
 
 
 def tell_items(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
@@ -302,14 +268,14 @@ def tell_items(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
         plan,
         scheduled_encoder_inputs=inputs[0],
         external_encoder_inputs=inputs[1],
-        free_encoder_mm_hashes=step.state.rules[list_freed](ENCODER.of(step)),
+        free_encoder_mm_hashes=step.state.rules[cache.list_freed](ENCODER.of(step)),
     )
 
 
 def let_go_of_items(state: State, request: RequestState) -> State:
     """Return the state after a finished request dropped its items. Source: vLLM 0.19.1
     `_free_request`; P22."""
-    encoder = state.rules[free_items](ENCODER.of(state), request.request, None)
+    encoder = state.rules[cache.free_items](ENCODER.of(state), request.request, None)
     return ENCODER.put(state, encoder)
 
 
@@ -323,8 +289,8 @@ def get_snapshot(state: State) -> EncoderSnapshot:
     return EncoderSnapshot(
         entries=tuple(entries),
         freeable=encoder.freeable,
-        num_free=count_free(encoder),
-        num_freeable=count_freeable(encoder),
+        num_free=cache.count_free(encoder),
+        num_freeable=cache.count_freeable(encoder),
         freed=encoder.freed,
     )
 

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.core.parts import Part
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
+from blockstep.spec.vocabulary import MultiModalItem, Request, RequestId
 
 Holder: TypeAlias = tuple[RequestId, int]
 """An occurrence of an item: request id, and index of the item in it."""
@@ -84,21 +84,13 @@ ENCODER: Final = Part("encoder", NO_ENCODER)
 """The encoder of a state, or of a step."""
 
 
-def create_encoder(config: Config) -> Encoder:
-    """Return an encoder with an empty cache. Source: vLLM 0.19.1 `EncoderCacheManager`; P22."""
-    size, budget = config.encoder_cache_size, config.encoder_compute_budget
-    return Encoder(size, is_shared=not config.is_encoder_decoder, budget=budget)
-
-
 # Room.
 
 
 def count_free(encoder: Encoder) -> int:
     """Return the embeddings that nothing takes. Source: vLLM 0.19.1 `num_free_slots`; P22."""
-    num_free = encoder.size - sum([entry.num_embeds for entry in encoder.entries.values()])
-    if not encoder.is_shared:
-        num_free -= sum([planned.num_embeds for planned in encoder.planned])
-    return num_free
+    kept = encoder.entries.values() if encoder.is_shared else encoder.planned
+    return encoder.size - sum([one.num_embeds for one in kept])
 
 
 def count_freeable(encoder: Encoder) -> int:
@@ -107,12 +99,10 @@ def count_freeable(encoder: Encoder) -> int:
     return count_free(encoder) + sum([entries[name].num_embeds for name in encoder.freeable])
 
 
-def fits(num_embeds: int, cost: int, num_freeable: int, budget: int) -> bool:
-    """Whether an item of this cost can be computed within the budget, and kept.
-
-    Source: vLLM 0.19.1 `can_allocate`; P9, P22.
-    """
-    return num_embeds <= num_freeable and cost <= budget
+def has_room(encoder: Encoder, item: MultiModalItem) -> bool:
+    """Whether an item can be encoded now, and kept. Source: vLLM 0.19.1 `can_allocate`; P9, P22."""
+    cost = 0 if item.identifier in encoder.offered else item.num_embeds
+    return item.num_embeds <= count_freeable(encoder) and cost <= encoder.budget
 
 
 def evict_for(encoder: Encoder, num_embeds: int) -> Encoder:
@@ -135,9 +125,7 @@ def evict_for(encoder: Encoder, num_embeds: int) -> Encoder:
 def hold_entry(encoder: Encoder, identifier: str, holder: Holder) -> Encoder:
     """Add a holder to an entry. Source: vLLM 0.19.1 `check_and_update_cache`; P22."""
     entry = encoder.entries[identifier]
-    if holder in entry.holders:
-        return encoder
-    entry = Entry(entry.num_embeds, tuple(sorted((*entry.holders, holder))))
+    entry = Entry(entry.num_embeds, tuple(sorted({*entry.holders, holder})))
     return replace(
         encoder,
         entries=encoder.entries.having(identifier, entry),
@@ -165,8 +153,6 @@ def free_items(encoder: Encoder, request: Request, num_computed: int | None = No
     Known tokens only: no draft is part of an item, so a rejected one never rolls back into an item.
     Source: vLLM 0.19.1 `_free_encoder_inputs`, `EncoderCacheManager.free`; P22.
     """
-    if not request.items or not encoder.is_shared:
-        return encoder
     for index, item in enumerate(request.items):
         if num_computed is None or item.offset + item.length <= num_computed:
             encoder = let_go(encoder, item.identifier, (request.request_id, index))
@@ -230,25 +216,22 @@ def take_item(encoder: Encoder, request: Request, index: int) -> Encoder:
 # One step.
 
 
-def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId]) -> Encoder:
-    """Withdraw what a request had planned in this step.
+def withdraw_items(encoder: Encoder, order: Sequence[RequestId]) -> Encoder:
+    """Withdraw what this step planned for requests that have no row in it any more.
 
-    If others share the item in this step, it is encoded for the first of them in `order`, at the
-    same cost. Otherwise there is no entry, its compute is available to others, and so is its room:
-    what was evicted last in this step returns to its place, as far as it fits. Source: upstream
-    #23347; P4, P9, P22.
+    `order`: the requests with rows. If some of these share an item, it is encoded for the first, at
+    the same cost. Otherwise there is no entry, its compute is available to others, and so is its
+    room: what was evicted last in this step returns to its place, as far as it fits. Source:
+    upstream #23347; P4, P9, P22.
     """
-    name, entries = request.request_id, encoder.entries.to_dict()
     planned: list[PlannedItem] = []
-    budget = encoder.budget
+    entries, budget = encoder.entries.to_dict(), encoder.budget
     for item in encoder.planned:
-        if item.holder[0] != name:
-            planned.append(item)
-            continue
-        heirs = [heir for heir in entries[item.identifier].holders if heir[0] in order]
-        if heirs:
-            heir = min(heirs, key=lambda other: (order.index(other[0]), other[1]))
-            planned.append(replace(item, holder=heir))
+        holders = (item.holder, *entries[item.identifier].holders)
+        in_step = [holder for holder in holders if holder[0] in order]
+        if in_step:
+            first = min(in_step, key=lambda holder: order.index(holder[0]))
+            planned.append(replace(item, holder=first))
         else:
             del entries[item.identifier]
             budget += item.cost
