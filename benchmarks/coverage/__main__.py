@@ -114,7 +114,8 @@ def measure(num_events: int, seed: int) -> tuple[list[Module], dict[str, int]]:
     modules = [
         find_module(tracer, file, name)
         for name, file in names.items()
-        if file.name != "__init__.py" and not name.startswith(tuple(WHOLE_MODULES))
+        if file.name not in ("__init__.py", "invariants.py")
+        and not name.startswith(tuple(WHOLE_MODULES))
     ]
     return modules, counts
 

@@ -24,7 +24,8 @@ WHOLE_MODULES: Final[Mapping[str, str]] = {
     "spec/vocabulary/": "the words that both sides share; they decide nothing",
     "spec/beside/tiers.py": "the levels of a store, a state machine that no scheduler calls; the "
     "tests of `impl.tiers` and the laws ask it",
-    "spec/invariants.py": "predicates that the tests ask of states; `check` has its properties",
+    "spec/invariants.py": "predicates that the tests ask of states, as those of features are; "
+    "`check` has its properties",
 }
 """Not looked at, and why."""
 

@@ -56,6 +56,7 @@ TARGETS: Mapping[str, Target] = {
         ("tests/spec",),
         {
             "spec/invariants.py": "predicates that the tests ask of states",
+            "spec/features/groups/invariants.py": "predicates that the tests ask of states",
             "spec/oracle.py": "a wrapper for everyday use; it decides nothing",
             "spec/profiles.py": "names of releases and of their deviations; it decides nothing",
             "spec/releases/": "the rules of releases: only `strict` is played",
