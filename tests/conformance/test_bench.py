@@ -100,6 +100,25 @@ def test_sides_decide_the_same_in_few_rows_and_in_many(scenario: str) -> None:
         assert entry.rows_mean > 0
 
 
+@pytest.mark.parametrize("scenario", ["window", "recurrent"])
+def test_rows_of_several_groups_are_decided_alike(scenario: str) -> None:
+    assert run(scenario, SIDES, 3).rows_mean == 3
+
+
+def test_each_step_of_waves_admits_all_and_ends_all() -> None:
+    entry = run("waves", SIDES, 5)
+    assert (entry.rows_mean, entry.new_mean, entry.tokens_mean) == (5, 5, 160)
+
+
+def test_an_engine_with_arrays_is_timed_through_apply_too() -> None:
+    def advance(_done: float, _text: str) -> None:
+        pass
+
+    entry = measure(SCENARIOS["decode"], 3, ("host",), 8, False, advance, through_apply=True)
+    told = [(found.engine, found.reading) for found in entry.readings]
+    assert told == [("host", "arrays"), ("host", "materialised"), ("host", "protocol")]
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
 def test_all_that_run_fit_into_a_step_with_room_for_prompts(scenario: Scenario) -> None:
     for size in (1, 8, 64, 256, 1024, scenario.num_running_max):

@@ -69,10 +69,10 @@ class Pilot:
         self._frames: deque[list[tuple[s.PlannedRow, bool]]] = deque()
         """Plans in flight, oldest first: each row, and whether it samples."""
 
-    def open_side(self, engine: str) -> s.Side:
+    def open_side(self, engine: str, through_apply: bool = False) -> s.Side:
         """Return a side for `engine`. Raises as `sides.open_side`."""
         try:
-            side = s.open_side(engine, self.config)
+            side = s.open_side(engine, self.config, through_apply)
         except s.SideError as error:
             raise self.accuse(engine, error) from error
         side.sees_blocks = self.terms.sees_blocks

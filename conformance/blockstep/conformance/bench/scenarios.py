@@ -9,7 +9,16 @@ from pathlib import Path
 
 from blockstep.conformance.draw.workloads import load
 from blockstep.conformance.recorded.pace import REPLAY_PRESETS
-from blockstep.spec.vocabulary import Config, Policy, Request, SpecMethod, TokenIds
+from blockstep.spec.vocabulary import (
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+    Policy,
+    Request,
+    SpecMethod,
+    TokenIds,
+)
 
 BLOCK_SIZE = 16
 VOCABULARY = 30_000
@@ -18,6 +27,9 @@ TRACE = "trace"
 """Name of the scenario of a published trace."""
 FOREVER = 1500
 """A number of output tokens that no measurement reaches and the smallest pool can hold."""
+FULL = KVGroup(GroupKind.FULL, BLOCK_SIZE)
+WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, BLOCK_SIZE, sliding_window=128)
+STATES = KVGroup(GroupKind.RECURRENT, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,12 @@ def _decoding(num_running: int) -> Iterator[Request]:
         yield _request(number, 496 + number % BLOCK_SIZE, FOREVER)
 
 
+def _waves(_num_running: int) -> Iterator[Request]:
+    """Prompts of two blocks and one output token, so that each step admits and ends all."""
+    for number in count():
+        yield _request(number, 2 * BLOCK_SIZE, 1)
+
+
 def _one_long(num_running: int) -> Iterator[Request]:
     """The first request has 100,000 tokens of context, the others 512."""
     yield _request(0, 100_000, FOREVER)
@@ -115,6 +133,19 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario(
             "decode", "all of them decode; a sixteenth fill a block in each step",
             lambda n: _config(n, 1024), _decoding,
+        ),
+        Scenario(
+            "window", "as decode, with groups of full attention and of a window of 128 tokens",
+            lambda n: _config(n, 2048, groups=(FULL, WINDOW)), _decoding,
+        ),
+        Scenario(
+            "recurrent", "as decode, with groups of full attention and of recurrent states",
+            lambda n: _config(n, 2048, groups=(FULL, STATES)), _decoding,
+        ),
+        Scenario(
+            "waves", "a storm of admissions and of ends: each step admits all, and all end in it",
+            lambda n: _config(n, 64, max_num_batched_tokens=max(8192, 2 * BLOCK_SIZE * n)),
+            _waves, min_running=0.0,
         ),
         Scenario(
             "mixed", "chunked prefill with decode; requests finish and arrive all the time",

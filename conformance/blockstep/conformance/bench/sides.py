@@ -215,8 +215,10 @@ class ArraySide(Side):
         return super().read_outputs(outputs.build_outputs())
 
 
-def open_side(name: str, config: v.Config) -> Side:
+def open_side(name: str, config: v.Config, through_apply: bool = False) -> Side:
     """Return the side of an engine: vLLM's own scheduler for `vllm`, else arrays if it has them.
+
+    With `through_apply`, an engine with arrays is called through `apply` all the same.
 
     Raises:
         SideError: the engine raised while it was built.
@@ -229,4 +231,5 @@ def open_side(name: str, config: v.Config) -> Side:
     if slow_because := getattr(make_engine, "slow_because", ""):
         raise UsageError(f"engine {name!r} is not measured: {slow_because}")
     engine = ask(make_engine, config)
-    return ArraySide(engine) if hasattr(engine, "schedule_arrays") else Side(engine)
+    has_arrays = hasattr(engine, "schedule_arrays") and not through_apply
+    return ArraySide(engine) if has_arrays else Side(engine)

@@ -74,6 +74,9 @@ def scheduler_command(
     limit: Annotated[int, typer.Option(min=1, help="The first N requests of the trace.")] = 2000,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each scenario.")] = 200,
     path: options.Folder = None,
+    through_apply: Annotated[
+        bool, typer.Option("--apply", help="Also time engines with arrays through `apply`.")
+    ] = False,
     gc_on: Annotated[
         bool, typer.Option("--gc/--no-gc", help="Collect garbage while measuring.")
     ] = False,
@@ -84,8 +87,9 @@ def scheduler_command(
     """Time schedule and commit of engines in turn, and check that they decide the same.
 
     Times are microseconds of processor time. Two readings of an engine with arrays: `arrays`, what
-    a model runner consumes, and `materialised`, as many objects as vLLM builds. Exits 1 if two
-    engines decide differently. An engine that is not exact is timed alone, on its own decisions.
+    a model runner consumes, and `materialised`, as many objects as vLLM builds; with --apply
+    `protocol`, too: the events and observations of a check. Exits 1 if two engines decide
+    differently. An engine that is not exact is timed alone, on its own decisions.
 
     Example: blockstep bench scheduler --engine host --engine vllm --scenario decode -n 64 -n 1024
     """
@@ -109,7 +113,7 @@ def scheduler_command(
             console.usage(f"{where}: the engine lacks {what}: take another --scenario")
         for team in teams:
             measure.rehearse(team, advance)
-        measurements, left_out = _measure_all(tasks, most, gc_on, advance)
+        measurements, left_out = _measure_all(tasks, most, gc_on, advance, through_apply)
     _show(measurements, screen)
     for line in (*_tell_terms(teams, work), *left_out):
         screen.print(line, soft_wrap=True)
@@ -134,6 +138,7 @@ def _measure_all(
     most: int,
     gc_on: bool,
     advance: measure.Advance,
+    through_apply: bool,
 ) -> tuple[list[measure.Measurement], list[str]]:
     """Return the measurements, and the tasks that an engine at `safety` cannot play.
 
@@ -142,7 +147,7 @@ def _measure_all(
     found, left_out = [], []
     for task in tasks:
         try:
-            found.append(measure.measure(*task, most, gc_on, advance))
+            found.append(measure.measure(*task, most, gc_on, advance, through_apply))
         except UsageError as error:
             if get_terms(task[2]).weaker is None or len(tasks) == 1:
                 raise
