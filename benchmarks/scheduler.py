@@ -5,8 +5,9 @@
     python benchmarks/scheduler.py --write [--trace FILE] PART  measures one part again
 
 Each part is one `blockstep bench`; it writes its JSON into benchmarks/results. `make docs` makes
-the tables from the newest JSON of each part. Measuring all parts takes about 13 minutes, and needs
-vLLM and numba: `make vllm`, then pip install numba in its environment.
+the tables and the plot from the newest JSON of each part. Measuring all parts takes about 20
+minutes, and needs vLLM 0.19.1 and numba: `make vllm`, then pip install numba in its environment;
+part `other` needs another release.
 """
 
 from __future__ import annotations
@@ -45,13 +46,12 @@ RUN = (
 )
 ENGINES = ("host", YARDSTICK)
 PARTS = {
-    "steady": "scheduler --scenario decode --scenario long --scenario async --scenario drafts "
-    + 9 * "-n 1 "
-    + 3 * "-n 8 "
-    + 3 * "-n 64 "
-    + "-n 256 -n 1024 -n 4096",
-    "churn": "scheduler --scenario mixed --scenario hits --scenario storm --scenario priority "
-    "--scenario pool -n 8 -n 64 -n 256",
+    "steady": "scheduler --apply --scenario decode --scenario long --scenario async "
+    "--scenario drafts " + 9 * "-n 1 " + 3 * "-n 8 " + 3 * "-n 64 " + "-n 256 -n 1024 -n 4096",
+    "groups": "scheduler --scenario window --scenario recurrent -n 8 -n 64 -n 1024",
+    "churn": "scheduler --scenario mixed --scenario hits --scenario storm --scenario waves "
+    "--scenario priority --scenario pool -n 8 -n 64 -n 256",
+    "other": "scheduler --scenario decode -n 1 -n 8 -n 64 -n 256 -n 1024 -n 4096",
     "trace": "scheduler --limit 2000",
     "profile-steady": "profile --scenario decode -n 1024",
     "profile-churn": "profile --scenario mixed --scenario hits -n 256",
@@ -59,6 +59,8 @@ PARTS = {
 """Options of `blockstep bench`, by the name of the section of the page that has the output.
 Scenarios of a few microseconds are measured several times, in turn with others of that size."""
 GOALS_SECTION = "goals"
+OTHER = "other"
+"""The part with another release of vLLM; goals are about the release of the other parts."""
 NUM_LINES = 6
 """Functions of a profile that the page shows."""
 
@@ -134,16 +136,22 @@ def long_by_short(measurements: Sequence[Measurement], engine: str) -> float | N
 
 
 MATERIALISED = times("decode", 1024, "materialised")
+THROUGH_APPLY = times("decode", 1024, "protocol")
+WINDOW, STATES = times("window", 1024), times("recurrent", 1024)
 GOALS = (
     Goal("decode, 1,024 running, arrays", "at least", 100, "x", times("decode", 1024)),
-    Goal("decode, 1,024 running, materialised", "at least", 20, "x", MATERIALISED),
+    Goal("decode, full and window, 1,024 running, arrays", "at least", 80, "x", WINDOW),
+    Goal("decode, full and recurrent, 1,024 running, arrays", "at least", 60, "x", STATES),
+    Goal("decode, 1,024 running, materialised", "at least", 35, "x", MATERIALISED),
+    Goal("decode, 1,024 running, through apply", "at least", 12, "x", THROUGH_APPLY),
     Goal("decode, 64 running, arrays", "at least", 20, "x", times("decode", 64)),
-    Goal("decode, 1 running, arrays", "at least", 1, "x", times("decode", 1)),
-    Goal("decode, one running request more, arrays", "below", 100, " ns", slope_of_decode),
+    Goal("decode, 8 running, arrays", "at least", 5, "x", times("decode", 8)),
+    Goal("decode, one running request more, arrays", "below", 120, " ns", slope_of_decode),
     Goal("100,000 tokens of context by 512, arrays", "at most", 1.1, "", long_by_short),
-    Goal("mixed, 256 running, arrays", "at least", 20, "x", times("mixed", 256)),
-    Goal("hits, 256 running, arrays", "at least", 20, "x", times("hits", 256)),
-    Goal("storm, 256 running, arrays", "at least", 10, "x", times("storm", 256)),
+    Goal("mixed, 256 running, arrays", "at least", 25, "x", times("mixed", 256)),
+    Goal("hits, 256 running, arrays", "at least", 25, "x", times("hits", 256)),
+    Goal("storm of preemptions, 256 running, arrays", "at least", 25, "x", times("storm", 256)),
+    Goal("waves: all admitted, all end, 256, arrays", "at least", 25, "x", times("waves", 256)),
     Goal("Mooncake, 2,000 requests, all steps, arrays", "at least", 30, "x", times_all_steps),
 )
 
@@ -183,10 +191,31 @@ def make_sections(folder: Path = RESULTS) -> dict[str, str]:
         else:
             entries = msgspec.convert(plain["measurements"], list[Measurement])
             sections[part] = make_markdown(entries, plain, None)
+            if part == OTHER:
+                continue
             measurements += entries
             files.append(f"`{(RESULTS / file.name).as_posix()}`")
     goals = [*make_goals(measurements), "", f"Computed from {', '.join(files)}."]
     return {**sections, GOALS_SECTION: "\n".join(goals)}
+
+
+def list_step_lines(folder: Path = RESULTS) -> dict[str, list[tuple[int, float]]]:
+    """Return microseconds per running request of a decode step, by number of running requests: for
+    each reading of our engine and for each measured release of vLLM, by label."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for part in ("steady", OTHER):
+        file = find_newest(part, folder)
+        if file is None:
+            continue
+        plain = json.loads(file.read_text(encoding="utf-8"))
+        for entry in msgspec.convert(plain["measurements"], list[Measurement]):
+            for found in entry.readings if entry.scenario == "decode" else ():
+                is_other = found.engine == YARDSTICK
+                label = f"vLLM {plain['vllm']}" if is_other else found.reading
+                if is_other or part != OTHER:
+                    point = (entry.num_running, found.step.p50 / entry.num_running)
+                    lines.setdefault(label, []).append(point)
+    return lines
 
 
 def make_profiles(plain: Mapping[str, Any]) -> str:

@@ -6,8 +6,11 @@ theme, so that they are light or dark as the page is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import log
 from xml.sax.saxutils import escape
+
+from benchmarks.scheduler import list_step_lines
 
 WIDTH = 400
 LINE = 16
@@ -15,6 +18,8 @@ LINE = 16
 STYLE = "max-width: 30rem; width: 100%; height: auto; font: 12px sans-serif"
 SURFACE = "var(--color-background-secondary, #f8f9fb)"
 BORDER = "var(--color-background-border, #ccc)"
+COLOURS = ("#2f7ed8", "#1aadce", "#8bbc21", "#c0392b", "#e67e22")
+"""Of lines; they differ in lightness, too."""
 
 
 def draw(name: str, height: int, parts: Sequence[str]) -> str:
@@ -122,7 +127,55 @@ def draw_equivalences() -> str:
     return draw("exact includes renamed, plan and safety", 246, parts)
 
 
+STEPS = {"arrays": "ours, arrays", "materialised": "ours, objects", "protocol": "ours, apply"}
+TRT_LLM_US = 1.3
+"""Microseconds per request of TensorRT-LLM's C++ scheduler: a figure from elsewhere, not measured
+here."""
+
+
+def draw_steps(lines: Mapping[str, Sequence[tuple[int, float]]] | None = None) -> str:
+    """Return the plot of a decode step: microseconds per running request, both axes logarithmic.
+
+    Without lines, those of the newest results. Each ends with its label.
+    """
+    lines = list_step_lines() if lines is None else lines
+    left, right, top, bottom = 40, 290, 12, 260
+    numbers, times = (1, 8, 64, 512, 4096), (0.1, 1, 10, 100)
+
+    def place(number: float, time: float) -> tuple[float, float]:
+        across = log(number / numbers[0]) / log(numbers[-1] / numbers[0])
+        up = log(time / 0.05) / log(200 / 0.05)
+        return left + (right - left) * across, bottom - (bottom - top) * up
+
+    parts = [text(left, bottom + 34, "running requests"), text(2, 9, "us per request")]
+    for number in numbers:
+        x, _ = place(number, 1)
+        parts.append(text(round(x), bottom + 16, f"{number:,}", anchor="middle"))
+        parts.append(f'<path d="M{x:.1f} {top} V{bottom}" stroke="{BORDER}"/>')
+    for time in times:
+        _, y = place(1, time)
+        parts.append(text(left - 4, round(y) + 4, f"{time:g}", anchor="end"))
+        parts.append(f'<path d="M{left} {y:.1f} H{right}" stroke="{BORDER}"/>')
+    _, y = place(1, TRT_LLM_US)
+    dashes = 'stroke="currentColor" stroke-dasharray="4 3"'
+    parts.append(f'<path d="M{left} {y:.1f} H{right}" {dashes}/>')
+    ends = [(y, "TensorRT-LLM's figure")]
+    for number, (label, points) in enumerate(lines.items()):
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in sorted(points)))
+        colour = COLOURS[number % len(COLOURS)]
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+        )
+        ends.append((place(*max(points))[1], STEPS.get(label, label)))
+    lowest = 0.0
+    for y, label in sorted(ends):
+        lowest = max(y + 4, lowest + LINE)
+        parts.append(text(right + 6, round(lowest), label))
+    return draw("Microseconds per running request of a decode step", bottom + 42, parts)
+
+
 PICTURES = {
+    "picture of steps": draw_steps,
     "picture of a step": draw_loop,
     "picture of a block": draw_block,
     "picture of equivalences": draw_equivalences,

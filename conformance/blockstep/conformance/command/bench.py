@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -251,6 +252,7 @@ def _get_conditions() -> dict[str, object]:
     return {
         "command": shlex.join(["blockstep", *sys.argv[1:]]),
         "machine": measure.describe_machine(),
+        "vllm": version("vllm") if find_spec("vllm") else None,
     }
 
 
