@@ -19,7 +19,7 @@ STYLE = "max-width: 30rem; width: 100%; height: auto; font: 12px sans-serif"
 SURFACE = "var(--color-background-secondary, #f8f9fb)"
 BORDER = "var(--color-background-border, #ccc)"
 COLOURS = ("#2f7ed8", "#1aadce", "#8bbc21", "#c0392b", "#e67e22")
-"""Of lines; they differ in lightness, too."""
+"""The colours of lines; they differ in lightness, too."""
 
 
 def draw(name: str, height: int, parts: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def test_a_mutant_is_noticed_by_the_first_trial_with_another_result() -> None:
         while True:
             pass
 
-    runs = {
+    runs: dict[str, Callable[[], bool]] = {
         "play": lambda: play(("host", "tiny", 300)),
         "right": lambda: True,
         "error": lambda: bool(int("no number")),
