@@ -13,7 +13,7 @@ from vllm_support.installed import PROFILE, needs_reference, needs_vllm, quiet
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_releases import REFERENCE
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.options import find_profile
@@ -153,16 +153,25 @@ def repeat(row: v.CachedRow) -> v.CachedRow:
     return replace(row, new_block_ids=((*row.new_block_ids[0], 1),))
 
 
-@pytest.mark.parametrize("lie", [drop_a_block, repeat_a_block])
+@pytest.mark.parametrize(
+    ("lie", "first"),
+    [
+        (drop_a_block, "table_holds_the_scheduled_tokens"),
+        (repeat_a_block, "row_gains_exactly_the_blocks_it_needs"),
+    ],
+)
 def test_a_block_table_that_is_told_wrongly_is_found(
-    lie: Callable[[v.Plan], v.Plan], monkeypatch: pytest.MonkeyPatch
+    lie: Callable[[v.Plan], v.Plan], first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The property that the plan breaks is told first, the contradiction with vLLM after it."""
     adapter = take("vllm")
     read_plan = adapter.read_plan
     monkeypatch.setattr(adapter, "read_plan", lambda *a: lie(read_plan(*a)))
     program = Program(CONFIG, (v.Submit(RICH), *(v.Schedule(), Answer()) * 2))
     _, findings = run_program(program, load_engine("vllm"), PROFILE)
-    assert "the block table that plans told 'A' is" in findings[0].message
+    (fault,) = [found for found in findings if found.kind is FindingKind.FAULT]
+    assert "the block table that plans told 'A' is" in fault.message
+    assert findings[0].sentence == first
 
 
 STATES: dict[str, tuple[Callable[[v.Snapshot], v.Snapshot], str]] = {

@@ -170,7 +170,7 @@ def test_a_session_keeps_what_its_stop_trimmed_promised_and_is_declined() -> Non
     drafts: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
     told = Told(v.Config(num_blocks=20, async_scheduling=True, **PIPELINE, **drafts))
     asked = v.Request("A", (1, 2), max_tokens=2, resumable=True)
-    assert "stays promised" in told.declines(v.Submit(asked))
+    assert "stay counted as placeholders" in told.declines(v.Submit(asked))
     told.engine.apply(v.Submit(asked))
     told.plan()
     told.commit(0, A=(7,))
@@ -315,7 +315,7 @@ def test_a_grammar_that_ends_otherwise_is_not_for_that_backend() -> None:
     stopped = v.Request(
         "A", (5,), structured_output=True, grammar=ENDS_WITH_2, stop_token_ids=(3,), eos_token_id=2
     )
-    is_left_out = "end of the text" in told.declines(v.Submit(stopped))
+    is_left_out = "end of the output" in told.declines(v.Submit(stopped))
     assert is_left_out is RELEASE.hands_stops_over
 
 
@@ -377,7 +377,7 @@ def test_what_is_loaded_has_no_blocks_across_so_nothing_is_offered_there() -> No
     told = has_blocks_across()
     offer = v.EncoderOffer(("cat",))
     assert told.declines(v.EncoderOffer(())) == ""
-    assert "no block across" in told.declines(offer)
+    assert "no cross-attention block" in told.declines(offer)
     told.engine.apply(offer)
     told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
     assert told.plan().new[0].block_ids == ((1, 2), ())

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from vllm_support.installed import PROFILE, needs_vllm, quiet
+from vllm_support.installed import PROFILE, RELEASE, needs, quiet
 
 from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.registry import load_engine
@@ -19,7 +19,7 @@ from blockstep.conformance.recorded.stream import Follower, read_dump
 from blockstep.conformance.search.episodes import record_episode
 from blockstep.conformance.search.options import CheckOptions
 
-pytestmark = [quiet, needs_vllm]
+pytestmark = [quiet, needs(RELEASE.has_events, "the adapter reads no KV events of the release")]
 
 
 def record_batches(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], int]:

@@ -249,7 +249,7 @@ def test_a_forced_reset_beside_a_load_of_one_token_that_has_come_is_declined() -
     if not get_request(engine).block_tables[0]:
         pytest.skip("the release admits it, or gives its block back")
     event = v.Reset(reset_running_requests=True)
-    assert "after a load" in find_decline(engine, event)
+    assert "loaded request holds blocks" in find_decline(engine, event)
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
         engine.apply(event)
 
@@ -280,7 +280,7 @@ def test_a_failed_load_of_who_has_tokens_promised_is_declined() -> None:
     plan = schedule(engine)
     failed = v.KVTransfers(invalid_block_ids=(1,))
     event = v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),), failed)
-    assert "stay promised" in find_decline(engine, event)
+    assert "stay placeholders" in find_decline(engine, event)
     engine.apply(event)
     assert get_request(engine).num_output_placeholders == 1
 
@@ -341,7 +341,7 @@ def test_a_forced_reset_beside_a_frame_in_flight_is_declined() -> None:
     engine.apply(v.Submit(REQUEST))
     frame = schedule(engine)
     event = v.Reset(reset_running_requests=True)
-    assert "with a frame in flight" in find_decline(engine, event)
+    assert "and a frame in flight" in find_decline(engine, event)
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
         engine.apply(event)
     engine.apply(v.Commit(frame.frame_id, ()))

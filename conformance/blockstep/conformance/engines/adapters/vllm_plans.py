@@ -190,11 +190,13 @@ def read_outputs(run: Run, core: EngineCoreOutputs) -> list[v.OutputRow]:
 
 def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
     """Return the cached tokens of a row: from the row itself, or from the first row of its
-    request.
+    request; 0 if the row is of no request, which `check_answer` reports.
     """
     if not RELEASE.has_prefill_stats:
         return int(row.num_cached_tokens)
-    known = run.known[row.request_id]
+    known = run.known.get(row.request_id)
+    if known is None:
+        return 0
     if row.prefill_stats is not None:
         known.num_cached_tokens = row.prefill_stats.num_cached_tokens
     # A request that fails before it ever ran has no such count.
@@ -203,13 +205,15 @@ def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
 
 def _get_told_external(run: Run, row: EngineCoreOutput) -> int | None:
     """Return the tokens of a row that were loaded from a store: from the row itself, or from the
-    first row of its request; None without a store.
+    first row of its request; None without a store. Of no request: as `_get_told_cached`.
     """
     if run.store is None:
         return None
     if not RELEASE.has_prefill_stats:
         return int(row.num_external_computed_tokens)
-    known = run.known[row.request_id]
+    known = run.known.get(row.request_id)
+    if known is None:
+        return 0
     if row.prefill_stats is not None:
         known.num_external_tokens = row.prefill_stats.num_external_cached_tokens
     return known.num_external_tokens
