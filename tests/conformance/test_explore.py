@@ -132,6 +132,7 @@ UNREACHED = {
     Quirk.RESTS_OF_ITEMS_ARE_SPLIT,
     Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
     Quirk.EMPTY_TRANSFERS_ARE_RESET,
+    Quirk.RESET_WITHOUT_A_STORE_SUCCEEDS,  # no world without a store resets one
     Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,  # no world has reasoning in a session
 }
 """Quirks that no world is small enough for, or that change a hint alone, of which no walk asks, or

@@ -420,6 +420,20 @@ def test_a_pool_forgets_though_there_is_no_store(quirk: bool) -> None:
     assert is_findable(oracle, 1) is not quirk
 
 
+@both
+@pytest.mark.parametrize("others", [(), (Quirk.POOL_AND_STORE_RESET_APART,)], ids=len)
+def test_a_reset_of_a_store_succeeds_without_one(quirk: bool, others: tuple[Quirk, ...]) -> None:
+    """Alone, and in a release that also resets the pool without a store, but tells a failure."""
+    quirks = (*others, *[Quirk.RESET_WITHOUT_A_STORE_SUCCEEDS] * quirk)
+    oracle = create(replace(CONFIG, kv_connector=False), *quirks)
+    oracle.submit(A)
+    answer(oracle, oracle.schedule())
+    assert not oracle.reset(reset_connector=True), "a block is held"
+    oracle.abort("A")
+    assert oracle.reset(reset_connector=True) is quirk
+    assert is_findable(oracle, 1) is not (quirk or bool(others))
+
+
 def test_who_went_back_to_nothing_has_no_rejected_draft_to_take_back() -> None:
     """A later frame, which is heard all the same, rejects its draft."""
     config = replace(

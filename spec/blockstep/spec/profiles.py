@@ -187,6 +187,8 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.RESET_NAMES_ITS_VICTIMS,
                 Quirk.ADMITTED_WITH_PADDING,
                 Quirk.PADDING_WAITS_AT_THE_END,
+                # It is in 0.25.1 and not in 0.19.1; the releases between them were not examined.
+                Quirk.RESET_WITHOUT_A_STORE_SUCCEEDS,
             }
         ),
         frozenset(),

@@ -81,6 +81,10 @@ UNMET: Mapping[str, str] = {
         name(Quirk.TRANSFERS_ARE_NO_WORK): "It is read from a state: no event asks for it."
         for name in (name_applied, name_spared)
     },
+    **{
+        name(Quirk.RESET_WITHOUT_A_STORE_SUCCEEDS): "Runs reset a store only where there is one."
+        for name in (name_applied, name_spared)
+    },
     name_spared(Quirk.LOADED_KEEP_THEIR_BLOCKS): "It is asked only where a request lacks blocks "
     "and another one holds some for a load that has arrived, and then it decides whether they go.",
 }

@@ -122,6 +122,7 @@ class Quirk(StrEnum):
     CACHED_TOKENS_OF_THE_OFFER = "cached_tokens_of_the_offer"
     EMPTY_TRANSFERS_ARE_RESET = "empty_transfers_are_reset"
     POOL_AND_STORE_RESET_APART = "pool_and_store_reset_apart"
+    RESET_WITHOUT_A_STORE_SUCCEEDS = "reset_without_a_store_succeeds"
     TRANSFERS_ARE_NO_WORK = "transfers_are_no_work"
     NULL_BLOCKS_ARE_TOLD = "null_blocks_are_told"
     RESETS_ARE_TOLD_LATE = "resets_are_told_late"

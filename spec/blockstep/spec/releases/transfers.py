@@ -303,6 +303,17 @@ def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(resets.process_reset, process_reset)
 
 
+def reset_without_a_store_succeeds(rules: Rules, config: Config) -> Rules:
+    """A reset of pool and store, where there is no store, is a reset of the pool."""
+    if config.kv_connector:
+        return rules
+
+    def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
+        return rules[resets.process_reset](state, replace(reset, reset_connector=False))
+
+    return rules.replacing(resets.process_reset, process_reset)
+
+
 def transfers_are_no_work(rules: Rules, _config: Config) -> Rules:
     """The loop sleeps while a store reads blocks of a finished request, or, in a pause, loads
     some."""
@@ -483,6 +494,15 @@ STORIES = (
         "not found upstream",
         "0.19.1",
         "a request runs; a reset of pool and store is rejected, but the store's offers are cleared",
+    ),
+    QuirkStory(
+        Quirk.RESET_WITHOUT_A_STORE_SUCCEEDS,
+        reset_without_a_store_succeeds,
+        "a reset of pool and store succeeds where there is no store",
+        ("P25",),
+        "#42693",
+        "0.27.0 0.29.0 0.33.0",
+        "no store, and no block is held: a reset of pool and store succeeds",
     ),
     QuirkStory(
         Quirk.TRANSFERS_ARE_NO_WORK,
