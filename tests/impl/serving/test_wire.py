@@ -153,7 +153,10 @@ def test_the_release_writes_the_same(is_short: bool) -> None:
     batch = release.KVEventBatch(ts=1.5, events=events, data_parallel_rank=3)
     payload = msgspec.msgpack.Encoder().encode(batch)
     told = write_told(is_short=is_short, form=form)
-    assert payload == told
+    assert msgspec.msgpack.decode(payload) == msgspec.msgpack.decode(told)
+    stored_fields = release.BlockStored.__struct_fields__
+    if form is Form.ARRAYS or stored_fields == StoredMap.__struct_fields__:
+        assert payload == told  # a map of a type with fewer fields has a shorter header
     read = msgspec.msgpack.decode(told, type=release.KVEventBatch)
     assert read.events[0].token_ids == batch.events[0].token_ids
     assert msgspec.msgpack.Encoder().encode(read) == payload
