@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help check quick test soak lint docs bench screens gpu mutation coverage pairs tag vllm clean
+.PHONY: help check quick test soak lint docs bench screens gpu mutation coverage pairs tag vllm vllm-tests clean
 
 # A Python to build .venv with: `make PYTHON=python3.12 check` to choose one yourself.
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
@@ -24,8 +24,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 help: ## Show this list
-	@echo "usage: make <target>    (ARGS='...' is handed on to check, vllm, test, bench, mutation, coverage, pairs)"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
+	@echo "usage: make <target>    (ARGS='...' is handed on to check, vllm, vllm-tests, test, bench, mutation, coverage, pairs)"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
 
 check: $(BASE) ## Hold our engine to the specification: `blockstep check`
 	@$(BIN)/blockstep check $(ARGS)
@@ -88,6 +88,13 @@ vllm: $(VLLM_DONE) ## Hold the scheduler of a vLLM release to it (VLLM=0.19.1; i
 	@PYTHONHASHSEED=0 VLLM_LOGGING_LEVEL=ERROR \
 		$(VLLM_BIN)/blockstep check --engine vllm --profile vllm-$(VLLM) $(ARGS)
 
+# `make test` skips these: its environment has no vLLM.
+VLLM_TESTS := $(wildcard tests/conformance/test_vllm_*.py) \
+	$(addprefix tests/,$(addprefix conformance/test_,headlines.py standalone.py) \
+	$(addprefix impl/serving/test_,sockets.py wire.py))
+vllm-tests: $(VLLM_DONE) ## Run the tests that need a vLLM release (VLLM=0.19.1; installs 3 GB)
+	@PYTHONHASHSEED=0 VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -m pytest -n 2 $(VLLM_TESTS) $(ARGS)
+
 clean: ## Remove .venv, those of vLLM, caches and built files
 	@rm -rf $(VENV) .venv-vllm-* docs/_build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find spec impl kernels conformance tests benchmarks docs -type d -name __pycache__ \
@@ -149,6 +156,7 @@ $(VLLM_DONE): pyproject.toml | $(BASE)
 		print(*get_release("$(VLLM)").packages, sep="\n")' > $(VLLM_VENV)/packages.txt
 	@$(VLLM_BIN)/python -m pip install -q torch==2.13.0
 	@$(VLLM_BIN)/python -m pip install -q -r $(VLLM_VENV)/packages.txt
-	@$(VLLM_BIN)/python -m pip install -qq -e .
+	@$(VLLM_BIN)/python -m pip install -qq --upgrade 'pip>=25.1'
+	@$(VLLM_BIN)/python -m pip install -qq -e . --group vllm-tests
 	@$(VLLM_BIN)/python -m pip install -q --no-deps 'vllm==$(VLLM)'
 	@touch $@
