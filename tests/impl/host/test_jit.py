@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from blockstep.impl.host import jit
+from blockstep.impl.host import HostEngine, jit, planning
+from blockstep.spec.vocabulary import Config
 
 pytestmark = pytest.mark.skipif(not jit.IS_COMPILED, reason="there is nothing to compile")
+may_admit: Any = planning.may_admit
 START = "from blockstep.impl.host import HostEngine"
 MAKE = "from blockstep.spec.vocabulary import Config\nHostEngine(Config(num_blocks=2))"
 
@@ -33,6 +38,20 @@ class Named:
     def disable_compile(self) -> None:
         """Do nothing."""
 
+    @property
+    def overloads(self) -> dict[object, SimpleNamespace]:
+        """Return the machine code, which says what it was compiled for."""
+        return {
+            types: SimpleNamespace(entry_point=partial(str, types)) for types in self.signatures
+        }
+
+
+def make_entry(kind: str, is_interrupted: bool = False) -> jit.Entry:
+    """Return an entry that is compiled at once."""
+    entry = jit.Entry.__new__(jit.Entry)
+    entry.kinds, entry.outer = (kind,), Named(is_interrupted)
+    return entry
+
 
 @pytest.mark.parametrize("num_kept", [0, 1, 2])
 def test_progress_is_shown_unless_all_is_kept(
@@ -44,7 +63,7 @@ def test_progress_is_shown_unless_all_is_kept(
     for number in range(num_kept):
         (tmp_path / f"{number}.nbi").touch()
     monkeypatch.setattr(jit, "_find_cache", lambda: tmp_path)
-    monkeypatch.setattr(jit, "_ENTRIES", [(Named(), ("int",)), (Named(), ("bool",))])
+    monkeypatch.setattr(jit, "_ENTRIES", [make_entry("int"), make_entry("bool")])
     monkeypatch.setattr(jit, "SECONDS_BETWEEN_LINES", -1.0)
     jit.compile_entries.__wrapped__()
     lines = capsys.readouterr().err.splitlines()
@@ -55,13 +74,21 @@ def test_progress_is_shown_unless_all_is_kept(
 def test_an_interrupted_compilation_is_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entries = [(Named(), ("int",)), (Named(is_interrupted=True), ("bool",))]
+    entries = [make_entry("int"), make_entry("bool", is_interrupted=True)]
     monkeypatch.setattr(jit, "_find_cache", lambda: tmp_path)
     monkeypatch.setattr(jit, "_ENTRIES", entries)
     with pytest.raises(KeyboardInterrupt):
         jit.compile_entries.__wrapped__()
     jit.compile_entries.__wrapped__()
-    assert [len(function.signatures) for function, _ in entries] == [1, 1]
+    assert [len(entry.outer.signatures) for entry in entries] == [1, 1]
+    assert [entry() for entry in entries] == ["(int64,)", "(bool,)"]
+
+
+def test_python_calls_the_machine_code_of_the_declared_types() -> None:
+    engine = HostEngine(Config(num_blocks=2))
+    assert may_admit(engine.requests.state)
+    code = {id(one.entry_point) for one in may_admit.outer.overloads.values()}
+    assert {id(may_admit._call)} == code
 
 
 def run(code: str, cache: Path) -> subprocess.CompletedProcess[str]:

@@ -47,7 +47,7 @@ _INNER: Final = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Options of functions that no Python calls: a wrapper would take longer to compile than most of
 them. Their machine code is kept in that of the entries."""
 _COMPILING: Final = threading.Lock()
-_ENTRIES: Final[list[tuple[Any, tuple[str, ...]]]] = []
+_ENTRIES: Final[list[Entry]] = []
 
 
 def compiled(function: F) -> F:
@@ -70,23 +70,40 @@ def making_arrays(function: F) -> F:
 
 
 class Entry:
-    """A function that Python and compiled functions call: these inline it, and count no references.
+    """A function that Python calls, and compiled functions, too.
 
-    Python calls a second function, which has a wrapper and does nothing else.
+    If it makes no array, these inline it and count no references, and Python calls a second
+    function, which has a wrapper and does nothing else. Once it is compiled, Python calls machine
+    code without a look at the types of the arguments, which are those declared: that look would
+    take 2 us.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.inner = compiled(function)
-        code = function.__code__
-        names = ", ".join(code.co_varnames[: code.co_argcount])
-        source = f"def {code.co_name}({names}): return inner({names})"
-        made: dict[str, Any] = {"inner": self.inner, "__name__": function.__module__}
-        exec(compile(source, code.co_filename, "exec"), made)  # noqa: S102 - no text of others
-        self.outer = _compile(made[code.co_name], cache=True, no_cfunc_wrapper=True)
+    def __init__(self, function: Callable[..., Any], kinds: tuple[str, ...], makes_arrays: bool):
+        self.kinds = kinds
+        if makes_arrays:
+            self.inner = outer = _compile(function, cache=True, no_cfunc_wrapper=True)
+        else:
+            self.inner = compiled(function)
+            code = function.__code__
+            names = ", ".join(code.co_varnames[: code.co_argcount])
+            source = f"def {code.co_name}({names}): return inner({names})"
+            made: dict[str, Any] = {"inner": self.inner, "__name__": function.__module__}
+            exec(compile(source, code.co_filename, "exec"), made)  # noqa: S102 - no text of others
+            outer = _compile(made[code.co_name], cache=True, no_cfunc_wrapper=True)
+        self.outer: Any = outer
+        self._call: Callable[..., Any] = outer
 
     def __call__(self, *arguments: Any) -> Any:
         """Call it from Python."""
-        return self.outer(*arguments)
+        return self._call(*arguments)
+
+    def compile(self) -> None:
+        """Compile it for its declared types, or load it from a file."""
+        types = tuple(map(_type_of, self.kinds))
+        if not self.outer.signatures:  # else a call that was interrupted has compiled it
+            self.outer.compile(types)
+            self.outer.disable_compile()
+        self._call = self.outer.overloads[types].entry_point
 
     @property
     def _numba_type_(self) -> Any:
@@ -106,13 +123,9 @@ def entry(*kinds: str, makes_arrays: bool = False) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         if not IS_COMPILED:
             return function
-        if makes_arrays:
-            made: Any = _compile(function, cache=True, no_cfunc_wrapper=True)
-            _ENTRIES.append((made, kinds))
-            return cast("F", made)
-        both = Entry(function)
-        _ENTRIES.append((both.outer, kinds))
-        return cast("F", both)
+        made = Entry(function, kinds, makes_arrays)
+        _ENTRIES.append(made)
+        return cast("F", made)
 
     return decorate
 
@@ -149,11 +162,9 @@ def compile_entries() -> None:
     is_new = sum(1 for _ in _find_cache().rglob("*.nbi")) < len(_ENTRIES)
     if is_new:
         _tell("compiling the engine for this machine, once: about a minute of processor time")
-    for number, (function, kinds) in enumerate(_ENTRIES):
+    for number, function in enumerate(_ENTRIES):
         with _COMPILING:
-            if not function.signatures:  # else a call that was interrupted has compiled it
-                function.compile(tuple(map(_type_of, kinds)))
-                function.disable_compile()
+            function.compile()
         if is_new and time.monotonic() - shown > SECONDS_BETWEEN_LINES:
             shown = time.monotonic()
             _tell(f"{number + 1} of {len(_ENTRIES)} functions compiled, {shown - start:.0f} s")

@@ -71,7 +71,7 @@ class Plans:
             self.requests.state, frame_id, previous_id, oldest_id, budget, admits
         )  # fmt: skip
         for kept in (who, told, ids):  # the frame keeps them, and machine code trusts them
-            kept.flags.writeable = False
+            kept.setflags(write=False)
         slots, num_rows = who[0], who.shape[1]
         blocks_end = num_blocks * self._num_sections
         names = SlotNames(self.requests.lend_names(), slots)

@@ -35,8 +35,7 @@ IS_ASYNC, IS_PRIORITY, HAS_CACHE, HAS_CHUNKS, RESERVES_WHOLE, HAS_EVENTS = range
 NUM_FREE: Final = 12
 FREE_NODE: Final = 13
 """Unused nodes are a list, linked by `NEXT_NODE`."""
-NUM_FREE_NODES: Final = 14
-NUM_NODES_BORN: Final = 15
+NUM_FREE_NODES, NUM_NODES_BORN = range(14, 16)
 FREE_SEAT: Final = 16
 """Unused batch rows are a list, linked by `NEXT_SEAT`."""
 # the queues: waiting, skipped, and skipped in this step; the first and the last of each,
@@ -52,8 +51,7 @@ UNIT: Final = 36
 """Length of every hit, in tokens: a multiple of this, whole blocks of every group."""
 SKIPS_BLOCKS: Final = 37
 """Whether some group frees blocks that no later token reads."""
-HAS_STATES: Final = 38
-HAS_ALIGNED: Final = 39
+HAS_STATES, HAS_ALIGNED = range(38, 40)
 MOST_DROPPED: Final = 40
 """The most tokens that some group recomputes after a hit."""
 STEP: Final = 41
@@ -96,12 +94,10 @@ HAS_FENCES: Final = 65
 them (P17)."""
 LAST_ANSWERED: Final = 66
 """The last frame that was committed, or is being committed."""
-NUM_DEFERRED: Final = 67
-NUM_LOADS: Final = 68
+NUM_DEFERRED, NUM_LOADS = range(67, 69)
 NUM_RECEIVED: Final = 69
 """Number of requests that wait for admission after a finished asynchronous load."""
-EXTERNAL_QUERIES: Final = 70
-EXTERNAL_HITS: Final = 71
+EXTERNAL_QUERIES, EXTERNAL_HITS = range(70, 72)
 AWAITS_ANSWER: Final = 72
 """Whether a running request waits for blocks that are free behind a commit."""
 SWAP_MIN: Final = 73
@@ -109,8 +105,7 @@ SWAP_MIN: Final = 73
 NUM_SAVES: Final = 74
 LOW_FREE: Final = 75
 """Admission closes below this number of free blocks, and opens at `HIGH_FREE`; 0: it stays open."""
-HIGH_FREE: Final = 76
-IS_CLOSED: Final = 77
+HIGH_FREE, IS_CLOSED = range(76, 78)
 PREFILL_INTERVAL: Final = 78
 """Prompts get tokens in every step of this number, while requests decode; 1: in every step."""
 PREFILL_WAIT: Final = 79
@@ -135,8 +130,7 @@ BIRTH: Final = 0
 """A number for each life: of a request, or of an input of a session; 0 if the slot is unused."""
 NUM_KNOWN: Final = 1
 """Prompt and verified output tokens."""
-NUM_COMPUTED: Final = 2
-NUM_PROMPT: Final = 3
+NUM_COMPUTED, NUM_PROMPT = range(2, 4)
 QUIET: Final = 4
 """A row that ends at most at this slot takes, publishes and leaves no block; 0: look."""
 NUM_IN_DOUBT: Final = 5
@@ -248,8 +242,7 @@ BUCKET: Final = 6
 NODE_COLUMNS: Final = 7
 
 # Carriers of a node in a group: the ends of the list of blocks that carry it.
-FIRST_BLOCK: Final = 0
-LAST_BLOCK: Final = 1
+FIRST_BLOCK, LAST_BLOCK = range(2)
 
 # Groups.
 KIND: Final = 0
@@ -297,8 +290,7 @@ RUNNING: Final = 0
 NEXT_SEAT: Final = 1
 ROW_SLOT: Final = 2
 """Rows of the step, from this column on."""
-ROW_TOKENS: Final = 3
-ROW_DRAFTS: Final = 4
+ROW_TOKENS, ROW_DRAFTS = range(3, 5)
 ROW_LOOKS: Final = 5
 """Whether the row may have new blocks, so that the numbers that follow are valid."""
 ROW_BLOCKS: Final = 6
@@ -312,8 +304,7 @@ STORED: Final = 0
 """A block was published, and does not continue the entry before."""
 STORED_NEXT: Final = 1
 """A block was published behind that of the entry before, in the same table."""
-REMOVED: Final = 2
-CLEARED: Final = 3
+REMOVED, CLEARED = range(2, 4)
 LOG_COLUMNS: Final = 3
 
 # Data of each row of a plan, in int32.
