@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from blockstep.conformance.bench.player import Pilot, Timing, play
+from blockstep.conformance.bench.player import Moment, Pilot, Timing, play
 from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
 from blockstep.conformance.bench.sides import ArraySide, Side, SideError
 from blockstep.conformance.bench.terms import find_obstacle, get_terms
@@ -102,20 +102,7 @@ def measure(
     pilot = Pilot(scenario, num_running, get_terms(engines))
     advance(0.0, f"{title}: filling")
     warm = pilot.fill()
-    sides: dict[str, Side] = {}
-    memory: dict[str, float] = {}
-    for name in engines:
-        before = _memory_mib()
-        sides[name] = pilot.open_side(name)
-        for moment in warm:
-            play(sides[name], [moment], name, pilot)
-        memory[name] = _memory_mib() - before
-    for name in engines if through_apply else ():
-        if isinstance(sides[name], ArraySide):
-            second = f"{name}{THROUGH_APPLY}"
-            sides[second], memory[second] = pilot.open_side(name, through_apply=True), memory[name]
-            for moment in warm:
-                play(sides[second], [moment], name, pilot)
+    sides, memory = _fill_sides(pilot, engines, warm, through_apply)
     del warm
     order = list(sides.items())
     timings: dict[str, list[Timing]] = {name: [] for name in sides}
@@ -145,6 +132,27 @@ def measure(
         *(scenario.name, num_running, len(counts)), rows, tokens, new, preempted, digest, readings,
         equivalence=pilot.terms.equivalence,
     )  # fmt: skip
+
+
+def _fill_sides(
+    pilot: Pilot, engines: Sequence[str], warm: Sequence[Moment], through_apply: bool
+) -> tuple[dict[str, Side], dict[str, float]]:
+    """Return the sides after the untimed steps, and the memory that each has taken, in MiB."""
+    sides: dict[str, Side] = {}
+    memory: dict[str, float] = {}
+    for name in engines:
+        before = _memory_mib()
+        sides[name] = pilot.open_side(name)
+        for moment in warm:
+            play(sides[name], [moment], name, pilot)
+        memory[name] = _memory_mib() - before
+    for name in engines if through_apply else ():
+        if isinstance(sides[name], ArraySide):
+            second = f"{name}{THROUGH_APPLY}"
+            sides[second], memory[second] = pilot.open_side(name, through_apply=True), memory[name]
+            for moment in warm:
+                play(sides[second], [moment], name, pilot)
+    return sides, memory
 
 
 def rehearse(engines: Sequence[str], advance: Advance) -> None:
