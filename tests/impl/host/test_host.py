@@ -108,8 +108,10 @@ VARIED: tuple[dict[str, Any], ...] = (
 def test_it_grows_as_it_must_and_leaks_nothing(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More requests, seats, nodes and extras than there is room for at first; all come back."""
+    """More requests, seats, nodes and extras than there is room for at first, and longer tables; all
+    come back."""
     monkeypatch.setattr(state_of_engine, "TABLE_ENTRIES", 300)
+    monkeypatch.setattr(state_of_engine, "TABLE_BLOCKS", 1)
     draw = random.Random(3)
     config = Config(
         num_blocks=40, block_size=3, max_num_seqs=30, max_num_batched_tokens=50, **fields

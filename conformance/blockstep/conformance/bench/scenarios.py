@@ -29,7 +29,7 @@ FOREVER = 1500
 """A number of output tokens that no measurement reaches and the smallest pool can hold."""
 FULL = KVGroup(GroupKind.FULL, BLOCK_SIZE)
 WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, BLOCK_SIZE, sliding_window=128)
-STATES = KVGroup(GroupKind.RECURRENT, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
+STATES = KVGroup(GroupKind.RECURRENT, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALL)
 
 
 @dataclass(frozen=True, slots=True)

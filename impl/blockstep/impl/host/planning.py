@@ -6,33 +6,11 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from blockstep.impl.host import groups as g
+from blockstep.impl.host import lives
 from blockstep.impl.host import state as c
 from blockstep.impl.host.blocks import is_fenced, publish
-from blockstep.impl.host.groups import (
-    adopt,
-    align,
-    count_common,
-    count_copies,
-    count_needed,
-    find_hits,
-    find_quiet,
-    fits,
-    fits_behind,
-    leave_blocks,
-    mark_known,
-    take_needed,
-    tell_all_blocks,
-)
 from blockstep.impl.host.jit import compiled, entry, rarely
-from blockstep.impl.host.lives import (
-    find_giver,
-    leave_running,
-    preempt,
-    seat,
-    take_back,
-    take_seat,
-    unpark,
-)
 from blockstep.impl.host.queues import (
     goes_before,
     leave_queue,
@@ -80,7 +58,7 @@ def run_rows(s: State, position: int, given: int) -> int:
 def _run_row(s: State, slot: int, tokens: int, position: int) -> int:
     """Schedule a running request, with up to `tokens` tokens; return the next position, or NONE."""
     if tokens > 0 and s.scalars[c.HAS_ALIGNED] != 0:
-        tokens = align(s, slot, s.requests[slot, c.NUM_COMPUTED], tokens)
+        tokens = g.align(s, slot, s.requests[slot, c.NUM_COMPUTED], tokens)
     if tokens <= 0:
         return position + 1
     slots = s.requests[slot, c.NUM_COMPUTED] + tokens + s.scalars[c.NUM_LOOKAHEAD]
@@ -106,24 +84,24 @@ def _look(s: State, slot: int, tokens: int, position: int) -> int:
     """Leave, take and publish the blocks that a running request leaves, needs and fills with
     `tokens` tokens; return its position then, or -1 as `_make_room` does."""
     if s.scalars[c.SKIPS_BLOCKS] != 0:
-        leave_blocks(s, slot)
-    needed = count_needed(s, slot, tokens) + count_copies(s, slot)
+        g.leave_blocks(s, slot)
+    needed = g.count_needed(s, slot, tokens) + g.count_copies(s, slot)
     if needed > s.scalars[c.NUM_FREE]:
         position = _make_room(s, slot, needed, position)
         if position < 0:
             return -1
-    mark_known(s, slot)
+    g.mark_known(s, slot)
     computed, known = s.requests[slot, c.NUM_COMPUTED], s.requests[slot, c.NUM_KNOWN]
     if needed > 0:
         slots = min(computed + tokens + s.scalars[c.NUM_LOOKAHEAD], s.scalars[c.MAX_MODEL_LEN])
         num_copies = s.scalars[c.NUM_COPIES]
-        take_needed(s, slot, computed + tokens, slots, 0)
+        g.take_needed(s, slot, computed + tokens, slots, 0)
         if s.scalars[c.NUM_COPIES] > num_copies:
-            tell_all_blocks(s)
+            g.tell_all_blocks(s)
     if s.scalars[c.HAS_FORKS] != 0:
         s.requests[slot, c.MAY_SHARE] = 0
     publish(s, slot, computed, min(computed + tokens, known))
-    s.requests[slot, c.QUIET] = find_quiet(s, slot)
+    s.requests[slot, c.QUIET] = g.find_quiet(s, slot)
     return position
 
 
@@ -163,8 +141,8 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
     give up blocks first, or the next blocks become free only when a frame is committed. A block
     needs no copy once no other request holds it.
     """
-    needed -= count_copies(s, slot)
-    while needed + count_copies(s, slot) > s.scalars[c.NUM_FREE]:
+    needed -= g.count_copies(s, slot)
+    while needed + g.count_copies(s, slot) > s.scalars[c.NUM_FREE]:
         if s.scalars[c.NUM_RUNNING] == 1:
             if s.scalars[c.NUM_HOLDERS] > 0:
                 s.scalars[c.STOPPED], s.scalars[c.STOP_POSITION] = c.IS_SHORT, position
@@ -176,7 +154,7 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
         if s.scalars[c.HAS_FENCES] != 0 and _gains_nothing(s, victim):
             s.scalars[c.AWAITS_ANSWER] = 1
             return -1
-        leave_running(s, at)
+        lives.leave_running(s, at)
         if at < position:
             position -= 1
         row = s.requests[victim, c.ROW]
@@ -188,7 +166,7 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
                     s.copies[at, 0] = c.NONE
         if s.scalars[c.SWAP_MIN] > 0:
             _save(s, victim)
-        preempt(s, victim)
+        lives.preempt(s, victim)
         s.scratch[s.scalars[c.NUM_PREEMPTED]] = victim
         s.scalars[c.NUM_PREEMPTED] += 1
         if victim == slot:
@@ -216,7 +194,7 @@ def _gains_nothing(s: State, victim: int) -> bool:
     """Whether the victim's blocks, or those of a request that would give up its blocks first, are
     not free at once, as they wait for the commit of a frame (P17)."""
     if s.scalars[c.NUM_RUNNING] == 1:
-        giver = find_giver(s, c.NONE)
+        giver = lives.find_giver(s, c.NONE)
         if giver != c.NONE and is_fenced(s, giver):
             return True
     return is_fenced(s, victim)
@@ -303,10 +281,10 @@ def take_back_one(s: State, needy: int) -> bool:
     """Free the blocks of a request other than `needy` that does not run, if there is one."""
     if s.scalars[c.NUM_SESSIONS] + s.scalars[c.HAS_FORKS] + s.scalars[c.NUM_RECEIVED] == 0:
         return False
-    giver = find_giver(s, needy)
+    giver = lives.find_giver(s, needy)
     if giver == c.NONE or is_fenced(s, giver):
         return False
-    take_back(s, giver)
+    lives.take_back(s, giver)
     return True
 
 
@@ -343,7 +321,7 @@ def try_admit(s: State, slot: int, given: int) -> int:
     has_blocks = hit > 0
     asks = s.scalars[c.HAS_CACHE] != 0 and s.requests[slot, c.SKIPS_CACHE] == 0 and not has_blocks
     if asks:
-        hit = find_hits(s, slot)
+        hit = g.find_hits(s, slot)
     start = hit
     if s.scalars[c.HAS_STORE] != 0 and not has_blocks:
         start += _find_load(s, slot, hit)
@@ -362,31 +340,31 @@ def try_admit(s: State, slot: int, given: int) -> int:
             s.scalars[c.STOP_START], s.scalars[c.STOP_TOKENS] = start, tokens
             return DUE
     if s.scalars[c.HAS_ALIGNED] != 0 and tokens > 0:
-        tokens = align(s, slot, start, tokens)
+        tokens = g.align(s, slot, start, tokens)
     if tokens <= 0:
         return REFUSED
-    if not (fits_behind(s, slot, tokens) if has_blocks else fits(s, slot, hit, start, tokens)):
+    if not (g.fits_behind(s, slot, tokens) if has_blocks else g.fits(s, slot, hit, start, tokens)):
         return REFUSED
     leave_queue(s, slot)
     has_loaded = s.requests[slot, c.STATUS] == c.HAS_LOADED
     if has_loaded:
-        unpark(s, slot)
+        lives.unpark(s, slot)
     s.requests[slot, c.WAS_PREEMPTED] = s.requests[slot, c.STATUS] == c.IS_PREEMPTED
-    seat(s, slot)
+    lives.seat(s, slot)
     if has_blocks:
         if has_loaded:
             publish(s, slot, start, min(start, known))
-        leave_blocks(s, slot)
-        mark_known(s, slot)
-        tell_all_blocks(s)  # the worker has forgotten it
+        g.leave_blocks(s, slot)
+        g.mark_known(s, slot)
+        g.tell_all_blocks(s)  # the worker has forgotten it
     else:
-        adopt(s, slot, hit, start)
+        g.adopt(s, slot, hit, start)
         _count_hits(s, slot, hit, start, asks)
         if start > hit:
             s.requests[slot, c.UNSETTLED] = s.scalars[c.STEP] + 1
             _note_load(s, slot, hit, start, 0)
     loaded = start if start > hit else 0
-    take_needed(s, slot, start + tokens, start + tokens, loaded)  # there is no lookahead yet
+    g.take_needed(s, slot, start + tokens, start + tokens, loaded)  # there is no lookahead yet
     s.requests[slot, c.NUM_COMPUTED], s.requests[slot, c.MAY_SHARE] = start, 0
     publish(s, slot, start, min(start + tokens, known))
     _add_row(s, slot, tokens, 0)
@@ -415,11 +393,11 @@ def _find_load(s: State, slot: int, hit: int) -> int:
 def _try_park(s: State, slot: int, hit: int, start: int, asks: bool) -> int:
     """Let a request wait for a load over several steps, or change nothing: hold the hits, and take
     the blocks to load into. The request stays in its queue."""
-    if not fits(s, slot, hit, start, 0):
+    if not g.fits(s, slot, hit, start, 0):
         return REFUSED
-    take_seat(s, slot)
-    adopt(s, slot, hit, start)
-    take_needed(s, slot, start, start, start)
+    lives.take_seat(s, slot)
+    g.adopt(s, slot, hit, start)
+    g.take_needed(s, slot, start, start, start)
     _count_hits(s, slot, hit, start, asks)
     s.requests[slot, c.NUM_COMPUTED] = start
     s.requests[slot, c.PARKED_AS], s.requests[slot, c.STATUS] = (
@@ -556,7 +534,7 @@ def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanAr
         _drop_unused_placeholders(s, frame_id)
     return (
         who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
-        int(s.scalars[c.NUM_PREEMPTED]), count_common(s, 0),
+        int(s.scalars[c.NUM_PREEMPTED]), g.count_common(s, 0),
     )  # fmt: skip
 
 

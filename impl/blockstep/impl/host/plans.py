@@ -56,13 +56,8 @@ class Plans:
     ) -> tuple[ArrayPlan, Frame]:
         """Plan one step; return the plan, and what is kept of it until its commit.
 
-        Args:
-            frame_id: id of this plan.
-            previous_id: id of the plan before.
-            oldest_id: id of the oldest frame in flight; of this one if there is none.
-            budget: tokens.
-            admits: whether to run the waiting phase, unless a request is preempted.
-            finished: requests that have finished since the plan before.
+        `finished`: requests that have finished since the plan before. The others are those of
+        `plan_step`.
         """
         (
             who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,

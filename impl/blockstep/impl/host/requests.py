@@ -15,12 +15,14 @@ from blockstep.impl.host.lives import end, get_tokens, store_input, store_prompt
 from blockstep.impl.host.queues import append, prepend
 from blockstep.impl.host.results import append_outputs
 from blockstep.impl.host.state import (
+    count_longest,
     grow_nodes,
     grow_seats,
     grow_slots,
     grow_stops,
     lengthen,
     make_state,
+    resize_tables,
 )
 from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
 from blockstep.spec.vocabulary import BlockTables, Config, Policy, Request, RequestId, TokenIds
@@ -107,6 +109,7 @@ class Requests:
         self.reserve_nodes(len(tokens), 1 + len(self.state.nodes) // 8)  # called outside of a step
         extras = self._number_extras(request, len(tokens) // self.config.block_size)
         self.state.requests[slot, : c.REQUEST_COLUMNS] = self._row_of(request)
+        self._reserve_table(slot)
         self._store_stops(slot)
         self.state.requests[slot, c.ADAPTER] = self._number_adapter(request)
         self._hold_extras(slot, extras)
@@ -127,6 +130,7 @@ class Requests:
         self.state.requests[slot, c.STATUS] = c.IS_WAITING
         computed = int(self.state.requests[slot, c.NUM_COMPUTED])
         self.state.requests[slot, c.NEXT_ITEM] = self.find_item(whole, computed)
+        self._reserve_table(slot)
         self._store_stops(slot)
         self._hold_extras(slot, extras)
         store_input(self.state, slot, tokens, extras)
@@ -218,6 +222,16 @@ class Requests:
             most = min(most, self.config.num_usable_blocks)
         while len(self.state.lines) < most:
             self.state = grow_seats(self.state, 2 * len(self.state.lines))
+
+    def _reserve_table(self, slot: int) -> None:
+        """Make room for all blocks that a request may hold."""
+        needed = count_longest(self.config, int(self.state.requests[slot, c.MAX_KNOWN]))
+        width = self.state.node_tables.shape[1]
+        if width < needed:
+            longest = count_longest(self.config, self.config.max_model_len)
+            self.state = resize_tables(
+                self.state, len(self.state.lines), min(max(needed, 2 * width), longest)
+            )
 
     def _row_of(self, request: Request) -> list[int]:
         """Return the data of a new request, by column."""

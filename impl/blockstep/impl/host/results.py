@@ -138,7 +138,7 @@ def take_rows(
         if s.requests[slot, c.BIRTH] != who[1, row] or samples == 0:
             continue  # aborted meanwhile, or still in prefill
         _roll_back(s, slot, drafts, count)
-        delivered, verdict = _accept(s, slot, tokens[first:start])
+        delivered, verdict = _accept(s, slot, tokens, first, start)
         told[0, num_rows], told[1, num_rows] = row, delivered
         told[2, num_rows] = s.requests[slot, c.NUM_CACHED_TOKENS]
         told[3, num_rows] = verdict
@@ -187,14 +187,15 @@ def _roll_back(s: State, slot: int, drafts: int, count: int) -> None:
 
 
 @compiled
-def _accept(s: State, slot: int, tokens: Int32s) -> tuple[int, int]:
-    """Store tokens up to the one that ends the request; return their number, and the verdict."""
-    for index in range(len(tokens)):
+def _accept(s: State, slot: int, tokens: Int32s, first: int, end: int) -> tuple[int, int]:
+    """Store tokens from `first` to before `end`, up to the one that ends the request; return their
+    number, and the verdict."""
+    for index in range(first, end):
         append_token(s, slot, tokens[index])
         verdict = _judge(s, slot, tokens[index])
         if verdict != c.GOES_ON:
-            return index + 1, verdict
-    return len(tokens), c.GOES_ON
+            return index + 1 - first, verdict
+    return end - first, c.GOES_ON
 
 
 @compiled
@@ -241,4 +242,4 @@ def _repeats(s: State, slot: int) -> bool:
 @entry("state", "int", "int32 1")
 def append_outputs(s: State, slot: int, tokens: Int32s) -> bool:
     """Append outputs to a new branch; return False if one of them ends it."""
-    return _accept(s, slot, tokens)[1] == c.GOES_ON
+    return _accept(s, slot, tokens, 0, len(tokens))[1] == c.GOES_ON

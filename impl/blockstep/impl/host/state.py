@@ -329,9 +329,9 @@ class State(NamedTuple):
     holdings: Int64s
     """[slots, groups, HOLDING_COLUMNS]"""
     block_tables: Int32s
-    """[groups, running slots, blocks of the longest request]"""
+    """[groups, running slots, blocks of the longest table]"""
     node_tables: Int32s
-    """[running slots, blocks of the longest request]: nodes of known full blocks of the smallest
+    """[running slots, blocks of the longest table]: nodes of known full blocks of the smallest
     size."""
     drafts: Int32s
     """[running slots, drafts]: draft tokens for the next step."""
@@ -372,6 +372,9 @@ _KINDS: Final = {
     GroupKind.CHUNKED_LOCAL: IS_CHUNKED,
     GroupKind.RECURRENT: IS_STATE,
 }
+TABLE_BLOCKS = 64
+"""Blocks of a table as long as no request may need more: rows that are close together use few
+pages of memory."""
 TABLE_ENTRIES = 1 << 26
 """Most entries of a table allocated for all batch rows at once: unwritten memory is not used."""
 
@@ -379,11 +382,8 @@ TABLE_ENTRIES = 1 << 26
 def make_state(config: Config) -> State:
     """Return the state before the first event."""
     size, groups = config.block_size, make_groups(config)
-    longest = -(-config.max_model_len // size)
-    if not config.has_windows:  # every block of a table is held
-        longest = min(longest, config.num_blocks)
-    longest += 1 + int(groups[:, SPARE].max())
-    longest = max(longest, config.num_blocks * config.is_encoder_decoder)
+    longest = count_longest(config, config.max_model_len)
+    width = longest if config.is_encoder_decoder else min(longest, TABLE_BLOCKS)
     scalars = _make_scalars(config, groups)
     blocks = np.full((config.num_blocks, BLOCK_COLUMNS), NONE, np.int32)
     blocks[:, REF_COUNT] = 0
@@ -395,8 +395,8 @@ def make_state(config: Config) -> State:
         np.zeros((0, size), np.int32),
         groups,
         np.zeros((0, len(groups), HOLDING_COLUMNS), np.int64),
-        np.zeros((len(groups), 0, longest), np.int32),
-        np.zeros((0, longest), np.int32),
+        np.zeros((len(groups), 0, width), np.int32),
+        np.zeros((0, width), np.int32),
         np.zeros((0, max(config.num_speculative_tokens, 1)), np.int32),
         blocks,
         np.zeros((0, NODE_COLUMNS), np.int32),
@@ -414,6 +414,18 @@ def make_state(config: Config) -> State:
     seats = max(min(seats, TABLE_ENTRIES // (len(groups) * longest)), 1)
     num_nodes = 1 << config.num_blocks.bit_length()
     return grow_nodes(grow_seats(grow_slots(state, _SLOTS), seats), num_nodes)
+
+
+def count_longest(config: Config, num_tokens: int) -> int:
+    """Return the most blocks in a table of a request that ends with `num_tokens` tokens, and with
+    drafts behind them."""
+    ahead = (config.max_frames_in_flight + 1) * (1 + config.num_speculative_tokens)
+    slots = min(num_tokens + ahead + config.num_lookahead_tokens, config.max_model_len)
+    longest = -(-slots // config.block_size)
+    if not config.has_windows:  # every block of a table is held
+        longest = min(longest, config.num_blocks)
+    longest += 1 + max([group.num_speculative_blocks for group in config.kv_groups])
+    return max(longest, config.num_blocks * config.is_encoder_decoder)
 
 
 def _make_scalars(config: Config, groups: Int64s) -> Int64s:
@@ -536,21 +548,30 @@ def grow_stops(state: State, count: int) -> State:
 def grow_seats(state: State, count: int) -> State:
     """Return the state with room for `count` running requests."""
     first = len(state.lines)
-    used = int(state.requests[:, NUM_FULL].max(initial=0))
-    used = max(used, int(state.holdings[:, :, HELD].max(initial=0)))
     lines, copies = lengthen(state.lines, count), state.copies
     if state.scalars[HAS_FORKS]:
         copies = np.zeros((count * len(state.groups), 3), np.int32)
     lines[first:-1, NEXT_SEAT] = np.arange(first + 1, count)
     lines[-1, NEXT_SEAT] = state.scalars[FREE_SEAT]
     state.scalars[FREE_SEAT] = first
+    state = state._replace(drafts=lengthen(state.drafts, count), lines=lines, copies=copies)
+    return resize_tables(state, count, state.node_tables.shape[1])
+
+
+def resize_tables(state: State, count: int, width: int) -> State:
+    """Return the state with tables of `count` running requests and `width` blocks; memory that is
+    not in use stays unwritten."""
+    used = max(int(state.requests[:, NUM_FULL].max(initial=0)), int(state.holdings.max(initial=0)))
+
+    def resize(table: Int32s) -> Int32s:
+        new = np.zeros((*table.shape[:-2], count, width), np.int32)
+        new[..., : table.shape[-2], :used] = table[..., :used]
+        return new
+
     return state._replace(
-        block_tables=_longer_table(state.block_tables, count, used),
-        node_tables=_longer_table(state.node_tables, count, used),
-        drafts=lengthen(state.drafts, count),
-        lines=lines,
-        copies=copies,
-        scratch=np.zeros(max(2 * count, state.node_tables.shape[1]), np.int32),
+        block_tables=resize(state.block_tables),
+        node_tables=resize(state.node_tables),
+        scratch=np.zeros(max(2 * count, width), np.int32),
     )
 
 
@@ -596,11 +617,4 @@ def lengthen(array: A, count: int) -> A:
     """Return the array with `count` rows; new ones are zeros, and use no memory until written."""
     longer: A = np.zeros((count, *array.shape[1:]), array.dtype)
     longer[: len(array)] = array
-    return longer
-
-
-def _longer_table(table: Int32s, count: int, used: int) -> Int32s:
-    """Return table(s) with `count` rows, of which the first `used` columns are in use."""
-    longer = np.zeros((*table.shape[:-2], count, table.shape[-1]), np.int32)
-    longer[..., : table.shape[-2], :used] = table[..., :used]
     return longer
