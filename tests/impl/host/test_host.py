@@ -108,7 +108,7 @@ VARIED: tuple[dict[str, Any], ...] = (
 def test_it_grows_as_it_must_and_leaks_nothing(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More requests, seats, nodes and extras than there is room for at first, and longer tables; all
+    """More requests, seats, nodes, extras and longer tables than there is room for at first; all
     come back."""
     monkeypatch.setattr(state_of_engine, "TABLE_ENTRIES", 300)
     monkeypatch.setattr(state_of_engine, "TABLE_BLOCKS", 1)
