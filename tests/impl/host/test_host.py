@@ -130,6 +130,7 @@ def test_it_grows_as_it_must_and_leaks_nothing(
     state = engine.requests.state
     assert len(state.requests) > len(first.requests)
     assert len(state.lines) > len(first.lines)
+    assert state.node_tables.shape[1] > first.node_tables.shape[1]
     assert len(state.nodes) > len(first.nodes)
     assert len(state.extras_uses) > len(first.extras_uses)
     apply_alike(engine, other, Reset(reset_running_requests=False))
