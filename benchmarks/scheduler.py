@@ -48,7 +48,6 @@ ENGINES = ("host", YARDSTICK)
 PARTS = {
     "steady": "scheduler --apply --scenario decode --scenario long --scenario async "
     "--scenario drafts " + 9 * "-n 1 " + 3 * "-n 8 " + 3 * "-n 64 " + "-n 256 -n 1024 -n 4096",
-    "apply": "scheduler --apply --scenario decode -n 1 -n 8 -n 64 -n 256 -n 1024 -n 4096",
     "groups": "scheduler --scenario window --scenario recurrent -n 8 -n 64 -n 1024",
     "churn": "scheduler --scenario mixed --scenario hits --scenario storm --scenario waves "
     "--scenario priority --scenario pool -n 8 -n 64 -n 256",
@@ -62,8 +61,6 @@ Scenarios of a few microseconds are measured several times, in turn with others 
 GOALS_SECTION = "goals"
 OTHER = "other"
 """The part with another release of vLLM; goals are about the release of the other parts."""
-OWN = {"steady": ("arrays", "materialised"), "apply": ("protocol",), OTHER: ()}
-"""The readings of our engine in the plot, by part."""
 NUM_LINES = 6
 """Functions of a profile that the page shows."""
 
@@ -206,7 +203,7 @@ def list_step_lines(folder: Path = RESULTS) -> dict[str, list[tuple[int, float]]
     """Return microseconds per running request of a decode step, by number of running requests: for
     each reading of our engine and for each measured release of vLLM, by label."""
     lines: dict[str, list[tuple[int, float]]] = {}
-    for part in ("steady", "apply", OTHER):
+    for part in ("steady", OTHER):
         file = find_newest(part, folder)
         if file is None:
             continue
@@ -215,7 +212,7 @@ def list_step_lines(folder: Path = RESULTS) -> dict[str, list[tuple[int, float]]
             for found in entry.readings if entry.scenario == "decode" else ():
                 is_vllm = found.engine == YARDSTICK
                 label = f"vLLM {plain['vllm']}" if is_vllm else found.reading
-                if (is_vllm and part != "apply") or label in OWN[part]:
+                if is_vllm or part != OTHER:
                     point = (entry.num_running, found.step.p50 / entry.num_running)
                     lines.setdefault(label, []).append(point)
     return lines
