@@ -37,47 +37,13 @@ from blockstep.impl.refusals import (
     schedule_problem,
     submit_problem,
 )
-from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
-    NO_TRANSFERS,
-    Aborted,
-    Ack,
-    Clock,
-    Commit,
-    Config,
-    Drafts,
-    DraftsTaken,
-    EncoderOffer,
-    EncoderReset,
-    Event,
-    FinishReason,
-    Fork,
-    FrameId,
-    GrammarBitmask,
-    GrammarOutput,
-    KVEvent,
-    KVTransfers,
-    Message,
-    Observation,
-    OutputRow,
-    Outputs,
-    PauseState,
-    PinEstimate,
-    Plan,
-    Rejected,
-    Request,
-    RequestId,
-    Reset,
-    Snapshot,
-    Stats,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 _REASONS: Final = {
-    BY_EOS: FinishReason.STOP,
-    BY_STOP_TOKEN: FinishReason.STOP,
-    BY_LENGTH: FinishReason.LENGTH,
-    BY_REPETITION: FinishReason.REPETITION,
+    BY_EOS: v.FinishReason.STOP,
+    BY_STOP_TOKEN: v.FinishReason.STOP,
+    BY_LENGTH: v.FinishReason.LENGTH,
+    BY_REPETITION: v.FinishReason.REPETITION,
 }
 _NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 
@@ -98,7 +64,7 @@ class HostEngine(Doors[Frame]):
     slow_because: ClassVar[str] = SLOW_BECAUSE
     """Reason why its times are meaningless here; empty if they are meaningful."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: v.Config) -> None:
         super().__init__(config, HOST)
         warn_if_slow()
         self.requests = Requests(config)
@@ -138,11 +104,11 @@ class HostEngine(Doors[Frame]):
             self.transfers,
         )
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> v.Snapshot:
         """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
         return self._view.take(self.previous_names.tolist())
 
-    def stats(self) -> Stats:
+    def stats(self) -> v.Stats:
         """Return the counters since the start (P21)."""
         return self._view.stats()
 
@@ -152,45 +118,45 @@ class HostEngine(Doors[Frame]):
 
     # a step
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         """Apply one event. Never raises; a rejected event changes nothing."""
-        if type(event) is Commit:
+        if type(event) is v.Commit:
             outputs = self._commit_in_order(event)
             if outputs is not None:
                 return outputs
         return super().apply(event)
 
-    def _commit_in_order(self, event: Commit) -> Outputs | Rejected | None:
+    def _commit_in_order(self, event: v.Commit) -> v.Outputs | v.Rejected | None:
         """Commit a frame whose rows are answered in their order with known tokens, which machine
         code checks; None if the event is not like that, or may be invalid in any state."""
         frame_id = event.frame_id
         if type(frame_id) is not int or next(iter(self.frames), None) != frame_id:
             return None
-        if event.transfers is not NO_TRANSFERS or frame_id in self.masks.verifiable:
+        if event.transfers is not v.NO_TRANSFERS or frame_id in self.masks.verifiable:
             return None
         answer = self.frames[frame_id].read_answer(event.sampled)
         if answer is None:
             return None
         tokens, flat, lengths = answer
-        outputs = self._take(frame_id, flat, lengths, NO_TRANSFERS)
-        if isinstance(outputs, Rejected):
+        outputs = self._take(frame_id, flat, lengths, v.NO_TRANSFERS)
+        if isinstance(outputs, v.Rejected):
             return outputs
         outputs.kv_events = self.take_events()
         if outputs.counts is None and len(outputs) == len(flat) == len(tokens):
             return outputs.build_outputs(tokens)
         return outputs.build_outputs()
 
-    def _schedule(self) -> Plan | Rejected:
+    def _schedule(self) -> v.Plan | v.Rejected:
         plan = self.schedule_arrays()
-        return plan if isinstance(plan, Rejected) else plan.build_plan()
+        return plan if isinstance(plan, v.Rejected) else plan.build_plan()
 
-    def schedule_arrays(self) -> ArrayPlan | Rejected:
+    def schedule_arrays(self) -> ArrayPlan | v.Rejected:
         """Make a plan without an object per row; rejected like the event `Schedule`."""
         if len(self.frames) >= self.config.max_frames_in_flight:
             problem = schedule_problem(self.config, len(self.frames))
             assert problem is not None, "the pipeline is full"
             return problem
-        is_open = self.pause_state is not PauseState.PAUSED_ALL
+        is_open = self.pause_state is not v.PauseState.PAUSED_ALL
         self._reserve()
         frame_id = self.next_frame_id
         plan, frame = self._plans.make(
@@ -198,7 +164,7 @@ class HostEngine(Doors[Frame]):
             self._previous_id,
             next(iter(self.frames), frame_id),
             self.config.max_num_batched_tokens if is_open else 0,
-            self.pause_state is PauseState.UNPAUSED,
+            self.pause_state is v.PauseState.UNPAUSED,
             tuple(sorted(self.finished_req_ids)) if self.finished_req_ids else (),
         )
         if len(frame.names):
@@ -210,11 +176,11 @@ class HostEngine(Doors[Frame]):
 
     def commit_arrays(
         self,
-        frame_id: FrameId,
+        frame_id: v.FrameId,
         token_ids: Int32s,
         counts: Int32s | None = None,
-        transfers: KVTransfers = NO_TRANSFERS,
-    ) -> ArrayOutputs | Rejected:
+        transfers: v.KVTransfers = v.NO_TRANSFERS,
+    ) -> ArrayOutputs | v.Rejected:
         """Commit a frame without an object per row; rejected like the event `Commit`.
 
         Args:
@@ -233,32 +199,32 @@ class HostEngine(Doors[Frame]):
         lengths = None if counts is None else np.ascontiguousarray(counts, np.int32)
         return self._take(frame_id, tokens, lengths, transfers)
 
-    def _get_rows(self, frame: Frame) -> Mapping[RequestId, TokenIds | None]:
+    def _get_rows(self, frame: Frame) -> Mapping[v.RequestId, v.TokenIds | None]:
         return frame.build_rows()
 
     def _take_answer(
-        self, frame_id: FrameId, tokens: list[TokenIds], transfers: KVTransfers
-    ) -> Outputs | Rejected:
+        self, frame_id: v.FrameId, tokens: list[v.TokenIds], transfers: v.KVTransfers
+    ) -> v.Outputs | v.Rejected:
         flat = np.array([*chain.from_iterable(tokens)], np.int32)
         outputs = self._take(frame_id, flat, np.array([*map(len, tokens)], np.int32), transfers)
-        if isinstance(outputs, Rejected):
+        if isinstance(outputs, v.Rejected):
             return outputs
         outputs.kv_events = self.take_events()
         return outputs.build_outputs()
 
     def _take(
         self,
-        frame_id: FrameId,
+        frame_id: v.FrameId,
         token_ids: Int32s,
         counts: Int32s | None,
-        report: KVTransfers,
-    ) -> ArrayOutputs | Rejected:
+        report: v.KVTransfers,
+    ) -> ArrayOutputs | v.Rejected:
         """Commit the oldest frame."""
         self._reserve()
         outputs = self._commits.take(frame_id, self.frames[frame_id], token_ids, counts, report)
-        if isinstance(outputs, Rejected):
+        if isinstance(outputs, v.Rejected):
             return outputs
-        if self.transfers is not None and report is not NO_TRANSFERS:
+        if self.transfers is not None and report is not v.NO_TRANSFERS:
             self._forget_names(self._commits.preempted)
             outputs.failed = self._end_failed(self._commits.failed)
             self.transfers.take_finished(report)
@@ -272,15 +238,15 @@ class HostEngine(Doors[Frame]):
         if self.transfers is not None:
             self.requests.state = reserve_deferred(self.requests.state)
 
-    def _take_report(self, transfers: KVTransfers) -> Outputs:
+    def _take_report(self, transfers: v.KVTransfers) -> v.Outputs:
         if self.transfers is None:
-            return Outputs()
+            return v.Outputs()
         self._reserve()
         failed, preempted = self.transfers.take_invalid(transfers)
         assert not preempted, "loads of a frame fail with its commit"
         rows = self._end_failed(failed)
         self.transfers.take_finished(transfers)
-        return Outputs(rows, self.take_events())
+        return v.Outputs(rows, self.take_events())
 
     def _forget_names(self, preempted: list[int]) -> None:
         """Let requests not count as rows of the last plan: they were preempted between plans, as
@@ -289,15 +255,15 @@ class HostEngine(Doors[Frame]):
             rows = (self.previous_names.slots != slot).nonzero()[0].astype(np.int32)
             self.previous_names = self.previous_names.take(rows)
 
-    def _end_failed(self, failed: list[RequestId]) -> tuple[OutputRow, ...]:
+    def _end_failed(self, failed: list[v.RequestId]) -> tuple[v.OutputRow, ...]:
         """Finish with an error the requests that fail by their load."""
-        rows: list[OutputRow] = []
+        rows: list[v.OutputRow] = []
         for name in failed:
             slot = self.requests.slot_of[name]
             num_cached = max(self._get_cached_tokens(slot), 0)
             self._end(slot)
             self._forget(slot)
-            rows.append(OutputRow(name, (), FinishReason.ERROR, num_cached_tokens=num_cached))
+            rows.append(v.OutputRow(name, (), v.FinishReason.ERROR, num_cached_tokens=num_cached))
         return tuple(rows)
 
     def _end_turn(self, slot: int) -> None:
@@ -318,20 +284,20 @@ class HostEngine(Doors[Frame]):
             if not self.sessions.stop(slot):
                 self._forget(slot)
 
-    def _close(self, frame_id: FrameId) -> None:
+    def _close(self, frame_id: v.FrameId) -> None:
         super()._close(frame_id)
         self.masks.verifiable.pop(frame_id, None)
         if self.transfers is not None:
             self.transfers.loads.pop(frame_id, None)
 
-    def _tell(self) -> tuple[KVEvent, ...]:
+    def _tell(self) -> tuple[v.KVEvent, ...]:
         return self.take_events()
 
-    def take_events(self) -> tuple[KVEvent, ...]:
+    def take_events(self) -> tuple[v.KVEvent, ...]:
         """Return the KV events since the last call; none if the config has no KV events.
 
         Contents stay in memory until their events are taken: call it after `commit_arrays`. The
-        outputs of the event Commit have them already.
+        outputs of the event v.Commit have them already.
         """
         if not self.config.enable_kv_cache_events:
             return ()
@@ -339,24 +305,24 @@ class HostEngine(Doors[Frame]):
         forget_log(self.requests.state)
         return events
 
-    def _find_update_problem(self, whole: Request, update: Request) -> Rejected | None:
+    def _find_update_problem(self, whole: v.Request, update: v.Request) -> v.Rejected | None:
         """Return why a session with one input more is rejected, or None."""
         problem = submit_problem(self.config, whole, self._count_most_blocks(whole), False, False)
         return problem or self._find_other_size(update)
 
-    def _find_other_size(self, _request: Request) -> Rejected | None:
+    def _find_other_size(self, _request: v.Request) -> v.Rejected | None:
         """Return why an item is rejected, or None: its identifier is in use with another size."""
         if self.encodings is None or not _request.items:
             return None
         chunks = [chunk for chunks in self.sessions.updates.values() for chunk in chunks]
         return self.encodings.find_other_size(_request, chunks)
 
-    def _take_message(self, event: Message) -> None:
+    def _take_message(self, event: v.Message) -> None:
         match event:
-            case EncoderReset() | EncoderOffer():
+            case v.EncoderReset() | v.EncoderOffer():
                 if self.encodings is not None:
                     self.encodings.take(event)
-            case Clock() | PinEstimate():
+            case v.Clock() | v.PinEstimate():
                 if self.turns is not None:
                     self.turns.take(event)
             case _:
@@ -366,7 +332,7 @@ class HostEngine(Doors[Frame]):
     def _get_cached_tokens(self, slot: int) -> int:
         return int(self.requests.state.requests[slot, c.NUM_CACHED_TOKENS])
 
-    def _get_last_frame(self, slot: int) -> FrameId:
+    def _get_last_frame(self, slot: int) -> v.FrameId:
         return int(self.requests.state.requests[slot, c.LAST_FRAME])
 
     # events between steps
@@ -375,29 +341,29 @@ class HostEngine(Doors[Frame]):
     def _register(self) -> Requests:
         return self.requests
 
-    def _submit(self, request: Request) -> Ack | Rejected:
+    def _submit(self, request: v.Request) -> v.Ack | v.Rejected:
         if self.transfers is not None and request.request_id in self.transfers.held:
             return held_by_transfer(request.request_id)
         answer = super()._submit(request)
-        if isinstance(answer, Ack):
+        if isinstance(answer, v.Ack):
             self.masks.add(request)
             self.sessions.add(request)
             if self.turns is not None:
                 self.turns.begin_turn(self.requests.slot_of[request.request_id])
         return answer
 
-    def _update(self, update: Request) -> Ack | Aborted | Rejected:
+    def _update(self, update: v.Request) -> v.Ack | v.Aborted | v.Rejected:
         answer = self.sessions.update(update, self._find_update_problem)
-        if isinstance(answer, Aborted):
+        if isinstance(answer, v.Aborted):
             slot = self.requests.slot_of[update.request_id]
             self._end(slot)
             self._forget(slot)
         return answer
 
-    def _fork(self, event: Fork) -> Ack | Rejected:
+    def _fork(self, event: v.Fork) -> v.Ack | v.Rejected:
         return super()._fork(event) if self.forks is None else self.forks.fork(event)
 
-    def _forget(self, slot: int) -> RequestId:
+    def _forget(self, slot: int) -> v.RequestId:
         if self.encodings is not None:
             self.encodings.cache.drop(self.requests.requests[slot])
         if self.turns is not None:
@@ -409,17 +375,17 @@ class HostEngine(Doors[Frame]):
         self.sessions.updates.pop(request_id, None)
         return request_id
 
-    def _get_verified(self, frame_id: FrameId) -> Mapping[RequestId, TokenIds | None]:
+    def _get_verified(self, frame_id: v.FrameId) -> Mapping[v.RequestId, v.TokenIds | None]:
         rows = super()._get_verified(frame_id)
         return {**rows, **self.masks.verifiable.get(frame_id, {})}
 
-    def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:
-        return accepted == drafts[: len(accepted)] or DRAFT_PLACEHOLDER in drafts
+    def _are_among(self, drafts: v.TokenIds, accepted: v.TokenIds) -> bool:
+        return accepted == drafts[: len(accepted)] or v.DRAFT_PLACEHOLDER in drafts
 
-    def _make_mask(self, event: GrammarBitmask) -> GrammarOutput | Rejected:
+    def _make_mask(self, event: v.GrammarBitmask) -> v.GrammarOutput | v.Rejected:
         return self.masks.make_mask(event)
 
-    def _take_drafts(self, event: Drafts) -> DraftsTaken:
+    def _take_drafts(self, event: v.Drafts) -> v.DraftsTaken:
         s, taken = self.requests.state, []
         for row in event.drafts:
             slot = self.requests.slot_of.get(row.request_id)
@@ -429,12 +395,12 @@ class HostEngine(Doors[Frame]):
             s.requests[slot, c.NUM_DRAFTS] = len(drafts)
             s.drafts[s.requests[slot, c.SEAT], : len(drafts)] = drafts
             taken.append(row.request_id)
-        return DraftsTaken(tuple(taken))
+        return v.DraftsTaken(tuple(taken))
 
     def _set_grammar_ready(self, slot: int) -> None:
         self.requests.state.requests[slot, c.GRAMMAR_READY] = 1
 
-    def _count_most_blocks(self, request: Request) -> int:
+    def _count_most_blocks(self, request: v.Request) -> int:
         slots = most_slots(self.config, request)
         return count_most_blocks(self.requests.state.groups, slots, count_beside(request))
 
@@ -444,7 +410,7 @@ class HostEngine(Doors[Frame]):
             self.transfers.hold(slot)
         end(self.requests.state, slot)
 
-    def _reset_both(self, event: Reset) -> bool:
+    def _reset_both(self, event: v.Reset) -> bool:
         if self.transfers is None or not self.transfers.can_reset():
             return self.transfers is None and super()._reset_both(event)
         if not self._reset(event.reset_running_requests):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
 from blockstep.impl.doors import Doors
+from blockstep.impl.grammars import Matcher
 from blockstep.impl.host import state as c
 from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.keys import Keys
@@ -15,16 +16,7 @@ from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.sessions import Sessions
 from blockstep.impl.host.transfers import Transfers
 from blockstep.impl.names import STATUSES
-from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
-    NULL_BLOCK,
-    PauseState,
-    RequestId,
-    RequestSnapshot,
-    Snapshot,
-    Stats,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 
 class View:
@@ -47,8 +39,10 @@ class View:
         self.sessions = sessions
         self.transfers = transfers
         self.parts = {name: show for name, show in parts.items() if show is not None}
+        self._shown: dict[int, tuple[tuple[object, ...], v.RequestSnapshot]] = {}
+        """By index: all that a request's snapshot is made of, and that snapshot."""
 
-    def take(self, previous_names: Iterable[RequestId]) -> Snapshot:
+    def take(self, previous_names: Iterable[v.RequestId]) -> v.Snapshot:
         """Return the canonical state: nodes become structural keys, slots become request ids.
 
         `previous_names`: the requests of the last plan's rows.
@@ -56,7 +50,7 @@ class View:
         doors, s = self.doors, self.requests.state
         blocks, names = s.blocks.tolist(), self.requests.names
         list_queue = self.requests.list_queue
-        return Snapshot(
+        return v.Snapshot(
             pause_state=doors.pause_state,
             waiting=tuple(names[list_queue(c.WAITING)].tolist()),
             skipped_waiting=tuple(names[list_queue(c.SKIPPED)].tolist()),
@@ -66,7 +60,7 @@ class View:
             ),
             ref_counts=tuple(block[c.REF_COUNT] for block in blocks),
             free_queue=tuple(
-                _follow(blocks, blocks[NULL_BLOCK][c.NEXT_FREE], c.NEXT_FREE, NULL_BLOCK)
+                _follow(blocks, blocks[v.NULL_BLOCK][c.NEXT_FREE], c.NEXT_FREE, v.NULL_BLOCK)
             ),
             block_keys=tuple(
                 None if block[c.NODE] == c.NONE else self.keys.key_in(block[c.NODE], block[c.GROUP])
@@ -96,17 +90,17 @@ class View:
         """Whether planning again may do anything before the next event."""
         doors = self.doors
         num_ready = {
-            PauseState.UNPAUSED: len(self.requests.slot_of) - self.sessions.count_resting(),
-            PauseState.PAUSED_NEW: int(self.requests.state.scalars[c.NUM_RUNNING]),
-            PauseState.PAUSED_ALL: 0,
+            v.PauseState.UNPAUSED: len(self.requests.slot_of) - self.sessions.count_resting(),
+            v.PauseState.PAUSED_NEW: int(self.requests.state.scalars[c.NUM_RUNNING]),
+            v.PauseState.PAUSED_ALL: 0,
         }[doors.pause_state]
         awaits = self.transfers is not None and not self.transfers.can_reset()
         return bool(doors.finished_req_ids) or num_ready > 0 or awaits
 
-    def stats(self) -> Stats:
+    def stats(self) -> v.Stats:
         """Return the counters since the start (P21)."""
         scalars = self.requests.state.scalars.tolist()
-        return Stats(
+        return v.Stats(
             prefix_cache_queries=scalars[c.QUERIES],
             prefix_cache_hits=scalars[c.HITS],
             preemptions=scalars[c.PREEMPTIONS],
@@ -116,17 +110,34 @@ class View:
             external_prefix_cache_hits=scalars[c.EXTERNAL_HITS],
         )
 
-    def _request(self, slot: int) -> RequestSnapshot:
+    def _request(self, slot: int) -> v.RequestSnapshot:
+        """Return the snapshot of a request: the same object as long as nothing of it changes."""
+        s, request = self.requests.state, self.requests.requests[slot]
+        updates = self.sessions.updates.get(request.request_id)
+        matcher = self.masks.matchers.get(request.request_id)
+        row, seat, held = s.requests[slot], s.requests[slot, c.SEAT], s.holdings[slot]
+        tables = s.block_tables[:, seat, : held[:, c.HELD].max()].tobytes()
+        drafts = s.drafts[seat].tobytes() if row[c.NUM_DRAFTS] else b""
+        known: tuple[object, ...] = (
+            *(row.tobytes(), held.tobytes(), tables, drafts, updates is None or len(updates)),
+            *((matcher.position.state, matcher.reasoning_ended) if matcher else ()),
+        )
+        last = self._shown.get(slot)
+        if last is None or last[0] != known:
+            last = self._shown[slot] = known, self._make_request(slot, updates, matcher)
+        return last[1]
+
+    def _make_request(
+        self, slot: int, updates: Sized | None, matcher: Matcher | None
+    ) -> v.RequestSnapshot:
         requests = self.requests
         s, request = requests.state, requests.requests[slot]
         row = s.requests[slot].tolist()
         tokens = get_tokens(s, slot)
-        drafts: TokenIds = (DRAFT_PLACEHOLDER,) * row[c.NUM_DRAFTS]
+        drafts: v.TokenIds = (v.DRAFT_PLACEHOLDER,) * row[c.NUM_DRAFTS]
         if drafts and not self.doors.config.async_scheduling:
             drafts = tuple(s.drafts[row[c.SEAT], : row[c.NUM_DRAFTS]].tolist())
-        updates = self.sessions.updates.get(request.request_id)
-        matcher = self.masks.matchers.get(request.request_id)
-        return RequestSnapshot(
+        return v.RequestSnapshot(
             request_id=request.request_id,
             status=STATUSES[row[c.STATUS]],
             output_token_ids=tuple(tokens[len(request.prompt_token_ids) :].tolist()),
