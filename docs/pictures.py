@@ -159,7 +159,7 @@ def draw_steps(lines: Mapping[str, Sequence[tuple[int, float]]] | None = None) -
     _, y = place(1, TRT_LLM_US)
     dashes = 'stroke="currentColor" stroke-dasharray="4 3"'
     parts.append(f'<path d="M{left} {y:.1f} H{right}" {dashes}/>')
-    ends = [(y, "TensorRT-LLM's figure")]
+    ends = [(y, "TensorRT-LLM")]
     for number, (label, points) in enumerate(lines.items()):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in sorted(points)))
         colour = COLOURS[number % len(COLOURS)]
