@@ -543,3 +543,12 @@ def test_drafts_are_told_of_a_row_that_a_failed_load_has_made_void() -> None:
     assert findings == []
     (told,) = ask_mask(run.worker, run.plans[0]).drafts
     assert (told.request_id, len(told.token_ids)) == ("A", 1)
+
+
+def test_a_load_without_a_table_is_told_beside_drafts() -> None:
+    """It used to break the worker, which looked for the drafter's table."""
+    fields: dict[str, Any] = {"spec_method": v.SpecMethod.EAGLE, "num_speculative_tokens": 2}
+    worker = make_worker(kv_connector=True, **fields)
+    assert worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3, 4),), 0, 5),))) == []
+    worker._drafts[3] = {1: ("A", 0)}
+    assert worker.execute(v.Plan(1, kv_loads=(v.KVLoad("A", (), 0, 2),)))

@@ -60,8 +60,9 @@ class Drafter(Items):
         if at is None or not self._drafts:
             return
         for load in loads:
-            start = load.num_computed_tokens
-            self._settle_slots(load.block_ids[at], start, start + load.num_external_tokens)
+            start, tables = load.num_computed_tokens, load.block_ids
+            table = tables[at] if at < len(tables) else ()  # a wrong load has been told of
+            self._settle_slots(table, start, start + load.num_external_tokens)
 
     def run_drafter(self, rows: Sequence[FrameRow], plan: v.Plan) -> None:
         """Run the proposer's layers after the target's: read the positions before each row, and run
