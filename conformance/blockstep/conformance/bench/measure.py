@@ -25,6 +25,7 @@ REHEARSAL = {"decode": 1, "storm": 14, "drafts": 14, "async": 14, "priority": 14
 """Scenarios that are played before any measurement, with their numbers of running requests."""
 
 THROUGH_APPLY = " through apply"
+"""The end of the title of a second side of an engine."""
 
 Advance: TypeAlias = Callable[[float, str], None]
 
@@ -140,18 +141,16 @@ def _fill_sides(
     """Return the sides after the untimed steps, and the memory that each has taken, in MiB."""
     sides: dict[str, Side] = {}
     memory: dict[str, float] = {}
-    for name in engines:
-        before = _memory_mib()
-        sides[name] = pilot.open_side(name)
-        for moment in warm:
-            play(sides[name], [moment], name, pilot)
-        memory[name] = _memory_mib() - before
-    for name in engines if through_apply else ():
-        if isinstance(sides[name], ArraySide):
-            second = f"{name}{THROUGH_APPLY}"
-            sides[second], memory[second] = pilot.open_side(name, through_apply=True), memory[name]
+    for is_second in (False, True) if through_apply else (False,):
+        for name in engines:
+            if is_second and not isinstance(sides[name], ArraySide):
+                continue
+            title = f"{name}{THROUGH_APPLY}" if is_second else name
+            before = _memory_mib()
+            sides[title] = pilot.open_side(name, is_second)
             for moment in warm:
-                play(sides[second], [moment], name, pilot)
+                play(sides[title], [moment], name, pilot)
+            memory[title] = _memory_mib() - before
     return sides, memory
 
 
