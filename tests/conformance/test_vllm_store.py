@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm_support.installed import PROFILE, RELEASE, VERSION, needs, quiet
+from worker_support import ROW_BEHIND_A_FAILED_LOAD
 
 from blockstep.conformance.engine import Engine, EngineFault, get_declines
 from blockstep.conformance.lockstep.runs import run_program
@@ -81,30 +82,11 @@ def test_the_end_of_a_read_comes_in_the_answer_that_ends_its_request() -> None:
 
 @needs(RELEASE.follows_store, "no profile follows its store")
 def test_a_draft_that_no_grammar_accepts_is_not_counted_after_a_failed_load() -> None:
-    """A row in flight of a request whose load has failed: the worker's draft for it is told."""
-    config = replace(
-        CONFIG,
-        num_blocks=3,
-        enable_prefix_caching=False,
-        kv_load_failure_policy=v.KVLoadFailurePolicy.RECOMPUTE,
-        spec_method=v.SpecMethod.NGRAM,
-        num_speculative_tokens=1,
-        async_scheduling=True,
-        max_frames_in_flight=2,
-        groups=(v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, sliding_window=1),),
-    )
-    grammar = v.Grammar(((),))
-    request = v.Request("A", (0, 0), max_tokens=2, structured_output=True, grammar=grammar)
-    actions = (
-        v.Submit(request),
-        v.KVOffer("A", num_tokens=1),
-        v.GrammarReady("A"),
-        v.Schedule(),
-        v.Schedule(),
-        Answer(report=Report(invalid=(("A", -1),))),
-        Answer(),
-    )
-    run, findings = run_program(Program(config, actions), load_engine("vllm"), PROFILE)
+    """A load fails while a later row of its request is in flight: the worker reports the draft of
+    that row, and the release does not count it."""
+    program = ROW_BEHIND_A_FAILED_LOAD
+    program = replace(program, actions=(*program.actions, Answer()))
+    run, findings = run_program(program, load_engine("vllm"), PROFILE)
     assert (findings, dict(run.skipped)) == ([], {})
 
 

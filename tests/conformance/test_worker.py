@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from worker_support import (
     CONFIG,
+    ROW_BEHIND_A_FAILED_LOAD,
     A,
     cached,
     make_worker,
@@ -23,7 +24,6 @@ from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN
 from blockstep.conformance.lockstep.runner import ask_mask
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding
-from blockstep.conformance.protocol.program import Answer, Program, Report
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.impl.host import HostEngine
@@ -515,30 +515,10 @@ def test_whatever_follows_who_reads_wrong_kv_says_something_else(last: int) -> N
 def test_drafts_are_told_of_a_row_that_a_failed_load_has_made_void() -> None:
     """They are proposed before the load is known to have failed: vLLM 0.19.1 counts a draft as
     scheduled unless its grammar is asked."""
-    config = v.Config(
-        3,
-        2,
-        kv_connector=True,
-        kv_load_failure_policy=v.KVLoadFailurePolicy.RECOMPUTE,
-        spec_method=v.SpecMethod.NGRAM,
-        num_speculative_tokens=1,
-        async_scheduling=True,
-        max_frames_in_flight=2,
-    )
-    grammar = v.Grammar(((),))
-    request = v.Request("A", (0, 0), max_tokens=2, structured_output=True, grammar=grammar)
-    actions = (
-        v.Submit(request),
-        v.KVOffer("A", num_tokens=1),
-        v.GrammarReady("A"),
-        v.Schedule(),
-        v.Schedule(),
-        Answer(report=Report(invalid=(("A", -1),))),
-    )
     profile = get_profile("vllm-0.19.1")
     assert profile is not None
     run, findings = run_program(
-        Program(config, actions), lambda config: SpecEngine(config, profile), profile
+        ROW_BEHIND_A_FAILED_LOAD, lambda config: SpecEngine(config, profile), profile
     )
     assert findings == []
     (told,) = ask_mask(run.worker, run.plans[0]).drafts

@@ -7,11 +7,42 @@ from typing import Any
 
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import Answer, Program, Report
 from blockstep.conformance.protocol.tokens import token_function
+from blockstep.spec import vocabulary as v
 from blockstep.spec.vocabulary import CachedRow, Commit, Config, NewRow, Plan, Request
 
 CONFIG = Config(num_blocks=10, block_size=2, max_model_len=16)
 A = Request("A", (1, 2, 3, 4, 5))
+
+ROW_BEHIND_A_FAILED_LOAD = Program(
+    Config(
+        num_blocks=3,
+        block_size=2,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=16,
+        enable_prefix_caching=False,
+        kv_connector=True,
+        kv_load_failure_policy=v.KVLoadFailurePolicy.RECOMPUTE,
+        spec_method=v.SpecMethod.NGRAM,
+        num_speculative_tokens=1,
+        async_scheduling=True,
+        max_frames_in_flight=2,
+        groups=(v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, sliding_window=1),),
+    ),
+    (
+        v.Submit(
+            Request("A", (0, 0), max_tokens=2, structured_output=True, grammar=v.Grammar(((),)))
+        ),
+        v.KVOffer("A", num_tokens=1),
+        v.GrammarReady("A"),
+        v.Schedule(),
+        v.Schedule(),
+        Answer(report=Report(invalid=(("A", -1),))),
+    ),
+)
+"""A load of A fails while a later plan has a row of A with a draft, which no grammar accepts."""
 
 
 def make_worker(**fields: Any) -> Worker:
