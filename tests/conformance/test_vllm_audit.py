@@ -163,7 +163,7 @@ def repeat(row: v.CachedRow) -> v.CachedRow:
 def test_a_block_table_that_is_told_wrongly_is_found(
     lie: Callable[[v.Plan], v.Plan], first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The property that the plan breaks is told first, the contradiction with vLLM after it."""
+    """The first finding names the broken property; a later one names what vLLM itself holds."""
     adapter = take("vllm")
     read_plan = adapter.read_plan
     monkeypatch.setattr(adapter, "read_plan", lambda *a: lie(read_plan(*a)))

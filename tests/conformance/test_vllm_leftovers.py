@@ -269,7 +269,7 @@ FIRST = {
     "an answer to a stranger": "delivered_rows_are_those_that_sampled",
     "two answers to one": "delivered_rows_are_those_that_sampled",
 }
-"""The properties that some of these defects break: they are told before the adapter's message."""
+"""For some defects the property that they break; it is reported before the adapter's message."""
 
 
 @needs_vllm
