@@ -338,8 +338,16 @@ def test_bits_of_a_request_are_those_of_a_graph_whose_lengths_change(
     torch.testing.assert_close(out.double().cpu(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1, 300), (1, 40), (70, 90), (0, 9), (4, 500), (20, 400), (1, 17)],
+        [(1, 20), (1, 60), (0, 9), (1, 1), (2, 64), (20, 90), (1, 40)],
+    ],
+    ids=["long ones among short ones", "a program for each short one"],
+)
 def test_programs_compute_the_tiles_that_the_benchmark_counts(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, int]]
 ) -> None:
     """So its table of shares is that of the kernel."""
     attention_triton = pytest.importorskip("blockstep.kernels.attention_triton")
@@ -363,7 +371,6 @@ def test_programs_compute_the_tiles_that_the_benchmark_counts(
 
     monkeypatch.setattr(Sanitizer, "finish_launch", count)
     monkeypatch.setattr(attention_triton, "count_processors", lambda _: 5)
-    lengths = [(1, 300), (1, 40), (70, 90), (0, 9), (4, 500), (20, 400), (1, 17)]
     batch = Batch(*zip(*lengths, strict=True))  # type: ignore[arg-type]
     arguments, rules = batch.make()
     with use_backend("triton"), sanitize() as sanitizer:

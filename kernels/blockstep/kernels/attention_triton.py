@@ -45,6 +45,7 @@ def make_callable(function: Callable[..., Any]) -> Callable[..., Any]:
     return made if isinstance(made, triton.JITFunction) else function
 
 
+has_program_for_each = make_callable(partition.has_program_for_each)
 find_first_key = make_callable(partition.find_first_key)
 choose_split_tiles = make_callable(partition.choose_split_tiles)
 weigh_query_tile = make_callable(partition.weigh_query_tile)
@@ -82,13 +83,14 @@ def count_splits_before_program(
 
 @triton.jit
 def weigh_request(
-    query_len, seq_len, window, NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr,
+    query_len, seq_len, window, is_alike, NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr,
     BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr, WINDOW: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Return the key tiles of a query tile, and the request's number of query tiles for all heads.
 
-    The number is 0 if the other launch serves the request.
+    The number is 0 if the other launch serves the request. is_alike: whether each query tile counts
+    as one tile of keys.
     """
     first = find_first_key(seq_len - query_len, window, WINDOW, CHUNKS)
     weight = weigh_query_tile(
@@ -98,32 +100,30 @@ def weigh_request(
     is_few = (query_len > 0) & (query_len <= FEW_MAX)
     is_served = is_few if IS_FEW else query_len > FEW_MAX
     num_items = (query_len + BLOCK_Q - 1) // BLOCK_Q * NUM_GROUPS
-    return weight, tl.where(is_served, num_items, 0)
+    return tl.where(is_alike, 1, weight), tl.where(is_served, num_items, 0)
 
 
 @triton.jit
 def weigh_requests(
-    query_start_loc, seq_lens, first_request, num_seqs, window, NUM_GROUPS: tl.constexpr,
+    query_start_loc, seq_lens, first_request, num_seqs, window, is_alike, NUM_GROUPS: tl.constexpr,
     FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers of key tiles, and of query tiles, of `LANES` requests, both `[LANES]`
-    int32."""
+    """Return the result of `weigh_request` for `LANES` requests, both `[LANES]` int32."""
     request = first_request + tl.arange(0, LANES)
     mask = request < num_seqs
     start = tl.load(query_start_loc + request, mask=mask, other=0)
     stop = tl.load(query_start_loc + request + 1, mask=mask, other=0)
     seq_len = tl.load(seq_lens + request, mask=mask, other=0)
-    weight, num_items = weigh_request(
-        stop - start, seq_len, window,
+    return weigh_request(
+        stop - start, seq_len, window, is_alike,
         NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
     )  # fmt: skip
-    return weight * num_items, num_items
 
 
 @triton.jit
 def find_request(
-    query_start_loc, seq_lens, position, num_seqs, window, NUM_GROUPS: tl.constexpr,
+    query_start_loc, seq_lens, position, num_seqs, window, is_alike, NUM_GROUPS: tl.constexpr,
     FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -133,10 +133,11 @@ def find_request(
     items_before = tl.zeros((), tl.int32)
     base = tl.zeros((), tl.int32)
     for first_request in range(0, num_seqs, LANES):
-        tiles, num_items = weigh_requests(
-            query_start_loc, seq_lens, first_request, num_seqs, window,
+        weights, num_items = weigh_requests(
+            query_start_loc, seq_lens, first_request, num_seqs, window, is_alike,
             NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS, LANES,
         )  # fmt: skip
+        tiles = weights * num_items
         ends = base + tl.cumsum(tiles, 0)
         is_before = ends <= position
         request += tl.sum(is_before.to(tl.int32), 0)
@@ -148,16 +149,16 @@ def find_request(
 
 @triton.jit
 def load_request(
-    query_start_loc, seq_lens, request, window, NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr,
-    BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    query_start_loc, seq_lens, request, window, is_alike, NUM_GROUPS: tl.constexpr,
+    FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Return the start of a request's queries, its lengths, and the result of `weigh_request`."""
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     seq_len = tl.load(seq_lens + request)
     weight, num_items = weigh_request(
-        query_len, seq_len, window,
+        query_len, seq_len, window, is_alike,
         NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
     )  # fmt: skip
     return start, query_len, seq_len, weight, num_items
@@ -238,6 +239,31 @@ def plan_items(
 
 
 @triton.jit
+def weigh_batch(
+    query_start_loc, seq_lens, num_seqs, num_programs, window, NUM_GROUPS: tl.constexpr,
+    FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Return the number of key tiles of all query tiles, and whether each of these counts as one.
+
+    The latter gives each query tile a program of its own, if all are short and there are enough.
+    """
+    num_tiles = tl.zeros((), tl.int32)  # 32 bits suffice for all memory there is
+    num_items_all = tl.zeros((), tl.int32)
+    longest = tl.zeros((), tl.int32)
+    for first_request in range(0, num_seqs, LANES):
+        weights, num_items = weigh_requests(
+            query_start_loc, seq_lens, first_request, num_seqs, window, False,
+            NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS, LANES,
+        )  # fmt: skip
+        num_tiles += tl.sum(weights * num_items, 0)
+        num_items_all += tl.sum(num_items, 0)
+        longest = tl.maximum(longest, tl.max(tl.where(num_items > 0, weights, 0), 0))
+    is_alike = has_program_for_each(num_items_all, longest, num_programs, SPLITS)
+    return tl.where(is_alike, num_items_all, num_tiles), is_alike
+
+
+@triton.jit
 def plan_program(
     plan, program, num_programs, header_at, runs_at, query_start_loc, seq_lens, num_seqs, window,
     NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
@@ -251,13 +277,10 @@ def plan_program(
     only the last one of a program may also be the first one of the next. The first run is in the
     program's header as well, with the range of rows of its runs.
     """
-    num_tiles_all = tl.zeros((), tl.int32)  # 32 bits suffice for all memory there is
-    for first_request in range(0, num_seqs, LANES):
-        tiles, _ = weigh_requests(
-            query_start_loc, seq_lens, first_request, num_seqs, window,
-            NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS, LANES,
-        )  # fmt: skip
-        num_tiles_all += tl.sum(tiles, 0)
+    num_tiles_all, is_alike = weigh_batch(
+        query_start_loc, seq_lens, num_seqs, num_programs, window,
+        NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, SPLITS, WINDOW, CHUNKS, LANES,
+    )  # fmt: skip
     position = (program.to(tl.int64) * num_tiles_all // num_programs).to(tl.int32)
     end = ((program + 1).to(tl.int64) * num_tiles_all + num_programs - 1) // num_programs
     end = end.to(tl.int32)
@@ -269,16 +292,16 @@ def plan_program(
     header = plan + (header_at + program) * ROW
     while position < end:
         start, query_len, seq_len, weight, num_items = load_request(
-            query_start_loc, seq_lens, request, window,
+            query_start_loc, seq_lens, request, window, is_alike,
             NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
         )  # fmt: skip
         if position >= before + weight * num_items:
             request, before, items_before = find_request(
-                query_start_loc, seq_lens, position, num_seqs, window,
+                query_start_loc, seq_lens, position, num_seqs, window, is_alike,
                 NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS, LANES,
             )  # fmt: skip
             start, query_len, seq_len, weight, num_items = load_request(
-                query_start_loc, seq_lens, request, window,
+                query_start_loc, seq_lens, request, window, is_alike,
                 NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
             )  # fmt: skip
         first_index = (position - before) // weight
@@ -346,7 +369,7 @@ def load_tile(
     Loads are masked, unless all keys are in range: a slot that was never written may hold NaN.
     """
     block = block.to(tl.int64)
-    slot = (key_at.to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
+    slot = key_at - (key_at.to(tl.uint32) // BLOCK_SIZE).to(tl.int32) * BLOCK_SIZE
     if FAR:  # else 32 bits are enough, and save registers
         slot = slot.to(tl.int64)
     from_key = block * key_block + slot * key_slot + head.to(tl.int64) * key_head
@@ -731,8 +754,10 @@ def find_program(index, num_programs, PER_PROCESSOR: tl.constexpr):
     The first programs of a launch go to different multiprocessors, further ones to the same again.
     If a plan has few tiles, programs with work are at equal distances, and so would meet on one.
     """
-    processors = num_programs // PER_PROCESSOR
-    return index % processors * PER_PROCESSOR + index // processors
+    if PER_PROCESSOR > 1:
+        processors = num_programs // PER_PROCESSOR
+        index = index % processors * PER_PROCESSOR + index // processors
+    return index
 
 
 @triton.jit
@@ -913,9 +938,10 @@ def choose_tilings(size: int, group: int, element_size: int, *, is_fp8: bool = F
     if element_size == 4:
         # Three products of tf32 on the tensor cores have about the accuracy of one of float32. They
         # hold a row of queries twice in registers; with 256 dimensions there is no room for that.
-        precision, tile, num_warps = ("ieee", 16, 4) if size >= 256 else ("tf32x3", 16, 8)
-        few = Tiling(rows, tile, num_warps, 1, 2, FEW, precision=precision)
-        return Tilings(part, few, few._replace(splits=MANY))
+        precision = "ieee" if size >= 256 else "tf32x3"
+        few = Tiling(rows, 16, 8, 1, 2, FEW, precision=precision)
+        many = few._replace(splits=MANY, num_warps=4 if size >= 256 else 8)
+        return Tilings(part, few, many)
     if rows >= 64:
         few = Tiling(rows, 64, 8, 2, 1, FEW)
     elif size >= 256:

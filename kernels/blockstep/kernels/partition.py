@@ -101,6 +101,15 @@ def weigh_query_tile(
     return tiles
 
 
+def has_program_for_each(num_query_tiles, num_tiles, num_programs, splits):
+    """Return whether each query tile is computed by a program of its own.
+
+    This is so if there are enough programs, and if all query tiles are single splits because they
+    see few tiles of keys, at most `num_tiles`. Each then counts as one tile of keys.
+    """
+    return (num_query_tiles <= num_programs) & (num_tiles <= splits.whole)
+
+
 def find_query_tile(index, num_query_tiles):
     """Return the query tile at `index` of the order: last, first, last but one, second, and so on.
 
