@@ -19,6 +19,7 @@ from kernel_support.sanitizers import Sanitizer, sanitize
 from blockstep.kernels import (
     make_attention_workspace,
     paged_attention,
+    partition,
     plan_attention,
     use_backend,
 )
@@ -380,6 +381,12 @@ def test_programs_compute_the_tiles_that_the_benchmark_counts(
     assert launches == [
         share_out("", lengths, tilings, 2, 10, is_few=is_few).tiles for is_few in (True, False)
     ]
+
+
+def test_a_short_request_is_one_split_that_nothing_merges() -> None:
+    rule: Any = partition
+    sizes = [rule.choose_split_tiles(num_tiles, 1, rule.FEW) for num_tiles in range(1, 10)]
+    assert sizes == [1, 2, 3, 4, 1, 1, 1, 1, 2]
 
 
 def test_a_plan_serves_all_layers_of_a_step(backend: str, device: str) -> None:

@@ -12,6 +12,10 @@ rows of queries, a second one those with more, each with its own tile sizes.
 Program 0 writes the result of A. For B it stores splits 0 to 3, merged, and program 1 stores split
 4; whichever of the two finishes last merges these and writes the result. Splits are always merged
 in their order, so the bits of a result do not depend on which program computes which split.
+
+A short request is one split. Its time is that of loads behind each other: the plan's row, the table
+of blocks, keys and values. On a GPU that can, both kernels are launched while earlier ones run, and
+wait for them.
 """
 
 from __future__ import annotations
