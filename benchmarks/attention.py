@@ -384,6 +384,8 @@ def share_out(
         for q, s in served
     ]
     counts = [-(-q // block_q) * num_groups for q, _ in served]
+    if partition.has_program_for_each(sum(counts), max(weights), num_programs, tiling.splits):
+        weights = [1] * len(weights)
     total = sum(weight * count for weight, count in zip(weights, counts, strict=True))
     shares = Shares(name, num_programs, tiles=[0] * num_programs)
     before = 0

@@ -19,6 +19,7 @@ from kernel_support.sanitizers import Sanitizer, sanitize
 from blockstep.kernels import (
     make_attention_workspace,
     paged_attention,
+    partition,
     plan_attention,
     use_backend,
 )
@@ -338,8 +339,16 @@ def test_bits_of_a_request_are_those_of_a_graph_whose_lengths_change(
     torch.testing.assert_close(out.double().cpu(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1, 300), (1, 40), (70, 90), (0, 9), (4, 500), (20, 400), (1, 17)],
+        [(1, 20), (1, 60), (0, 9), (1, 1), (2, 64), (20, 90), (1, 40)],
+    ],
+    ids=["long ones among short ones", "a program for each short one"],
+)
 def test_programs_compute_the_tiles_that_the_benchmark_counts(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, int]]
 ) -> None:
     """So its table of shares is that of the kernel."""
     attention_triton = pytest.importorskip("blockstep.kernels.attention_triton")
@@ -357,12 +366,12 @@ def test_programs_compute_the_tiles_that_the_benchmark_counts(
             if access.line.startswith("load_tile"):
                 tiles[access.program[0]] += 1
         if tiles:  # a plan has none
-            launches.append([tiles[program] // 2 for program in range(10)])  # keys and values
+            order = [program // 2 + program % 2 * 5 for program in range(10)]  # two per processor
+            launches.append([tiles[index] // 2 for index in order])  # keys and values
         finish(self)
 
     monkeypatch.setattr(Sanitizer, "finish_launch", count)
     monkeypatch.setattr(attention_triton, "count_processors", lambda _: 5)
-    lengths = [(1, 300), (1, 40), (70, 90), (0, 9), (4, 500), (20, 400), (1, 17)]
     batch = Batch(*zip(*lengths, strict=True))  # type: ignore[arg-type]
     arguments, rules = batch.make()
     with use_backend("triton"), sanitize() as sanitizer:
@@ -372,6 +381,12 @@ def test_programs_compute_the_tiles_that_the_benchmark_counts(
     assert launches == [
         share_out("", lengths, tilings, 2, 10, is_few=is_few).tiles for is_few in (True, False)
     ]
+
+
+def test_a_short_request_is_one_split_that_nothing_merges() -> None:
+    rule: Any = partition
+    sizes = [rule.choose_split_tiles(num_tiles, 1, rule.FEW) for num_tiles in range(1, 10)]
+    assert sizes == [1, 2, 3, 4, 1, 1, 1, 1, 2]
 
 
 def test_a_plan_serves_all_layers_of_a_step(backend: str, device: str) -> None:

@@ -12,6 +12,10 @@ rows of queries, a second one those with more, each with its own tile sizes.
 Program 0 writes the result of A. For B it stores splits 0 to 3, merged, and program 1 stores split
 4; whichever of the two finishes last merges these and writes the result. Splits are always merged
 in their order, so the bits of a result do not depend on which program computes which split.
+
+A short request is one split. Its time is that of loads behind each other: the plan's row, the table
+of blocks, keys and values. On a GPU that can, both kernels are launched while earlier ones run, and
+wait for them.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from torch import Tensor
 
 from blockstep.kernels import partition
 from blockstep.kernels.attention import AttentionPlan, AttentionWorkspace, Rules
-from blockstep.kernels.dispatch import on_device_of_first
+from blockstep.kernels.dispatch import is_dependent_launch, on_device_of_first
 from blockstep.kernels.partition import FEW, MANY, Splits, count_splits_max
 
 LOG2_E = 1.4426950408889634
@@ -45,11 +49,23 @@ def make_callable(function: Callable[..., Any]) -> Callable[..., Any]:
     return made if isinstance(made, triton.JITFunction) else function
 
 
+has_program_for_each = make_callable(partition.has_program_for_each)
 find_first_key = make_callable(partition.find_first_key)
 choose_split_tiles = make_callable(partition.choose_split_tiles)
 weigh_query_tile = make_callable(partition.weigh_query_tile)
 count_splits_before = make_callable(partition.count_splits_before)
 find_query_tile = make_callable(partition.find_query_tile)
+
+
+@triton.jit
+def wait_for_earlier_kernels():
+    """Let the next kernel be launched; then wait until all earlier ones have ended.
+
+    Each program must call it before its first load or store: kernels in front of this one may have
+    begun just as early, so lengths, plans, block tables, caches and workspaces may be in use.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -71,13 +87,14 @@ def count_splits_before_program(
 
 @triton.jit
 def weigh_request(
-    query_len, seq_len, window, NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr,
+    query_len, seq_len, window, is_alike, NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr,
     BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr, WINDOW: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Return the key tiles of a query tile, and the request's number of query tiles for all heads.
 
-    The number is 0 if the other launch serves the request.
+    The number is 0 if the other launch serves the request. is_alike: whether each query tile counts
+    as one tile of keys.
     """
     first = find_first_key(seq_len - query_len, window, WINDOW, CHUNKS)
     weight = weigh_query_tile(
@@ -87,32 +104,30 @@ def weigh_request(
     is_few = (query_len > 0) & (query_len <= FEW_MAX)
     is_served = is_few if IS_FEW else query_len > FEW_MAX
     num_items = (query_len + BLOCK_Q - 1) // BLOCK_Q * NUM_GROUPS
-    return weight, tl.where(is_served, num_items, 0)
+    return tl.where(is_alike, 1, weight), tl.where(is_served, num_items, 0)
 
 
 @triton.jit
 def weigh_requests(
-    query_start_loc, seq_lens, first_request, num_seqs, window, NUM_GROUPS: tl.constexpr,
+    query_start_loc, seq_lens, first_request, num_seqs, window, is_alike, NUM_GROUPS: tl.constexpr,
     FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers of key tiles, and of query tiles, of `LANES` requests, both `[LANES]`
-    int32."""
+    """Return the result of `weigh_request` for `LANES` requests, both `[LANES]` int32."""
     request = first_request + tl.arange(0, LANES)
     mask = request < num_seqs
     start = tl.load(query_start_loc + request, mask=mask, other=0)
     stop = tl.load(query_start_loc + request + 1, mask=mask, other=0)
     seq_len = tl.load(seq_lens + request, mask=mask, other=0)
-    weight, num_items = weigh_request(
-        stop - start, seq_len, window,
+    return weigh_request(
+        stop - start, seq_len, window, is_alike,
         NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
     )  # fmt: skip
-    return weight * num_items, num_items
 
 
 @triton.jit
 def find_request(
-    query_start_loc, seq_lens, position, num_seqs, window, NUM_GROUPS: tl.constexpr,
+    query_start_loc, seq_lens, position, num_seqs, window, is_alike, NUM_GROUPS: tl.constexpr,
     FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -122,10 +137,11 @@ def find_request(
     items_before = tl.zeros((), tl.int32)
     base = tl.zeros((), tl.int32)
     for first_request in range(0, num_seqs, LANES):
-        tiles, num_items = weigh_requests(
-            query_start_loc, seq_lens, first_request, num_seqs, window,
+        weights, num_items = weigh_requests(
+            query_start_loc, seq_lens, first_request, num_seqs, window, is_alike,
             NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS, LANES,
         )  # fmt: skip
+        tiles = weights * num_items
         ends = base + tl.cumsum(tiles, 0)
         is_before = ends <= position
         request += tl.sum(is_before.to(tl.int32), 0)
@@ -137,16 +153,16 @@ def find_request(
 
 @triton.jit
 def load_request(
-    query_start_loc, seq_lens, request, window, NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr,
-    BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    query_start_loc, seq_lens, request, window, is_alike, NUM_GROUPS: tl.constexpr,
+    FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Return the start of a request's queries, its lengths, and the result of `weigh_request`."""
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     seq_len = tl.load(seq_lens + request)
     weight, num_items = weigh_request(
-        query_len, seq_len, window,
+        query_len, seq_len, window, is_alike,
         NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
     )  # fmt: skip
     return start, query_len, seq_len, weight, num_items
@@ -166,12 +182,12 @@ def store_run(
     tl.store(row + 4, group, mask=mask)
     tl.store(row + 5, local, mask=mask)
     tl.store(row + 6, split, mask=mask)
-    tl.store(row + 7, stop, mask=mask)
     tl.store(row + 8, num_splits, mask=mask)
     tl.store(row + 9, split_tiles, mask=mask)
     tl.store(row + 10, place, mask=mask)
     tl.store(row + 11, zero + num_merged, mask=mask)
     tl.store(row + 12, first, mask=mask)
+    tl.store(row + 13, stop, mask=mask)
 
 
 @triton.jit
@@ -227,6 +243,31 @@ def plan_items(
 
 
 @triton.jit
+def weigh_batch(
+    query_start_loc, seq_lens, num_seqs, num_programs, window, NUM_GROUPS: tl.constexpr,
+    FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Return the number of key tiles of all query tiles, and whether each of these counts as one.
+
+    The latter gives each query tile a program of its own, if all are short and there are enough.
+    """
+    num_tiles = tl.zeros((), tl.int32)  # 32 bits suffice for all memory there is
+    num_items_all = tl.zeros((), tl.int32)
+    longest = tl.zeros((), tl.int32)
+    for first_request in range(0, num_seqs, LANES):
+        weights, num_items = weigh_requests(
+            query_start_loc, seq_lens, first_request, num_seqs, window, False,
+            NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS, LANES,
+        )  # fmt: skip
+        num_tiles += tl.sum(weights * num_items, 0)
+        num_items_all += tl.sum(num_items, 0)
+        longest = tl.maximum(longest, tl.max(tl.where(num_items > 0, weights, 0), 0))
+    is_alike = has_program_for_each(num_items_all, longest, num_programs, SPLITS)
+    return tl.where(is_alike, num_items_all, num_tiles), is_alike
+
+
+@triton.jit
 def plan_program(
     plan, program, num_programs, header_at, runs_at, query_start_loc, seq_lens, num_seqs, window,
     NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
@@ -240,13 +281,10 @@ def plan_program(
     only the last one of a program may also be the first one of the next. The first run is in the
     program's header as well, with the range of rows of its runs.
     """
-    num_tiles_all = tl.zeros((), tl.int32)  # 32 bits suffice for all memory there is
-    for first_request in range(0, num_seqs, LANES):
-        tiles, _ = weigh_requests(
-            query_start_loc, seq_lens, first_request, num_seqs, window,
-            NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS, LANES,
-        )  # fmt: skip
-        num_tiles_all += tl.sum(tiles, 0)
+    num_tiles_all, is_alike = weigh_batch(
+        query_start_loc, seq_lens, num_seqs, num_programs, window,
+        NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, SPLITS, WINDOW, CHUNKS, LANES,
+    )  # fmt: skip
     position = (program.to(tl.int64) * num_tiles_all // num_programs).to(tl.int32)
     end = ((program + 1).to(tl.int64) * num_tiles_all + num_programs - 1) // num_programs
     end = end.to(tl.int32)
@@ -258,16 +296,16 @@ def plan_program(
     header = plan + (header_at + program) * ROW
     while position < end:
         start, query_len, seq_len, weight, num_items = load_request(
-            query_start_loc, seq_lens, request, window,
+            query_start_loc, seq_lens, request, window, is_alike,
             NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
         )  # fmt: skip
         if position >= before + weight * num_items:
             request, before, items_before = find_request(
-                query_start_loc, seq_lens, position, num_seqs, window,
+                query_start_loc, seq_lens, position, num_seqs, window, is_alike,
                 NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS, LANES,
             )  # fmt: skip
             start, query_len, seq_len, weight, num_items = load_request(
-                query_start_loc, seq_lens, request, window,
+                query_start_loc, seq_lens, request, window, is_alike,
                 NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
             )  # fmt: skip
         first_index = (position - before) // weight
@@ -284,7 +322,7 @@ def plan_program(
             before = position
             items_before += num_items
             request += 1
-    tl.store(header + 13, first_run)
+    tl.store(header + 7, first_run)
     tl.store(header + 14, stop_run)
 
 
@@ -295,9 +333,11 @@ def plan_kernel(
     NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
     SPLITS: tl.constexpr, MANY_BLOCK_Q: tl.constexpr, MANY_TILE: tl.constexpr,
     MANY_SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
-    ITEM_LANES: tl.constexpr,
+    ITEM_LANES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Plan one program of `attention_kernel` per program: the first `num_few` are for few rows."""
+    if DEPENDENT:
+        wait_for_earlier_kernels()
     program = tl.program_id(0)
     if program < num_few:
         plan_program(
@@ -317,7 +357,9 @@ def load_blocks(table, tile, first, last, TILE: tl.constexpr, BLOCK_SIZE: tl.con
     """Return the block of each key of a tile, `[TILE]` int32; 0 for keys outside [first, last)."""
     key_at = tile * TILE + tl.arange(0, TILE)
     in_range = (key_at >= first) & (key_at < last)
-    return tl.load(table + key_at // BLOCK_SIZE, mask=in_range, other=0)
+    # Division without a sign is a shift.
+    index = (key_at.to(tl.uint32) // BLOCK_SIZE).to(tl.int32)
+    return tl.load(table + index, mask=in_range, other=0)
 
 
 @triton.jit
@@ -331,7 +373,7 @@ def load_tile(
     Loads are masked, unless all keys are in range: a slot that was never written may hold NaN.
     """
     block = block.to(tl.int64)
-    slot = key_at % BLOCK_SIZE
+    slot = key_at - (key_at.to(tl.uint32) // BLOCK_SIZE).to(tl.int32) * BLOCK_SIZE
     if FAR:  # else 32 bits are enough, and save registers
         slot = slot.to(tl.int64)
     from_key = block * key_block + slot * key_slot + head.to(tl.int64) * key_head
@@ -377,11 +419,9 @@ def compute_scores(
 
 
 @triton.jit
-def add_tile(
-    top, total, weighted, scores, scale, v, SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return the running maximum, sum of exponentials and weighted values, with one more tile.
+def weigh_tile(top, scores, scale, SOFT_CAP: tl.constexpr):
+    """Return the running maximum with one more tile, the factor of what was summed before, and the
+    exponentials of the tile.
 
     The maximum is that of scaled scores, times log2(e).
     """
@@ -394,11 +434,14 @@ def add_tile(
         weights = tl.exp2(scores - base[:, None])
     else:
         weights = tl.exp2(scores * scale - base[:, None])
-    shrink = tl.exp2(top - base)
-    total = total * shrink + tl.sum(weights, 1)
+    return higher, tl.exp2(top - base), weights
+
+
+@triton.jit
+def add_values(weighted, shrink, weights, v, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return weighted values with those of one more tile."""
     weighted = weighted * shrink[:, None]
-    weighted += tl.dot(weights.to(COMPUTE), v.to(COMPUTE), input_precision=PRECISION)
-    return higher, total, weighted
+    return weighted + tl.dot(weights.to(COMPUTE), v.to(COMPUTE), input_precision=PRECISION)
 
 
 @triton.jit
@@ -410,7 +453,8 @@ def add_tiles(
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, ALIKE: tl.constexpr,
     PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Do `add_tile` for tiles `start_tile` to `stop_tile - 1`, of keys `first` to `last - 1`."""
+    """Return maximum, sum of exponentials and weighted values with tiles `start_tile` to
+    `stop_tile - 1`, of keys `first` to `last - 1`."""
     # The blocks of a tile are loaded an iteration ahead, since its keys wait for them.
     next_block = load_blocks(table, start_tile, first, last, TILE, BLOCK_SIZE)
     for tile in tl.range(start_tile, stop_tile):
@@ -427,9 +471,9 @@ def add_tiles(
             q, k, key_at, position, scale, window, soft_cap,
             WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, MASKED,
         )  # fmt: skip
-        top, total, weighted = add_tile(
-            top, total, weighted, scores, scale, v, SOFT_CAP, COMPUTE, PRECISION
-        )  # fmt: skip
+        top, shrink, weights = weigh_tile(top, scores, scale, SOFT_CAP)
+        total = total * shrink + tl.sum(weights, 1)
+        weighted = add_values(weighted, shrink, weights, v, COMPUTE, PRECISION)
     return top, total, weighted
 
 
@@ -568,23 +612,23 @@ def finish_splits(
                 partial, partial_sums, first_slot + split, top, total, weighted, m, is_row, dim,
                 BLOCK_M, SIZE,
             )  # fmt: skip
+        counter, num_merged = counters + tl.load(at + 10), tl.load(at + 11)
         tl.debug_barrier()  # all threads have stored before one of them counts
-        counter = counters + tl.load(at + 10)
         num_stored = tl.atomic_add(counter, num_new, sem="acq_rel") + num_new
         if num_stored == num_splits:
             merge_stored(
-                out, partial, partial_sums, first_slot, tl.load(at + 11), num_splits, start,
+                out, partial, partial_sums, first_slot, num_merged, num_splits, start,
                 query_len, local, group, dim, in_head, v_scale, out_token, out_head, GROUP, PART,
                 BLOCK_Q, BLOCK_M, SIZE, ROWS, AT_ONCE, MERGE_STAGES,
             )  # fmt: skip
             tl.debug_barrier()  # all threads have loaded before a slot is used again
-            tl.atomic_xchg(counter, 0)
+            tl.atomic_xchg(counter, 0, sem="relaxed")
 
 
 @triton.jit
 def attend_few(
-    partial, partial_sums, first_slot, q, key_cache, value_cache, table, first_tile, num_tiles,
-    split_tiles, split, stop_split, first, last, position, m, is_row, head, dim, in_head,
+    partial, partial_sums, first_slot, q, key_cache, value_cache, table, next_block, first_tile,
+    num_tiles, split_tiles, split, stop_split, first, last, position, m, is_row, head, dim, in_head,
     scale, window, soft_cap, key_block, key_slot, key_head, value_block, value_slot, value_head,
     SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKS: tl.constexpr, SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr,
@@ -592,17 +636,18 @@ def attend_few(
 ):  # fmt: skip
     """Compute splits `split` to `stop_split - 1` of a query tile, in one loop.
 
-    Splits from split 0 on are merged and returned. Others are stored one by one.
+    Splits from split 0 on are merged and returned. Others are stored one by one. next_block: the
+    blocks of the first tile. Exponentials are summed over the keys of a tile only at the end of a
+    split, since that sum waits for all threads.
     """
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, TILE), tl.float32)
     weighted = tl.zeros((BLOCK_M, SIZE), tl.float32)
-    merged_top, merged_total, merged = top, total, weighted
+    merged_top, merged_total, merged = top, tl.zeros((BLOCK_M,), tl.float32), weighted
     stop_tile = tl.minimum(num_tiles, stop_split * split_tiles)
     left = split_tiles  # tiles of the current split
     slot = first_slot + split
     # The blocks of a tile are loaded an iteration ahead, since its keys wait for them.
-    next_block = load_blocks(table, first_tile + split * split_tiles, first, last, TILE, BLOCK_SIZE)
     for tile in tl.range(split * split_tiles, stop_tile):
         block = next_block
         next_block = load_blocks(table, first_tile + tile + 1, first, last, TILE, BLOCK_SIZE)
@@ -617,11 +662,12 @@ def attend_few(
             q, k, key_at, position, scale, window, soft_cap,
             WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, True,
         )  # fmt: skip
-        top, total, weighted = add_tile(
-            top, total, weighted, scores, scale, v, SOFT_CAP, COMPUTE, PRECISION
-        )  # fmt: skip
+        top, shrink, weights = weigh_tile(top, scores, scale, SOFT_CAP)
+        sums = sums * shrink[:, None] + weights
+        weighted = add_values(weighted, shrink, weights, v, COMPUTE, PRECISION)
         left -= 1
         if (left == 0) | (tile + 1 == stop_tile):
+            total = tl.sum(sums, 1)
             if split == 0:
                 merged_top, merged_total, merged = merge(
                     merged_top, merged_total, merged, top, total, weighted
@@ -634,7 +680,7 @@ def attend_few(
             slot += 1
             left = split_tiles
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            total = tl.zeros((BLOCK_M,), tl.float32)
+            sums = tl.zeros((BLOCK_M, TILE), tl.float32)
             weighted = tl.zeros((BLOCK_M, SIZE), tl.float32)
     return merged_top, merged_total, merged
 
@@ -706,9 +752,25 @@ def split_query_tile(
 
 
 @triton.jit
+def find_program(index, num_programs, PER_PROCESSOR: tl.constexpr):
+    """Return the program of the plan that program `index` of the launch runs.
+
+    The first programs of a launch go to different multiprocessors, further ones to the same again.
+    If a plan has few tiles, programs with work are at equal distances, and so would meet on one.
+    """
+    if PER_PROCESSOR > 1:
+        processors = num_programs // PER_PROCESSOR
+        index = index % processors * PER_PROCESSOR + index // processors
+    return index
+
+
+@triton.jit
 def load_runs(at):
-    """Return the first row of a program's runs, and the one after the last, from its header."""
-    return tl.load(at + 13), tl.load(at + 14)
+    """Return the first row of a program's runs, and the one after the last, from its header.
+
+    They are in different sectors of 32 bytes, so that all of the row is in the cache afterwards.
+    """
+    return tl.load(at + 7), tl.load(at + 14)
 
 
 @triton.jit
@@ -724,7 +786,7 @@ def load_run(at, resumed, num_slots, IS_FEW: tl.constexpr, VOLATILE: tl.constexp
     group = tl.load(at + 4, volatile=VOLATILE)
     local = tl.load(at + 5, volatile=VOLATILE)
     split = tl.maximum(tl.load(at + 6, volatile=VOLATILE), resumed)
-    stop = tl.load(at + 7, volatile=VOLATILE)
+    stop = tl.load(at + 13, volatile=VOLATILE)
     num_splits = tl.load(at + 8, volatile=VOLATILE)
     first_slot = tl.load(at + 10, volatile=VOLATILE) * num_slots
     next_split = stop if IS_FEW else split + 1
@@ -732,14 +794,18 @@ def load_run(at, resumed, num_slots, IS_FEW: tl.constexpr, VOLATILE: tl.constexp
 
 
 @triton.jit
-def load_keys(at, query_len, local, BLOCK_Q: tl.constexpr, TILE: tl.constexpr):
+def load_keys(
+    at, query_len, local, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, LIMITED: tl.constexpr
+):  # fmt: skip
     """Return the keys of a row of a plan.
 
     These are: the position of the request's first query; the first key of the query tile and the
     one after its last; its first key tile, their number, and the number of tiles in a split.
     """
     context = tl.load(at + 2) - query_len
-    first = tl.load(at + 12)
+    first = tl.zeros((), tl.int32)
+    if LIMITED:  # else known to the compiler
+        first = tl.load(at + 12)
     last = context + tl.minimum(local + BLOCK_Q, query_len)
     first_tile = first // TILE
     return context, first, last, first_tile, divide_up(last, TILE) - first_tile, tl.load(at + 9)
@@ -756,13 +822,16 @@ def attention_kernel(
     IS_FEW: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr, SOFT_CAP: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, ALIKE: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, MERGE_STAGES: tl.constexpr,
+    PER_PROCESSOR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute the splits of a program's plan; a query tile has `BLOCK_Q` tokens by `PART` heads.
 
     With few rows it computes all its splits of a query tile in one loop. `scale` includes log2(e)
     and the scale of the keys: softmax is in base 2. With `CHUNKS`, `window` is the size of a chunk.
     """
-    row_of_plan = header_at + tl.program_id(0)
+    row_of_plan = header_at + find_program(tl.program_id(0), tl.num_programs(0), PER_PROCESSOR)
+    if DEPENDENT:
+        wait_for_earlier_kernels()
     run, stop_run = load_runs(plan + row_of_plan * ROW)
     resumed = tl.zeros((), tl.int32)  # the next split of a begun query tile, or 0
     dim = tl.arange(0, SIZE)
@@ -774,20 +843,24 @@ def attention_kernel(
             at, resumed, num_slots, IS_FEW, False
         )  # fmt: skip
         context, first, last, first_tile, num_tiles, split_tiles = load_keys(
-            at, query_len, local, BLOCK_Q, TILE
+            at, query_len, local, BLOCK_Q, TILE, WINDOW | CHUNKS
         )  # fmt: skip
         table = block_tables + tl.load(at + 3).to(tl.int64) * table_stride
         # Always `arange`; it depends on `run`, so that no register keeps what is derived from it.
         m = tl.arange(0, BLOCK_M) + (run < 0).to(tl.int32)
+        if IS_FEW:  # loaded before the queries: keys and values wait for their blocks
+            next_block = load_blocks(
+                table, first_tile + split * split_tiles, first, last, TILE, BLOCK_SIZE
+            )  # fmt: skip
         q, step, is_row = load_queries(
             query, start, query_len, local, group, m, dim, in_head, query_token, query_head,
             GROUP, PART, BLOCK_Q, COMPUTE,
         )  # fmt: skip
         if IS_FEW:
             top, total, weighted = attend_few(
-                partial, partial_sums, first_slot, q, key_cache, value_cache, table, first_tile,
-                num_tiles, split_tiles, split, next_split, first, last, context + step, m, is_row,
-                group // parts, dim, in_head, scale, window, soft_cap,
+                partial, partial_sums, first_slot, q, key_cache, value_cache, table, next_block,
+                first_tile, num_tiles, split_tiles, split, next_split, first, last, context + step,
+                m, is_row, group // parts, dim, in_head, scale, window, soft_cap,
                 key_block, key_slot, key_head, value_block, value_slot, value_head, SIZE,
                 BLOCK_SIZE, BLOCK_M, TILE, WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, FAR, ALIKE,
             )  # fmt: skip
@@ -869,15 +942,17 @@ def choose_tilings(size: int, group: int, element_size: int, *, is_fp8: bool = F
     if element_size == 4:
         # Three products of tf32 on the tensor cores have about the accuracy of one of float32. They
         # hold a row of queries twice in registers; with 256 dimensions there is no room for that.
-        precision, tile, num_warps = ("ieee", 16, 4) if size >= 256 else ("tf32x3", 16, 8)
-        few = Tiling(rows, tile, num_warps, 1, 2, FEW, precision=precision)
-        return Tilings(part, few, few._replace(splits=MANY))
+        precision = "ieee" if size >= 256 else "tf32x3"
+        few = Tiling(rows, 16, 8, 1, 2, FEW, precision=precision)
+        many = few._replace(splits=MANY, num_warps=4 if size >= 256 else 8)
+        return Tilings(part, few, many)
     if rows >= 64:
         few = Tiling(rows, 64, 8, 2, 1, FEW)
     elif size >= 256:
         few = Tiling(rows, 16, 4, 4, 2, FEW, 2, 4, registers_max=255)
     else:
-        few = Tiling(rows, 64 if rows == 16 else 32, 4, 3, 2, FEW, 4, 4, registers_max=255)
+        tile = 32 if rows > 16 else 64 if size > 64 else 128
+        few = Tiling(rows, tile, 4, 3, 2, FEW, 8, 1, registers_max=255)
     many = Tiling(64, 32, 8, 2, 1, MANY)
     if size < 256:
         many = Tiling(128, 64 if is_fp8 else 128, 8, 2, 1, MANY)
@@ -975,7 +1050,7 @@ def make_plan(
         BLOCK_Q=few.block_m // part, TILE=few.tile, SPLITS=few.splits,
         MANY_BLOCK_Q=many.block_m // part, MANY_TILE=many.tile, MANY_SPLITS=many.splits,
         WINDOW=sliding_window is not None, CHUNKS=chunk_size is not None, LANES=NUM_LANES,
-        ITEM_LANES=NUM_ITEM_LANES, num_warps=4,
+        ITEM_LANES=NUM_ITEM_LANES, num_warps=4, **list_launch_options(query),
     )  # fmt: skip
     shape = (*query.shape, num_kv_heads, num_seqs, sliding_window, chunk_size)
     return AttentionPlan(rows, num_few, num_many, num_few_runs, shape)
@@ -1032,8 +1107,16 @@ def launch_paged_attention(
             ALIKE=key_cache.stride() == value_cache.stride(),
             ROWS=min(16, max(4, triton.next_power_of_2(tilings.part))),
             AT_ONCE=tiling.num_merged_at_once, MERGE_STAGES=tiling.num_merge_stages,
+            PER_PROCESSOR=tiling.num_programs, **list_launch_options(query),
             num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
         )  # fmt: skip
+
+
+def list_launch_options(query: Tensor) -> dict[str, bool]:
+    """Return the arguments of a launch that let it begin before earlier kernels have ended."""
+    if is_dependent_launch(query.device):
+        return {"DEPENDENT": True, "launch_pdl": True}
+    return {"DEPENDENT": False}
 
 
 def choose_compute(query: Tensor, cache: Tensor) -> tl.dtype:

@@ -30,9 +30,11 @@ class Splits(NamedTuple):
     """Tiles of a split, unless there would be more than `most` splits."""
     most: int
     """Most splits of all query tiles of a request together, for a part of the heads."""
+    whole: int = 0
+    """A query tile that sees at most this many tiles of keys is one split, which nothing merges."""
 
 
-FEW = Splits(wanted=8, tiles=8, enough=32, large=16, most=128)
+FEW = Splits(wanted=8, tiles=8, enough=32, large=16, most=128, whole=4)
 """The splits of requests whose query is one tile of few rows: decodes, and short drafts."""
 MANY = Splits(wanted=1, tiles=8, enough=32, large=8, most=32)
 """The splits of all other requests. Their results are larger, so merging costs more."""
@@ -60,6 +62,7 @@ def choose_split_tiles(num_tiles, num_query_tiles, splits):
     size = size + (grown - size) * (grown > size)
     capped = (num_tiles * num_query_tiles + splits.most - 1) // splits.most
     size = size + (capped - size) * (capped > size)
+    size = size + (num_tiles - size) * (num_tiles <= splits.whole)
     size += size == 0
     num_splits = (num_tiles + size - 1) // size
     num_splits += num_splits == 0
@@ -96,6 +99,15 @@ def weigh_query_tile(
             keys = keys + (seq_len - bend) * window
         tiles = 1 + (keys // queries + block_q // 2) // tile
     return tiles
+
+
+def has_program_for_each(num_query_tiles, num_tiles, num_programs, splits):
+    """Return whether each query tile is computed by a program of its own.
+
+    This is so if there are enough programs, and if all query tiles are single splits because they
+    see few tiles of keys, at most `num_tiles`. Each then counts as one tile of keys.
+    """
+    return (num_query_tiles <= num_programs) & (num_tiles <= splits.whole)
 
 
 def find_query_tile(index, num_query_tiles):

@@ -33,7 +33,7 @@ TYPES = {
 }  # fmt: skip
 
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Compiled:
     shared: int
     """Bytes of shared memory."""
     seconds: float
+    waits: bool
+    """Whether a program waits for earlier kernels before it loads or stores anything."""
 
 
 @dataclass
@@ -118,8 +120,16 @@ def compile_launch(
     seconds = time.perf_counter() - start
     registers, stack = read_resources(compiled.asm["cubin"])
     return Compiled(
-        call, kernel.fn.__name__, registers, stack, compiled.metadata.shared, round(seconds, 2)
-    )
+        call, kernel.fn.__name__, registers, stack, compiled.metadata.shared, round(seconds, 2),
+        is_waiting(compiled.asm["ptx"]),
+    )  # fmt: skip
+
+
+def is_waiting(ptx: str) -> bool:
+    """Return whether `griddepcontrol.wait` comes before the first access of global memory."""
+    access = re.search(r"\b(ld|st|atom|red|cp\.async\S*)\.global", ptx)
+    wait = ptx.find("griddepcontrol.wait")
+    return wait >= 0 and (access is None or wait < access.start())
 
 
 def describe(value: object) -> str:
@@ -307,6 +317,9 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
     attention_triton.is_compiled = lambda query: True
     modules = [attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton]
     modules += [layers_triton, sampling_triton]
+    for module in modules:
+        if "is_dependent_launch" in vars(module):
+            vars(module)["is_dependent_launch"] = lambda device: True
     with use_backend("triton"):
         for name, call in calls:
             for kernel, args, named in record(modules, call):
