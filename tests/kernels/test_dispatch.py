@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from blockstep.kernels.arguments import check_fp8
+from blockstep.kernels.dispatch import is_dependent_launch
 
 pytest.importorskip("triton")
 CONCEPTS = ("attention", "blocks", "cache", "rejection", "step")
@@ -51,3 +52,14 @@ def test_fp8_is_refused_on_a_gpu_that_cannot_compute_it(
             check_fp8("key_cache", device)
     else:
         check_fp8("key_cache", device)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((8, 9), False), ((9, 0), True)])
+def test_kernels_are_launched_early_only_on_a_gpu_that_can_wait(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    is_dependent_launch.cache_clear()
+    assert is_dependent_launch(torch.device("cuda", 0)) is expected
+    is_dependent_launch.cache_clear()
+    assert not is_dependent_launch(torch.device("cpu"))

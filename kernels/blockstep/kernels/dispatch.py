@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from types import ModuleType
 from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -72,3 +72,14 @@ def on_device_of_first(launch: Callable[P, R]) -> Callable[P, R]:
             return launch(*args, **named)
 
     return guarded
+
+
+@cache
+def is_dependent_launch(device: torch.device) -> bool:
+    """Return whether kernels on a device may begin before the kernels in front of them have ended.
+
+    Programmatic dependent launch needs compute capability 9.0. Such a kernel waits by itself, with
+    `tl.extra.cuda.gdc_wait()`, before it reads what an earlier kernel wrote, or overwrites what an
+    earlier kernel reads.
+    """
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (9, 0))
