@@ -24,6 +24,7 @@ REGISTERS_MAX = {
     # 64 let 1,024 threads live on a multiprocessor: enough to hide the latency of memory.
     "scatter_kernel": 64, "move_kernel": 64, "copy_in_sequence_kernel": 64,
     "prepare_kernel": 64, "merge_kernel": 64, "commit_kernel": 64, "finish_kernel": 64,
+    "stage_kernel": 64, "keep_kernel": 64,
     "decide_kernel": 128,  # eight warps, two programs on a multiprocessor
     "plan_kernel": 128,  # once per step
     "attention_kernel": 255,  # all there are; the accumulator lives in registers
@@ -73,6 +74,8 @@ def test_nothing_is_compiled_anew_because_a_step_is_of_another_size() -> None:
         "step_triton.prepare_kernel": 1,
         "step_triton.merge_kernel": 1,
         "step_triton.commit_kernel": 1,
+        "step_triton.stage_kernel": 1,
+        "step_triton.keep_kernel": 1,
         "attention_triton.plan_kernel": 1,
         "attention_triton.attention_kernel": 2,  # for few rows of queries, and for many
         "layers_triton.norm_kernel": 1,

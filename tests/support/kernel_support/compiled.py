@@ -33,7 +33,7 @@ TYPES = {
 }  # fmt: skip
 
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
 @dataclass(frozen=True)
@@ -202,11 +202,13 @@ def list_others(*, every: bool) -> Iterator[Call]:
         commit_step,
         copy_blocks,
         gather_blocks,
+        keep_tokens,
         merge_drafts,
         prepare_step,
         rejection_sample,
         reshape_and_cache,
         scatter_blocks,
+        stage_step,
     )
 
     caches = [(BRAIN, BRAIN), (HALF, FP8), (BRAIN, FP8), (SINGLE, FP8), (SINGLE, SINGLE)]
@@ -237,6 +239,12 @@ def list_others(*, every: bool) -> Iterator[Call]:
             ),
         )
     yield "merge_drafts", partial(merge_drafts, rows, starts, rows, none, starts * 0)
+    grouped = tables[None]
+    new = {"new_blocks": grouped[:, 0, :32], "new_places": torch.stack((rows, rows))}
+    fed = {"token_ids": rows, "fed_at": rows, "last_token_ids": rows}
+    for more in ({}, new, fed, {**new, **fed}):
+        yield f"stage_step {[*more]}", partial(stage_step, grouped, grouped, rows, **more)
+    yield "keep_tokens", partial(keep_tokens, rows, rows, rows)
     for dtype, probs in product((SINGLE, HALF, BRAIN), (None, torch.zeros(32, 4096))):
         yield (
             f"rejection_sample {dtype} probs={probs is not None}",
@@ -307,6 +315,9 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
     attention_triton.is_compiled = lambda query: True
     modules = [attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton]
     modules += [layers_triton, sampling_triton]
+    for module in modules:
+        if hasattr(module, "is_dependent_launch"):
+            module.is_dependent_launch = lambda device: True
     with use_backend("triton"):
         for name, call in calls:
             for kernel, args, named in record(modules, call):
@@ -318,12 +329,14 @@ def list_steps() -> Iterator[Call]:
     from blockstep.kernels import (
         add_rms_norm,
         commit_step,
+        keep_tokens,
         merge_drafts,
         paged_attention,
         prepare_step,
         rotate_and_cache,
         sample_tokens,
         silu_and_mul,
+        stage_step,
     )
 
     for num_seqs, num_blocks in ((1, 1), (2, 3), (16, 16), (17, 31)):
@@ -336,6 +349,17 @@ def list_steps() -> Iterator[Call]:
             partial(prepare_step, tables, ones, ones, 16, out_block_tables=tables.clone()),
         )
         yield name, partial(merge_drafts, rows, starts, rows, none, starts * 0)
+        batch = torch.zeros(1, 64 * num_seqs, 128, dtype=torch.int32)
+        both, places = torch.arange(2 * num_seqs), torch.zeros(2, num_blocks, dtype=torch.int64)
+        yield (
+            name,
+            partial(
+                stage_step, batch[:, :num_seqs, :num_blocks], batch, both[num_seqs:],
+                new_blocks=places[:1].int(), new_places=places, token_ids=rows,
+                fed_at=0 * both[num_seqs:], last_token_ids=torch.arange(64 * num_seqs),
+            ),
+        )  # fmt: skip
+        yield name, partial(keep_tokens, both, both[num_seqs:], rows)
         tokens = torch.zeros(num_seqs, num_blocks, dtype=torch.int64)
         yield name, partial(commit_step, ones, rows, ones, tokens, ones, starts * 0)
         for query_len in KINDS.values():
