@@ -139,6 +139,9 @@ def attend_split() -> None:
     paged_attention(*arguments, **{**rules, "max_query_len": 1})
 
 
+KEEP = """mask = sequence < num_seqs
+    row = tl.load(row_indices + sequence, mask=mask, other=0)
+    token"""
 PLANTED = {
     "scatter writes past a token": (
         "cache", scatter, "mask = element < NUM_HEADS * HEAD_SIZE", "mask = element >= 0",
@@ -187,12 +190,10 @@ PLANTED = {
         "step", stage, "mask = index < num_columns", "mask = index >= 0", "stage_kernel",
     ),
     "feeding where nothing is fed": (
-        "step", stage, "if at >= 0:", "if at >= -1:", "OUT-OF-BOUNDS stage_kernel",
+        "step", stage, "if (at >= 0)", "if (at >= -1)", "OUT-OF-BOUNDS stage_kernel",
     ),
     "keeping past the last token": (
-        "step", keep, "mask = sequence < num_seqs\n    row = tl.load(row_indices + sequence, mask"
-        "=mask, other=0)\n    token", "mask = sequence >= 0\n    row = tl.load(row_indices + "
-        "sequence, mask=mask, other=0)\n    token", "OUT-OF-BOUNDS keep_kernel",
+        "step", keep, KEEP, KEEP.replace("< num_seqs", ">= 0"), "OUT-OF-BOUNDS keep_kernel",
     ),
     "sampling past the vocabulary": (
         "rejection", sample, "mask=token < vocab_size", "mask=token >= 0",

@@ -216,9 +216,7 @@ def test_a_step_is_staged_as_a_loop_says(
     if fed:
         at = ints(fed, device, torch.int64)
         more |= {"token_ids": kept, "fed_at": at, "last_token_ids": last.to(device)}
-    stage_step(
-        memory[:, : len(rows), :299], there, ints(rows, device, torch.int64), **more
-    )
+    stage_step(memory[:, : len(rows), :299], there, ints(rows, device, torch.int64), **more)
 
     for group in range(num_groups):
         for (sequence, index), block in zip(new, blocks[group].tolist(), strict=True):

@@ -150,10 +150,9 @@ def stage_kernel(
         mask = index < num_columns
         tl.store(out + index, tl.load(table + index, mask=mask, other=0), mask=mask)
     if IS_FED:
-        if group == 0:
-            at = tl.load(fed_at + sequence)
-            if at >= 0:
-                tl.store(token_ids + at, tl.load(last_token_ids + row))
+        at = tl.load(fed_at + sequence)
+        if (at >= 0) & (group == 0):
+            tl.store(token_ids + at, tl.load(last_token_ids + row))
 
 
 @triton.jit(

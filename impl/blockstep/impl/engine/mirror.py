@@ -90,9 +90,11 @@ class Mirror:
 
     def send_row(self, name: str, values: np.ndarray) -> None:
         """Copy `values` over a whole tensor of one dimension."""
-        getattr(self.state, name).copy_(to_device(values, self.device), non_blocking=True)
+        given = torch.from_numpy(values)
         if not self.is_shared:
+            given = given.pin_memory()
             self.num_bytes_sent += values.nbytes
+        getattr(self.state, name).copy_(given, non_blocking=True)
 
     def read_all(self) -> None:
         """Copy the tensors to the host's arrays."""
