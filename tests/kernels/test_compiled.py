@@ -30,8 +30,10 @@ REGISTERS_MAX = {
     "attention_kernel": 255,  # all there are; the accumulator lives in registers
     "gate_kernel": 64, "norm_kernel": 128, "rotate_kernel": 128,
     "scan_kernel": 128, "choose_kernel": 128,
+    "rows_kernel": 64, "tokens_kernel": 64, "end_kernel": 64,
 }  # fmt: skip
 LAYERS = {"gate_kernel", "norm_kernel", "rotate_kernel", "scan_kernel", "choose_kernel"}
+BURSTS = {"rows_kernel", "tokens_kernel", "end_kernel"}
 SHARED_MAX = 227 * 1024
 
 
@@ -55,8 +57,9 @@ def compile_apart(which: str) -> Any:
     ("which", "kernels"),
     [
         ("attention", {"attention_kernel", "plan_kernel"}),
-        ("others", {*REGISTERS_MAX} - {"attention_kernel", "plan_kernel"} - LAYERS),
+        ("others", {*REGISTERS_MAX} - {"attention_kernel", "plan_kernel"} - LAYERS - BURSTS),
         ("layers", LAYERS),
+        ("bursts", BURSTS),
     ],
 )
 def test_every_kernel_fits_an_h100(which: str, kernels: set[str]) -> None:
@@ -83,4 +86,7 @@ def test_nothing_is_compiled_anew_because_a_step_is_of_another_size() -> None:
         "layers_triton.rotate_kernel": 1,
         "sampling_triton.scan_kernel": 1,
         "sampling_triton.choose_kernel": 1,
+        "bursts_triton.rows_kernel": 1,
+        "bursts_triton.tokens_kernel": 1,
+        "bursts_triton.end_kernel": 1,
     }

@@ -301,7 +301,28 @@ def list_layers(*, every: bool) -> Iterator[Call]:
         )  # fmt: skip
 
 
-LISTS = {"attention": list_attention, "others": list_others, "layers": list_layers}
+def list_bursts(*, every: bool) -> Iterator[Call]:
+    """What a step of a burst launches besides the scheduler, the model and sampling."""
+    from engine_support.bursts import draw_memory
+
+    for frames, groups in ((1, 1), (2, 1), (2, 3)):
+        memory = draw_memory(5, width=64, frames=frames, groups=groups, lanes=64)
+        now, following = memory.get_rows(64)
+        name, tokens = f"{frames} frames, {groups} groups", torch.arange(64)
+        yield name, partial(memory.write_rows, following)
+        for after in (None, following):
+            yield name, partial(memory.take_rows_tokens, tokens, now, after, is_alone=True)
+        yield name, partial(memory.note_end, 64, 0, is_last=False)
+        yield name, partial(memory.note_end, 64, 0, is_last=True)
+        yield name, memory.look
+
+
+LISTS = {
+    "attention": list_attention,
+    "others": list_others,
+    "layers": list_layers,
+    "bursts": list_bursts,
+}
 
 
 def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
@@ -314,7 +335,10 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
     # The tensors here are on the CPU, and what is asked is what a GPU would be given.
     attention_triton.is_compiled = lambda query: True
     modules = [attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton]
-    modules += [layers_triton, sampling_triton]
+    from blockstep.impl.engine import bursts, bursts_triton  # isort: skip
+
+    modules += [layers_triton, sampling_triton, bursts_triton]
+    bursts._find_kernels = lambda tensor: bursts_triton
     for module in modules:
         if hasattr(module, "is_dependent_launch"):
             module.is_dependent_launch = lambda device: True
@@ -326,6 +350,8 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
 
 def list_steps() -> Iterator[Call]:
     """One decode step after the other, of more and longer sequences, with another one's sizes."""
+    from engine_support.bursts import draw_memory
+
     from blockstep.kernels import (
         add_rms_norm,
         commit_step,
@@ -339,7 +365,13 @@ def list_steps() -> Iterator[Call]:
         stage_step,
     )
 
+    memory = draw_memory(5, width=32, frames=2, groups=1, lanes=64)
     for num_seqs, num_blocks in ((1, 1), (2, 3), (16, 16), (17, 31)):
+        now, following = memory.get_rows(num_seqs)
+        yield "rows", partial(memory.write_rows, following)
+        ids = torch.arange(num_seqs)
+        yield "tokens", partial(memory.take_rows_tokens, ids, now, following, is_alone=True)
+        yield "end", partial(memory.note_end, num_seqs, num_blocks - 1, is_last=True)
         ones = torch.ones(num_seqs, dtype=torch.int32)
         rows, starts = torch.arange(num_seqs), torch.arange(num_seqs + 1, dtype=torch.int32)
         tables, none = torch.zeros(num_seqs, num_blocks, dtype=torch.int32), rows[:0]
