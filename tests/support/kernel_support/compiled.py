@@ -331,12 +331,13 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
     from blockstep.kernels import attention_triton, blocks_triton, cache_triton  # isort: skip
     from blockstep.kernels import rejection_triton, step_triton  # isort: skip
     from blockstep.kernels import layers_triton, sampling_triton  # isort: skip
+    from blockstep.impl.engine import bursts, bursts_triton  # isort: skip
 
     # The tensors here are on the CPU, and what is asked is what a GPU would be given.
     attention_triton.is_compiled = lambda query: True
-    modules = [attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton]
-    from blockstep.impl.engine import bursts, bursts_triton  # isort: skip
-
+    modules: list[Any] = [
+        attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton,
+    ]  # fmt: skip
     modules += [layers_triton, sampling_triton, bursts_triton]
     bursts._find_kernels = lambda tensor: bursts_triton
     for module in modules:

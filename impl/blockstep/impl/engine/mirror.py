@@ -91,10 +91,11 @@ class Mirror:
     def send_row(self, name: str, values: np.ndarray) -> None:
         """Copy `values` over a whole tensor of one dimension."""
         given = torch.from_numpy(values)
-        if not self.is_shared:
+        if self.device.type != "cpu":
             given = given.pin_memory()
-            self.num_bytes_sent += values.nbytes
         getattr(self.state, name).copy_(given, non_blocking=True)
+        if not self.is_shared:
+            self.num_bytes_sent += values.nbytes
 
     def read_all(self) -> None:
         """Copy the tensors to the host's arrays."""
