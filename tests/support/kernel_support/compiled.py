@@ -333,19 +333,19 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
     from blockstep.kernels import layers_triton, sampling_triton  # isort: skip
     from blockstep.impl.engine import bursts, bursts_triton  # isort: skip
 
+    bursts._find_kernels = lambda tensor: bursts_triton
+    vars(bursts_triton)["is_dependent_launch"] = lambda device: True
+
     # The tensors here are on the CPU, and what is asked is what a GPU would be given.
     attention_triton.is_compiled = lambda query: True
-    modules: list[Any] = [
-        attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton,
-    ]  # fmt: skip
-    modules += [layers_triton, sampling_triton, bursts_triton]
-    bursts._find_kernels = lambda tensor: bursts_triton
+    modules = [attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton]
+    modules += [layers_triton, sampling_triton]
     for module in modules:
-        if hasattr(module, "is_dependent_launch"):
-            module.is_dependent_launch = lambda device: True
+        if "is_dependent_launch" in vars(module):
+            vars(module)["is_dependent_launch"] = lambda device: True
     with use_backend("triton"):
         for name, call in calls:
-            for kernel, args, named in record(modules, call):
+            for kernel, args, named in record([*modules, bursts_triton], call):
                 yield name, kernel, args, named
 
 
