@@ -103,7 +103,10 @@ class Staging:
     def keep_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Keep the tokens that `rows` have sampled, for the next step."""
         self._grow()
-        keep_tokens(self._last_tokens, rows, tokens)
+        if self._is_on_host:
+            self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
+        else:
+            keep_tokens(self._last_tokens, rows, tokens)
 
     def build(self, step: ArrayStep, model: Model | None = None) -> Staged:
         """Return the inputs of a pass over `step`, on the device.
@@ -136,13 +139,15 @@ class Staging:
         self._add_fed(more, step, size)
         self._add_draws(more, step)
         new = self._take_new_blocks(index)
-        layout = Layout.of([*arrays, *more.values(), *new.values()])
-        if into is None or layout.num_bytes <= len(into):
+        has_room = True
+        if new and into is not None:
+            layout = Layout.of([*arrays, *more.values(), *new.values()])
+            has_room = layout.num_bytes <= len(into)
+        if has_room:
             more |= new
-            new = {}
         sent = send([*arrays, *more.values()], self._device, into)
         named = dict(zip(more, sent[num_base:], strict=True))
-        if new:  # the graph has no room for them
+        if not has_room:
             named |= zip(new, send([*new.values()], self._device), strict=True)
         tables = self._fill(named, sent[0], made.max_seq_len, graph)
         if graph is not None:
@@ -281,21 +286,25 @@ class Staging:
         tables of the rows, [num_groups, num_rows, blocks of the longest row].
         """
         self._grow()
-        arrays, rows, given = self._arrays, named["rows"], self._tables
+        arrays, rows, kept = self._arrays, named["rows"], self._last_tokens
         num_blocks = -(-max_seq_len // arrays.block_size)
-        if self._is_on_host:
-            given = torch.from_numpy(arrays.block_tables)
+        if self._is_on_host:  # the batch's own arrays, without the checks of `stage_step`
+            index = rows.numpy()
+            if "fed_at" in named:
+                at = named["fed_at"].numpy()
+                is_fed = at >= 0
+                token_ids.numpy()[at[is_fed]] = kept.numpy()[index[is_fed]]
+            return torch.from_numpy(arrays.block_tables[:, :, :num_blocks].take(index, 1))
         if graph is None:
-            shape = len(given), len(rows), num_blocks
+            shape = len(self._tables), len(rows), num_blocks
             tables = torch.empty(shape, dtype=torch.int32, device=self._device)
         else:
             tables = graph.inputs.block_tables[:, :, :num_blocks]
         fed: dict[str, torch.Tensor] = {}
         if "fed_at" in named:
-            kept = self._last_tokens
             fed = {"token_ids": token_ids, "fed_at": named["fed_at"], "last_token_ids": kept}
         new = {name: named[name] for name in ("new_blocks", "new_places") if name in named}
-        stage_step(tables, given, rows, **new, **fed)
+        stage_step(tables, self._tables, rows, **new, **fed)
         return tables
 
     def _grow(self) -> None:
