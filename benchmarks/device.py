@@ -25,6 +25,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
@@ -50,6 +51,7 @@ WARM = 20
 IN_GRAPH = 16
 """Steps of a graph: as many as a block has tokens, so each replay fills a block of each request."""
 VOCABULARY = 30_000
+WAKE_S = 0.5
 HOSTS = ("host", "vllm")
 
 
@@ -284,6 +286,19 @@ def count(running: int) -> dict[str, float]:
     return {name: memory.counts[name] / 16 for name in sorted(memory.counts)}
 
 
+def wake(torch: Any) -> None:
+    """Keep the GPU busy for `WAKE_S` seconds.
+
+    While the host prepares a size, the GPU idles and lowers its clock. All timed replays of a size
+    last some ten milliseconds, which is too short to raise it again.
+    """
+    matrix = torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    end = time.monotonic() + WAKE_S
+    while time.monotonic() < end:
+        matrix @ matrix
+        torch.cuda.synchronize()
+
+
 def replay(running: int, steps: int) -> list[float]:
     """Return microseconds per step: for each replay of a graph of `IN_GRAPH` steps, their mean.
 
@@ -301,6 +316,7 @@ def replay(running: int, steps: int) -> list[float]:
         for _ in range(IN_GRAPH):
             launch_kernel("loop_kernel", state, inbox.dims)
     graph.replay()
+    wake(torch)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_replays + 1)]
     marks[0].record()
     for mark in marks[1:]:

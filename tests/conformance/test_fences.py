@@ -140,10 +140,10 @@ def test_a_plan_does_not_need_the_tokens_of_the_pass_beside_it(
     def run_pass_first(self: Resident, key: Key) -> None:
         nonlocal num_steps
         num_steps += 1
-        now, following = self._get_rows(key.width)
-        now.copy_from(following)
-        self._pass(now, key)
-        self._plan(following, key)
+        now, following = self._memory.get_rows(key.width)
+        tokens = self._pass(now, key)
+        self._plan(following)
+        self._take(tokens, now, following)
 
     monkeypatch.setattr(Resident, "_run_step", run_pass_first)
     second, _ = load(checkpoint, "roomy", 7, **more)

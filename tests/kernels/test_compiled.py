@@ -24,13 +24,16 @@ REGISTERS_MAX = {
     # 64 let 1,024 threads live on a multiprocessor: enough to hide the latency of memory.
     "scatter_kernel": 64, "move_kernel": 64, "copy_in_sequence_kernel": 64,
     "prepare_kernel": 64, "merge_kernel": 64, "commit_kernel": 64, "finish_kernel": 64,
+    "stage_kernel": 64, "keep_kernel": 64,
     "decide_kernel": 128,  # eight warps, two programs on a multiprocessor
     "plan_kernel": 128,  # once per step
     "attention_kernel": 255,  # all there are; the accumulator lives in registers
     "gate_kernel": 64, "norm_kernel": 128, "rotate_kernel": 128,
     "scan_kernel": 128, "choose_kernel": 128,
+    "rows_kernel": 64, "tokens_kernel": 64, "end_kernel": 64,
 }  # fmt: skip
 LAYERS = {"gate_kernel", "norm_kernel", "rotate_kernel", "scan_kernel", "choose_kernel"}
+BURSTS = {"rows_kernel", "tokens_kernel", "end_kernel"}
 SHARED_MAX = 227 * 1024
 
 
@@ -54,8 +57,9 @@ def compile_apart(which: str) -> Any:
     ("which", "kernels"),
     [
         ("attention", {"attention_kernel", "plan_kernel"}),
-        ("others", {*REGISTERS_MAX} - {"attention_kernel", "plan_kernel"} - LAYERS),
+        ("others", {*REGISTERS_MAX} - {"attention_kernel", "plan_kernel"} - LAYERS - BURSTS),
         ("layers", LAYERS),
+        ("bursts", BURSTS),
     ],
 )
 def test_every_kernel_fits_an_h100(which: str, kernels: set[str]) -> None:
@@ -76,6 +80,8 @@ def test_nothing_is_compiled_anew_because_a_step_is_of_another_size() -> None:
         "step_triton.prepare_kernel": 1,
         "step_triton.merge_kernel": 1,
         "step_triton.commit_kernel": 1,
+        "step_triton.stage_kernel": 1,
+        "step_triton.keep_kernel": 1,
         "attention_triton.plan_kernel": 1,
         "attention_triton.attention_kernel": 2,  # for few rows of queries, and for many
         "layers_triton.norm_kernel": 1,
@@ -83,4 +89,7 @@ def test_nothing_is_compiled_anew_because_a_step_is_of_another_size() -> None:
         "layers_triton.rotate_kernel": 1,
         "sampling_triton.scan_kernel": 1,
         "sampling_triton.choose_kernel": 1,
+        "bursts_triton.rows_kernel": 1,
+        "bursts_triton.tokens_kernel": 1,
+        "bursts_triton.end_kernel": 1,
     }

@@ -27,6 +27,7 @@ from blockstep.kernels import (
     commit_step,
     copy_blocks,
     gather_blocks,
+    keep_tokens,
     merge_drafts,
     paged_attention,
     prepare_step,
@@ -35,6 +36,7 @@ from blockstep.kernels import (
     rotate_and_cache,
     sample_tokens,
     silu_and_mul,
+    stage_step,
     use_backend,
 )
 
@@ -72,6 +74,19 @@ def commit() -> None:
     ints = torch.ones(3, dtype=torch.int32)
     tokens = torch.ones(3, 1, dtype=torch.int64)
     commit_step(ints, tokens[:, 0].clone(), ints, tokens, ints, torch.zeros(4, dtype=torch.int32))
+
+
+def stage() -> None:
+    tables, ids = torch.zeros(1, 3, 4, dtype=torch.int32), torch.arange(2)
+    stage_step(
+        torch.zeros(1, 2, 3, dtype=torch.int32), tables, ids, new_blocks=tables[:, 0, :2].clone(),
+        new_places=ids.expand(2, 2), token_ids=ids.clone(), fed_at=ids - 1,
+        last_token_ids=torch.arange(3),
+    )  # fmt: skip
+
+
+def keep() -> None:
+    keep_tokens(torch.zeros(3, dtype=torch.int64), torch.arange(2), torch.arange(2))
 
 
 def sample() -> None:
@@ -124,6 +139,9 @@ def attend_split() -> None:
     paged_attention(*arguments, **{**rules, "max_query_len": 1})
 
 
+KEEP = """mask = sequence < num_seqs
+    row = tl.load(row_indices + sequence, mask=mask, other=0)
+    token"""
 PLANTED = {
     "scatter writes past a token": (
         "cache", scatter, "mask = element < NUM_HEADS * HEAD_SIZE", "mask = element >= 0",
@@ -160,6 +178,22 @@ PLANTED = {
     "commit past the last sequence": (
         "step", commit, "mask = sequence < num_seqs", "mask = sequence >= 0",
         "OUT-OF-BOUNDS commit_kernel",
+    ),
+    "staging without its barrier": (
+        "step", stage, "        tl.debug_barrier()\n", "", "NO-BARRIER WRITE-READ stage_kernel",
+    ),
+    "staging into one row": (
+        "step", stage, "num_rows + row) * max_blocks", "num_rows) * max_blocks",
+        "BETWEEN-PROGRAMS WRITE-READ stage_kernel",
+    ),
+    "staging past the last column": (
+        "step", stage, "mask = index < num_columns", "mask = index >= 0", "stage_kernel",
+    ),
+    "feeding where nothing is fed": (
+        "step", stage, "if (at >= 0)", "if (at >= -1)", "OUT-OF-BOUNDS stage_kernel",
+    ),
+    "keeping past the last token": (
+        "step", keep, KEEP, KEEP.replace("< num_seqs", ">= 0"), "OUT-OF-BOUNDS keep_kernel",
     ),
     "sampling past the vocabulary": (
         "rejection", sample, "mask=token < vocab_size", "mask=token >= 0",

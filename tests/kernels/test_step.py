@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockstep.kernels import commit_step, merge_drafts, prepare_step
+from blockstep.kernels import (
+    NO_TOKEN,
+    commit_step,
+    keep_tokens,
+    merge_drafts,
+    prepare_step,
+    stage_step,
+)
 
 STEPS = {
     "nothing": ([], []),
@@ -177,3 +184,98 @@ def test_wrong_drafts_are_refused() -> None:
             starts[:2], last, starts[:2], torch.zeros(2, 3, dtype=torch.int64),
             ints([3, 1], "cpu"), ints([0, 1, 2], "cpu"),
         )  # fmt: skip
+
+
+STAGED: dict[str, tuple[list[int], list[tuple[int, int]], list[int]]] = {
+    "a row": ([2], [], []),
+    "padding": ([3, 0, 0], [], []),
+    "new blocks": ([4, 1, 2], [(0, 5), (2, 299), (2, 0)], []),
+    "more new blocks than lanes": ([3, 1], [(1, at) for at in range(299)] + [(0, 7)], []),
+    "fed": ([4, 1, 2, 0], [], [0, -1, 2, -1]),
+    "fed in the middle of chunks": ([4, 1], [(0, 3)], [6, 2]),
+}
+"""Rows of the batch; the sequence and index of each new block; where tokens are fed."""
+
+
+@pytest.mark.parametrize(("rows", "new", "fed"), STAGED.values(), ids=STAGED.keys())
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_step_is_staged_as_a_loop_says(
+    backend: str, device: str, rows: list[int], new: list[tuple[int, int]], fed: list[int],
+    num_groups: int,
+) -> None:  # fmt: skip
+    draw = torch.Generator().manual_seed(3)
+    tables = torch.randint(0, 99, (num_groups, 5, 300), generator=draw, dtype=torch.int32)
+    blocks = torch.randint(100, 999, (num_groups, len(new)), generator=draw, dtype=torch.int32)
+    last, tokens = torch.randint(50, 99, (5,), generator=draw), torch.arange(8)
+    there, kept = tables.to(device), tokens.to(device)
+    memory = torch.full((num_groups, 6, 310), -5, dtype=torch.int32, device=device)
+    more: dict[str, Any] = {}
+    if new:
+        places = torch.tensor(new).T.contiguous().to(device)
+        more = {"new_blocks": blocks.to(device), "new_places": places}
+    if fed:
+        at = ints(fed, device, torch.int64)
+        more |= {"token_ids": kept, "fed_at": at, "last_token_ids": last.to(device)}
+    stage_step(memory[:, : len(rows), :299], there, ints(rows, device, torch.int64), **more)
+
+    for group in range(num_groups):
+        for (sequence, index), block in zip(new, blocks[group].tolist(), strict=True):
+            tables[group, rows[sequence], index] = block
+    for sequence, index in enumerate(fed):
+        if index >= 0:
+            tokens[index] = last[rows[sequence]]
+    assert torch.equal(there.cpu(), tables)
+    assert torch.equal(memory[:, : len(rows), :299].cpu(), tables[:, rows, :299])
+    assert bool((memory[:, len(rows) :] == -5).all())
+    assert bool((memory[:, :, 299:] == -5).all())
+    assert torch.equal(kept.cpu(), tokens)
+
+
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_sampled_tokens_are_kept_by_row(backend: str, device: str, count: int) -> None:
+    last = torch.full((301,), 7, device=device)
+    rows, tokens = torch.arange(count).flip(0) + 1, torch.arange(count) + 1000
+    tokens[:1] = NO_TOKEN
+    keep_tokens(last, rows.to(device), tokens.to(device))
+    expected = torch.full((301,), 7)
+    expected[rows] = tokens.clamp(min=0)
+    assert torch.equal(last.cpu(), expected)
+
+
+ROWS = torch.tensor([1, 0])
+WRONG_STAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "row": ({"row_indices": ROWS + 1}, "row_indices: must hold rows of block_tables in 0 <= x < 2"),
+    "columns": (
+        {"block_tables": torch.zeros(1, 2, 2, dtype=torch.int32)}, "must have at most 2 columns",
+    ),
+    "blocks alone": ({"new_blocks": ints([], "cpu")[None]}, "new_places: is missing; give all of"),
+    "fed alone": ({"fed_at": ROWS, "token_ids": ROWS}, "last_token_ids: is missing"),
+    "fed where no token is": (
+        {"fed_at": ROWS + 1, "token_ids": ROWS, "last_token_ids": ROWS},
+        "fed_at: must hold indices of token_ids in -1 <= x < 2",
+    ),
+    "place": (
+        {"new_blocks": ints([5], "cpu")[None], "new_places": torch.tensor([[2], [0]])},
+        r"new_places\[0\]: must hold sequences of the step in 0 <= x < 2",
+    ),
+    "index": (
+        {"new_blocks": ints([5], "cpu")[None], "new_places": torch.tensor([[1], [4]])},
+        r"new_places\[1\]: must hold indices of blocks in 0 <= x < 4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_STAGES.values(), ids=WRONG_STAGES.keys())
+def test_a_wrong_stage_is_refused(change: dict[str, Any], message: str) -> None:
+    tables = torch.zeros(1, 2, 4, dtype=torch.int32)
+    call = {
+        "out_block_tables": tables[:, :, :3].clone(), "block_tables": tables, "row_indices": ROWS,
+        **change,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        stage_step(**call)
+
+
+def test_tokens_of_a_row_outside_the_batch_are_not_kept() -> None:
+    with pytest.raises(ValueError, match="row_indices: must hold rows of last_token_ids"):
+        keep_tokens(torch.zeros(1, dtype=torch.int64), ROWS, ROWS)

@@ -22,7 +22,13 @@ from blockstep.kernels.dispatch import use_backend
 from blockstep.kernels.layers import add_rms_norm, rms_norm, rotate_and_cache, silu_and_mul
 from blockstep.kernels.rejection import rejection_sample
 from blockstep.kernels.sampling import NO_TOKEN, sample_tokens
-from blockstep.kernels.step import commit_step, merge_drafts, prepare_step
+from blockstep.kernels.step import (
+    commit_step,
+    keep_tokens,
+    merge_drafts,
+    prepare_step,
+    stage_step,
+)
 
 __all__ = [
     "NO_TOKEN",
@@ -32,6 +38,7 @@ __all__ = [
     "commit_step",
     "copy_blocks",
     "gather_blocks",
+    "keep_tokens",
     "make_attention_workspace",
     "merge_drafts",
     "paged_attention",
@@ -44,5 +51,6 @@ __all__ = [
     "sample_tokens",
     "scatter_blocks",
     "silu_and_mul",
+    "stage_step",
     "use_backend",
 ]

@@ -150,3 +150,14 @@ def check_offsets(name: str, offsets: Tensor, total: int, of: str) -> None:
             f"{name}: must ascend from 0 to {total}, {of}, but is {values[:8]}"
             f"{'...' if len(values) > 8 else ''}; pass the cumulative sum of the counts"
         )
+
+
+def check_together(**tensors: Tensor | None) -> None:
+    """Refuse arguments of which some are given and some are not.
+
+    Raises:
+        ValueError: one is missing.
+    """
+    missing = [name for name, tensor in tensors.items() if tensor is None]
+    if missing and len(missing) < len(tensors):
+        raise ValueError(f"{missing[0]}: is missing; give all of {', '.join(tensors)}, or none")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockstep.kernels.arguments import Arguments, check_offsets, check_range
+from blockstep.kernels.arguments import Arguments, check_offsets, check_range, check_together
 from blockstep.kernels.dispatch import find_kernels
 
 
@@ -249,3 +249,99 @@ def commit_step(
     num_computed_tokens[row_indices] += num_scheduled_tokens - rejected
     last = token_ids.gather(1, (num_sampled.long() - 1).clamp(min=0)[:, None])[:, 0]
     last_token_ids[row_indices[sampled]] = last[sampled]
+
+
+def stage_step(
+    out_block_tables: Tensor,
+    block_tables: Tensor,
+    row_indices: Tensor,
+    *,
+    new_blocks: Tensor | None = None,
+    new_places: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    fed_at: Tensor | None = None,
+    last_token_ids: Tensor | None = None,
+) -> None:
+    """Write new blocks into the persistent block tables, gather the rows of a step, and feed it the
+    tokens that the host does not know.
+
+        host     new blocks ---+
+                               v
+        device   block_tables -----------> out_block_tables     by row_indices
+                 last_token_ids ---------> token_ids            where fed_at >= 0
+
+    out_block_tables: `[num_groups, num_seqs, num_columns]` int32, receives the first `num_columns`
+    blocks of each sequence in each KV group. block_tables: `[num_groups, num_rows, max_blocks]`
+    int32. row_indices: `[num_seqs]` int64, the row of each sequence; a row that gets new blocks is
+    there once. new_blocks: `[num_groups, num_new]` int32 and new_places: `[2, num_new]` int64, the
+    sequence of each new block and its index in the table. token_ids: `[num_tokens]` int64, fed_at:
+    `[num_seqs]` int64 and last_token_ids: `[num_rows]` int64: `token_ids[fed_at[s]]` becomes the
+    last token of the row of sequence `s`, unless `fed_at[s]` is -1.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or layout, or only some of the arguments
+            that belong together; on the CPU also an index outside its tensor.
+    """
+    arguments = Arguments()
+    dims = "num_groups num_seqs num_columns"
+    arguments.check("out_block_tables", out_block_tables, dims, torch.int32, rows=True)
+    dims = "num_groups num_rows max_blocks"
+    arguments.check("block_tables", block_tables, dims, torch.int32, rows=True)
+    arguments.check("row_indices", row_indices, "num_seqs", torch.int64, rows=True)
+    num_seqs, num_columns = arguments["num_seqs"], arguments["num_columns"]
+    if num_columns > arguments["max_blocks"]:
+        raise ValueError(
+            f"out_block_tables: must have at most {arguments['max_blocks']} columns, as "
+            f"block_tables has, but has {num_columns}"
+        )
+    check_range("row_indices", row_indices, 0, arguments["num_rows"], "rows of block_tables")
+    check_together(new_blocks=new_blocks, new_places=new_places)
+    check_together(token_ids=token_ids, fed_at=fed_at, last_token_ids=last_token_ids)
+    if new_blocks is not None and new_places is not None:
+        arguments.check("new_blocks", new_blocks, "num_groups num_new", torch.int32, rows=True)
+        arguments.check("new_places", new_places, "2 num_new", torch.int64, rows=True)
+        check_range("new_places[0]", new_places[0], 0, num_seqs, "sequences of the step")
+        check_range("new_places[1]", new_places[1], 0, arguments["max_blocks"], "indices of blocks")
+    if token_ids is not None and fed_at is not None and last_token_ids is not None:
+        arguments.check("token_ids", token_ids, "num_tokens", torch.int64, rows=True)
+        arguments.check("fed_at", fed_at, "num_seqs", torch.int64, rows=True)
+        arguments.check("last_token_ids", last_token_ids, "num_rows", torch.int64, rows=True)
+        check_range("fed_at", fed_at, -1, arguments["num_tokens"], "indices of token_ids")
+    if out_block_tables.numel() == 0:
+        return
+    if kernels := find_kernels("step", out_block_tables):
+        kernels.launch_stage_step(
+            out_block_tables, block_tables, row_indices, new_blocks, new_places, token_ids, fed_at,
+            last_token_ids,
+        )  # fmt: skip
+        return
+    if new_blocks is not None and new_places is not None:
+        block_tables[:, row_indices[new_places[0]], new_places[1]] = new_blocks
+    torch.index_select(block_tables[:, :, :num_columns], 1, row_indices, out=out_block_tables)
+    if token_ids is not None and fed_at is not None and last_token_ids is not None:
+        is_fed = fed_at >= 0
+        token_ids[fed_at[is_fed]] = last_token_ids[row_indices[is_fed]]
+
+
+def keep_tokens(last_token_ids: Tensor, row_indices: Tensor, token_ids: Tensor) -> None:
+    """Write sampled tokens to `last_token_ids`, where the next step takes them from.
+
+    `NO_TOKEN` becomes 0: the host raises an error when it reads the token, and until then the model
+    needs a valid index. last_token_ids: `[num_rows]` int64, updated. row_indices and token_ids:
+    `[num_seqs]` int64, no row twice.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or layout; on the CPU also a row outside
+            the batch.
+    """
+    arguments = Arguments()
+    arguments.check("last_token_ids", last_token_ids, "num_rows", torch.int64, rows=True)
+    arguments.check("row_indices", row_indices, "num_seqs", torch.int64, rows=True)
+    arguments.check("token_ids", token_ids, "num_seqs", torch.int64, rows=True)
+    check_range("row_indices", row_indices, 0, arguments["num_rows"], "rows of last_token_ids")
+    if row_indices.numel() == 0:
+        return
+    if kernels := find_kernels("step", last_token_ids):
+        kernels.launch_keep_tokens(last_token_ids, row_indices, token_ids)
+        return
+    last_token_ids.index_copy_(0, row_indices, token_ids.clamp(min=0))

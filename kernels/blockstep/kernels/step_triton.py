@@ -1,4 +1,8 @@
-"""The Triton kernels of a step's metadata. None reads what it wrote, so none needs a barrier."""
+"""The Triton kernels of a step's metadata.
+
+With `DEPENDENT` a kernel may start before the one in front of it has ended; it waits for that one
+before it reads or writes anything.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockstep.kernels.dispatch import on_device_of_first
+from blockstep.kernels.dispatch import is_dependent_launch, on_device_of_first
 from blockstep.kernels.step import StepInputs
 
 SIZE = 256
@@ -109,6 +113,70 @@ def commit_kernel(
     tl.store(last_token_ids + row, token, mask=has_token)
 
 
+# Step by step these are other columns of one buffer, aligned or not.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_columns", "num_new", "out_group", "out_stride"],
+    do_not_specialize_on_alignment=["row_indices", "new_blocks", "new_places", "fed_at"],
+)
+def stage_kernel(
+    out_tables, block_tables, row_indices, new_blocks, new_places, token_ids, fed_at,
+    last_token_ids, num_rows, max_blocks, num_columns, num_new, out_group, out_stride,
+    HAS_NEW: tl.constexpr, IS_FED: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, group): write its new blocks into its row, and gather the row.
+
+    Each finds its own among all new blocks: they are few. The first group feeds the token.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    sequence = tl.program_id(0)
+    group = tl.program_id(1)
+    row = tl.load(row_indices + sequence)
+    table = block_tables + (group.to(tl.int64) * num_rows + row) * max_blocks
+    if HAS_NEW:
+        for start in range(0, num_new, SIZE):
+            new = start + tl.arange(0, SIZE)
+            mask = new < num_new
+            of = tl.load(new_places + new, mask=mask, other=-1)
+            mask = mask & (of == sequence)
+            index = tl.load(new_places + num_new + new, mask=mask, other=0)
+            block = tl.load(new_blocks + group * num_new + new, mask=mask, other=0)
+            tl.store(table + index, block, mask=mask)
+        tl.debug_barrier()
+    out = out_tables + group.to(tl.int64) * out_group + sequence.to(tl.int64) * out_stride
+    for start in range(0, num_columns, SIZE):
+        index = start + tl.arange(0, SIZE)
+        mask = index < num_columns
+        tl.store(out + index, tl.load(table + index, mask=mask, other=0), mask=mask)
+    if IS_FED:
+        at = tl.load(fed_at + sequence)
+        if (at >= 0) & (group == 0):
+            tl.store(token_ids + at, tl.load(last_token_ids + row))
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["row_indices", "token_ids"]
+)
+def keep_kernel(
+    last_token_ids, row_indices, token_ids, num_seqs, SIZE: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
+    """Program (part): keep `SIZE` tokens."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    sequence = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    mask = sequence < num_seqs
+    row = tl.load(row_indices + sequence, mask=mask, other=0)
+    token = tl.load(token_ids + sequence, mask=mask, other=0)
+    tl.store(last_token_ids + row, tl.maximum(token, 0), mask=mask)
+
+
+def list_options(device: torch.device) -> dict[str, bool]:
+    """Return the launch options of a kernel with `DEPENDENT`, which is set if there are any."""
+    return {"launch_pdl": True} if is_dependent_launch(device) else {}
+
+
 @on_device_of_first
 def launch_prepare_step(
     block_tables: Tensor,
@@ -173,4 +241,45 @@ def launch_commit_step(
         num_computed_tokens, last_token_ids, num_scheduled_tokens, token_ids, num_sampled,
         cu_num_drafts, num_scheduled_tokens if row_indices is None else row_indices,
         num_seqs, token_ids.stride(0), BY_ROW=row_indices is not None, SIZE=SIZE, num_warps=4,
+    )  # fmt: skip
+
+
+@on_device_of_first
+def launch_stage_step(
+    out_block_tables: Tensor,
+    block_tables: Tensor,
+    row_indices: Tensor,
+    new_blocks: Tensor | None,
+    new_places: Tensor | None,
+    token_ids: Tensor | None,
+    fed_at: Tensor | None,
+    last_token_ids: Tensor | None,
+) -> None:
+    """Launch one program per sequence and KV group."""
+    num_groups, num_seqs, num_columns = out_block_tables.shape
+    _, num_rows, max_blocks = block_tables.shape
+    if not block_tables.is_contiguous():
+        raise ValueError("block_tables: must be contiguous; pass the whole tables of the batch")
+    has_new, is_fed = new_blocks is not None, token_ids is not None
+    options = list_options(out_block_tables.device)
+    stage_kernel[(num_seqs, num_groups)](
+        out_block_tables, block_tables, row_indices,
+        row_indices if new_blocks is None else new_blocks.contiguous(),
+        row_indices if new_places is None else new_places.contiguous(),
+        row_indices if token_ids is None else token_ids,
+        row_indices if fed_at is None else fed_at,
+        row_indices if last_token_ids is None else last_token_ids,
+        num_rows, max_blocks, num_columns, 0 if new_blocks is None else new_blocks.shape[1],
+        out_block_tables.stride(0), out_block_tables.stride(1),
+        HAS_NEW=has_new, IS_FED=is_fed, SIZE=SIZE, DEPENDENT=bool(options), num_warps=2, **options,
+    )  # fmt: skip
+
+
+@on_device_of_first
+def launch_keep_tokens(last_token_ids: Tensor, row_indices: Tensor, token_ids: Tensor) -> None:
+    """Launch one program per `SIZE` sequences."""
+    num_seqs, options = len(row_indices), list_options(last_token_ids.device)
+    keep_kernel[(triton.cdiv(num_seqs, SIZE),)](
+        last_token_ids, row_indices, token_ids, num_seqs, SIZE=SIZE, DEPENDENT=bool(options),
+        num_warps=4, **options,
     )  # fmt: skip

@@ -24,12 +24,12 @@ from kernel_support.interpreter import speed_up
 from blockstep.conformance.engines.fences import FenceChecker
 from blockstep.impl.device import layout
 from blockstep.impl.engine import LLM, SamplingParams
+from blockstep.impl.engine.bursts import Summary
 from blockstep.impl.engine.graphs import NUM_WARM_UPS, GraphedModel
 from blockstep.impl.engine.journal import COLUMNS
 from blockstep.impl.engine.model import Inputs, Model
-from blockstep.impl.engine.resident import Summary
-from blockstep.impl.engine.staging import Staging
 from blockstep.impl.engine.transfer import send, to_device
+from blockstep.kernels import stage_step
 
 speed_up()
 pytestmark = pytest.mark.sampled(one_in=5)  # an interpreted model: seconds each
@@ -450,18 +450,20 @@ def test_a_call_of_another_thread_spoils_a_global_capture(gpu: GPU) -> None:
                 assert (told is not None) == (mode == "global")
 
 
-@pytest.mark.parametrize("method", ["_feed", "_take_tables"])
+@pytest.mark.parametrize("buffer", ["token_ids", "out_block_tables"])
 def test_a_buffer_that_is_not_filled_shows(
     gpu: GPU, monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, prompts: list[list[int]],
-    short: list[int], method: str,
+    short: list[int], buffer: str,
 ) -> None:  # fmt: skip
-    fill = getattr(Staging, method)
+    def fill_without_graph(tables: Any, given: Any, rows: Any, **named: Any) -> None:
+        if len(rows) > 5:  # a decode, padded to 8
+            if buffer == "token_ids":
+                named = {name: named[name] for name in named if "new" in name}
+            else:
+                tables = tables.clone()
+        stage_step(tables, given, rows, **named)
 
-    def fill_without_graph(self: Staging, *given: Any) -> Any:
-        is_decode = len(given[0]["rows"]) > 5  # padded to 8
-        return None if is_decode else fill(self, *given)
-
-    monkeypatch.setattr(Staging, method, fill_without_graph)
+    monkeypatch.setattr("blockstep.impl.engine.staging.stage_step", fill_without_graph)
     chosen = [prompts[row] for row in short]
     _, made = serve(qwen3, chosen, SamplingParams(max_tokens=NUM_TOKENS), device="cuda")
     assert made != [qwen3.expected.token_ids[row][:NUM_TOKENS] for row in short]

@@ -21,6 +21,7 @@ from kernel_support.interpreter import speed_up
 
 from blockstep.impl.engine import LLM, SamplingParams
 from blockstep.impl.engine.model import Model
+from blockstep.impl.engine.resident import Key
 
 speed_up()
 
@@ -88,3 +89,83 @@ def test_a_copy_is_counted() -> None:
         tensor = torch.zeros(2, 4, device="cuda")
         torch.cat((tensor, tensor[:, ::2].contiguous()), dim=1).float().add_(1)
     assert names == ["aten::zeros", "aten::clone", "aten::cat", "aten::add_.Tensor"]
+
+
+def load(checkpoint: Checkpoint, **settings: Any) -> LLM:
+    """Return an engine of at most four requests, two of which were served."""
+    llm = LLM(
+        checkpoint.folder, device="cuda", block_size=4, num_blocks=30, max_model_len=84,
+        max_num_seqs=4, **settings,
+    )  # fmt: skip
+    llm.generate([[2, 3, 4, 5, 6], [7, 8]], SamplingParams(max_tokens=2, ignore_eos=True))
+    return llm
+
+
+SAMPLING = ["aten::linear", "scan_kernel", "choose_kernel"]
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_a_step_on_the_device_is_three_launches_besides_the_model(
+    monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, frames: int
+) -> None:
+    """With two frames in flight, the first two run during the pass, on a stream of their own."""
+    with standin.standin():
+        llm = load(qwen3, scheduler="device", max_frames_in_flight=frames)
+        resident = llm._resident
+        assert resident is not None
+        hidden = torch.zeros(4, llm._runner.model.config.hidden_size, device="cuda")
+        monkeypatch.setattr(Model, "forward", lambda model, inputs: hidden)
+        with torch.inference_mode():
+            resident._run_first(Key("first", 4, False))
+            with count_launches() as names:
+                resident._run_step(Key("step", 4, False))
+    assert names == ["loop_kernel", "rows_kernel", *SAMPLING, "tokens_kernel"]
+
+
+def test_a_burst_ends_with_two_launches_per_frame(
+    monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint
+) -> None:
+    with standin.standin():
+        llm = load(qwen3, scheduler="device", max_frames_in_flight=2)
+        resident = llm._resident
+        assert resident is not None
+        hidden = torch.zeros(4, llm._runner.model.config.hidden_size, device="cuda")
+        monkeypatch.setattr(Model, "forward", lambda model, inputs: hidden)
+        with count_launches() as names, torch.inference_mode():
+            resident._run_first(Key("first", 4, False))
+            resident._run_end(Key("end", 4, False))
+    first, end = ["loop_kernel", "rows_kernel"], ["settle_kernel", "end_kernel"]
+    assert names == [*first, *SAMPLING, "tokens_kernel", *end, *end]
+
+
+def test_a_decode_of_the_host_is_two_launches_besides_the_model(
+    monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint
+) -> None:
+    """And two copies: of numbers to the device, and of tokens to the host."""
+    replay, names = standin.Graph.replay, list[str]()
+
+    def named(graph: standin.Graph) -> None:
+        names.append("replay")
+        with _disable_current_modes():
+            replay(graph)
+
+    monkeypatch.setattr(standin.Graph, "replay", named)
+    with standin.standin():
+        llm = load(qwen3, scheduler="host", max_frames_in_flight=2)
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        for prompt in ([2, 3, 4, 5, 6], [7, 8, 9]):  # one of them fills a block in the second step
+            llm.add_request(prompt, params)
+        llm.step()
+        for _ in range(3):
+            with count_launches() as names:
+                llm.step()
+            kept = names.index("keep_kernel") + 1
+            assert names[:kept] == [
+                "aten::copy_",
+                "stage_kernel",
+                "replay",
+                *SAMPLING,
+                "keep_kernel",
+            ]
+            home = {"aten::clone", "aten::fill_.Scalar", "aten::copy_"}  # one copy of the stand-in
+            assert {*names[kept:]} == home

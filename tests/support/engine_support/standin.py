@@ -363,6 +363,7 @@ def standin() -> Iterator[GPU]:
             torch.cuda, is_available=lambda: True, CUDAGraph=Graph, graph=capture,
             Stream=Stream, Event=Event, stream=use_stream, current_stream=lambda: gpu.stream,
             mem_get_info=lambda device: (1 << 24, 1 << 24),
+            get_device_capability=lambda device: (8, 0),  # kernels that wait are not interpreted
             get_device_properties=lambda device: SimpleNamespace(multi_processor_count=PROCESSORS),
         ),
         patch.object(GridExecutor, "__call__", lambda *args, **named: launch(call, *args, **named)),

@@ -212,11 +212,13 @@ def list_others(*, every: bool) -> Iterator[Call]:
         commit_step,
         copy_blocks,
         gather_blocks,
+        keep_tokens,
         merge_drafts,
         prepare_step,
         rejection_sample,
         reshape_and_cache,
         scatter_blocks,
+        stage_step,
     )
 
     caches = [(BRAIN, BRAIN), (HALF, FP8), (BRAIN, FP8), (SINGLE, FP8), (SINGLE, SINGLE)]
@@ -247,6 +249,12 @@ def list_others(*, every: bool) -> Iterator[Call]:
             ),
         )
     yield "merge_drafts", partial(merge_drafts, rows, starts, rows, none, starts * 0)
+    grouped = tables[None]
+    new = {"new_blocks": grouped[:, 0, :32], "new_places": torch.stack((rows, rows))}
+    fed = {"token_ids": rows, "fed_at": rows, "last_token_ids": rows}
+    for more in ({}, new, fed, {**new, **fed}):
+        yield f"stage_step {[*more]}", partial(stage_step, grouped, grouped, rows, **more)
+    yield "keep_tokens", partial(keep_tokens, rows, rows, rows)
     for dtype, probs in product((SINGLE, HALF, BRAIN), (None, torch.zeros(32, 4096))):
         yield (
             f"rejection_sample {dtype} probs={probs is not None}",
@@ -303,7 +311,28 @@ def list_layers(*, every: bool) -> Iterator[Call]:
         )  # fmt: skip
 
 
-LISTS = {"attention": list_attention, "others": list_others, "layers": list_layers}
+def list_bursts(*, every: bool) -> Iterator[Call]:
+    """What a step of a burst launches besides the scheduler, the model and sampling."""
+    from engine_support.bursts import draw_memory
+
+    for frames, groups in ((1, 1), (2, 1), (2, 3)):
+        memory = draw_memory(5, width=64, frames=frames, groups=groups, lanes=64)
+        now, following = memory.get_rows(64)
+        name, tokens = f"{frames} frames, {groups} groups", torch.arange(64)
+        yield name, partial(memory.write_rows, following)
+        for after in (None, following):
+            yield name, partial(memory.take_rows_tokens, tokens, now, after, is_alone=True)
+        yield name, partial(memory.note_end, 64, 0, is_last=False)
+        yield name, partial(memory.note_end, 64, 0, is_last=True)
+        yield name, memory.look
+
+
+LISTS = {
+    "attention": list_attention,
+    "others": list_others,
+    "layers": list_layers,
+    "bursts": list_bursts,
+}
 
 
 def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
@@ -312,6 +341,10 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
     from blockstep.kernels import attention_triton, blocks_triton, cache_triton  # isort: skip
     from blockstep.kernels import rejection_triton, step_triton  # isort: skip
     from blockstep.kernels import layers_triton, sampling_triton  # isort: skip
+    from blockstep.impl.engine import bursts, bursts_triton  # isort: skip
+
+    bursts._find_kernels = lambda tensor: bursts_triton
+    vars(bursts_triton)["is_dependent_launch"] = lambda device: True
 
     # The tensors here are on the CPU, and what is asked is what a GPU would be given.
     attention_triton.is_compiled = lambda query: True
@@ -322,24 +355,34 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
             vars(module)["is_dependent_launch"] = lambda device: True
     with use_backend("triton"):
         for name, call in calls:
-            for kernel, args, named in record(modules, call):
+            for kernel, args, named in record([*modules, bursts_triton], call):
                 yield name, kernel, args, named
 
 
 def list_steps() -> Iterator[Call]:
     """One decode step after the other, of more and longer sequences, with another one's sizes."""
+    from engine_support.bursts import draw_memory
+
     from blockstep.kernels import (
         add_rms_norm,
         commit_step,
+        keep_tokens,
         merge_drafts,
         paged_attention,
         prepare_step,
         rotate_and_cache,
         sample_tokens,
         silu_and_mul,
+        stage_step,
     )
 
+    memory = draw_memory(5, width=32, frames=2, groups=1, lanes=64)
     for num_seqs, num_blocks in ((1, 1), (2, 3), (16, 16), (17, 31)):
+        now, following = memory.get_rows(num_seqs)
+        yield "rows", partial(memory.write_rows, following)
+        ids = torch.arange(num_seqs)
+        yield "tokens", partial(memory.take_rows_tokens, ids, now, following, is_alone=True)
+        yield "end", partial(memory.note_end, num_seqs, num_blocks - 1, is_last=True)
         ones = torch.ones(num_seqs, dtype=torch.int32)
         rows, starts = torch.arange(num_seqs), torch.arange(num_seqs + 1, dtype=torch.int32)
         tables, none = torch.zeros(num_seqs, num_blocks, dtype=torch.int32), rows[:0]
@@ -349,6 +392,17 @@ def list_steps() -> Iterator[Call]:
             partial(prepare_step, tables, ones, ones, 16, out_block_tables=tables.clone()),
         )
         yield name, partial(merge_drafts, rows, starts, rows, none, starts * 0)
+        batch = torch.zeros(1, 64 * num_seqs, 128, dtype=torch.int32)
+        both, places = torch.arange(2 * num_seqs), torch.zeros(2, num_blocks, dtype=torch.int64)
+        yield (
+            name,
+            partial(
+                stage_step, batch[:, :num_seqs, :num_blocks], batch, both[num_seqs:],
+                new_blocks=places[:1].int(), new_places=places, token_ids=rows,
+                fed_at=0 * both[num_seqs:], last_token_ids=torch.arange(64 * num_seqs),
+            ),
+        )  # fmt: skip
+        yield name, partial(keep_tokens, both, both[num_seqs:], rows)
         tokens = torch.zeros(num_seqs, num_blocks, dtype=torch.int64)
         yield name, partial(commit_step, ones, rows, ones, tokens, ones, starts * 0)
         for query_len in KINDS.values():

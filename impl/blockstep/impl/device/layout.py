@@ -109,7 +109,9 @@ PLACE: Final = 5
 """The row of `plans` for this frame. An empty plan has an id, too, but uses no row."""
 COMMIT_PLACE: Final = 6
 """The row of `plans` of the frame that `answer_*` is for."""
-CONTROL_COLUMNS: Final = 7
+FIRST_ID: Final = 7
+"""Id of the first plan of a loop without a host; no kernel of the scheduler reads it."""
+CONTROL_COLUMNS: Final = 8
 
 # Numbers of `steady`: whether the next step may take the fast path; see `steady.py`.
 STEADY_PLANS: Final = 0

@@ -15,7 +15,7 @@ import torch
 
 from blockstep.impl.device import layout
 from blockstep.impl.device.inbox import Inbox
-from blockstep.impl.engine.transfer import to_device
+from blockstep.impl.engine.transfer import copy_over, to_device
 
 
 class Mirror:
@@ -90,7 +90,7 @@ class Mirror:
 
     def send_row(self, name: str, values: np.ndarray) -> None:
         """Copy `values` over a whole tensor of one dimension."""
-        getattr(self.state, name).copy_(to_device(values, self.device), non_blocking=True)
+        copy_over(getattr(self.state, name), values)
         if not self.is_shared:
             self.num_bytes_sent += values.nbytes
 

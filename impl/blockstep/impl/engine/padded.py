@@ -1,14 +1,15 @@
 """Padded: the rows of a padded decode step, as its forward pass reads them, in one tensor.
 
 The scheduler's stream writes the rows of the next plan while the forward pass of the current one
-reads its own. So there are two of them, and one copy moves the next into the current.
+reads its own. So there are two of them, and the launch that takes the sampled tokens of the current
+one also copies the next into it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -32,8 +33,14 @@ class Answers(NamedTuple):
     sampling: Sampling
 
 
-TOKEN, IS_FED, POSITION, ADAPTER, SLOT, INDEX, ROW, FEED, LINE, SEED, SLOT_MAPPING = range(11)
-"""Rows of `Padded.numbers`; the last is the first of the slot mappings, one per KV group."""
+TOKEN, FED, POSITION, ADAPTER, SLOT, INDEX, ROW, FEED, LINE, SEED, SLOT_MAPPING = range(11)
+"""Rows of `Padded.numbers`; the last is the first of the slot mappings, one per KV group.
+
+FED is the row of the plan before whose pass samples this row's token, or one of the following."""
+KNOWN: Final = -1
+"""The token is known: TOKEN."""
+ELSEWHERE: Final = -2
+"""An earlier plan's pass sampled the token, and none since for this request."""
 
 
 def count_words(groups: int, table: int) -> int:
@@ -84,7 +91,7 @@ class Padded:
     def fill(
         self,
         tokens: torch.Tensor,
-        is_fed: torch.Tensor,
+        fed: torch.Tensor,
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
         adapters: torch.Tensor,
@@ -94,13 +101,12 @@ class Padded:
     ) -> None:
         """Write the rows of a plan.
 
-        tokens, is_fed, positions, adapters: [width] int64. `is_fed` is 1 if the previous pass
-        samples the token. slot_mapping: [groups, width] int64; tables: [groups, width, table];
-        seq_lens: [width].
+        tokens, fed, positions, adapters: [width] int64. slot_mapping: [groups, width] int64;
+        tables: [groups, width, table]; seq_lens: [width].
         """
         sampling, width = answers.sampling, len(tokens)
         numbers = (
-            tokens, is_fed, positions, adapters, answers.slots, answers.indices, answers.rows,
+            tokens, fed, positions, adapters, answers.slots, answers.indices, answers.rows,
             answers.feeds, answers.line.expand(width), sampling.seeds, *slot_mapping,
         )  # fmt: skip
         self.numbers[: len(numbers)].copy_(torch.stack(numbers))

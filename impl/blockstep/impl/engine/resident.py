@@ -35,26 +35,12 @@ from blockstep.impl.device import layout
 from blockstep.impl.device.dims import count_running
 from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.device.launch import launch_kernel, warm_up
+from blockstep.impl.engine.bursts import BurstMemory, Summary, summarise
 from blockstep.impl.engine.graphs import NUM_WARM_UPS, get_graph_sizes
-from blockstep.impl.engine.journal import (
-    COLUMNS,
-    PLAN_COLUMNS,
-    RECORD_COLUMN,
-    TOKEN_COLUMN,
-    JournalReader,
-    StepRan,
-)
+from blockstep.impl.engine.journal import COLUMNS, JournalReader, StepRan
 from blockstep.impl.engine.mirror import Mirror
 from blockstep.impl.engine.model import Inputs, Model
-from blockstep.impl.engine.padded import (
-    ADAPTER,
-    IS_FED,
-    POSITION,
-    TOKEN,
-    Answers,
-    Padded,
-    count_words,
-)
+from blockstep.impl.engine.padded import ADAPTER, POSITION, TOKEN, Answers, Padded
 from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.slots import SlotParams
 from blockstep.impl.engine.transfer import Incoming
@@ -65,25 +51,6 @@ log = logging.getLogger(__name__)
 SIDE_PRIORITY = -1
 """Priority of the scheduler's stream: its one program is scheduled first on a free multiprocessor.
 """
-
-
-class Summary(NamedTuple):
-    """Numbers of the scheduler's state."""
-
-    num_rows: int
-    """Rows of the last plan."""
-    num_tokens: int
-    """Scheduled tokens of the last plan."""
-    num_waiting: int
-    num_in_prefill: int
-    """Running requests whose prompt is not computed yet."""
-    num_running: int
-    num_free: int
-    num_free_nodes: int
-    num_preempted: int
-    """Requests preempted by the last plan."""
-    num_left: int
-    """Tokens until the last running request reaches its maximum length."""
 
 
 class Key(NamedTuple):
@@ -228,7 +195,7 @@ class Resident:
             for number, width in enumerate(reversed(widths), 1):
                 for (phase, run), has_adapters in product(phases.items(), kinds):
                     key = Key(phase, width, has_adapters)
-                    self._line.zero_()
+                    self.mirror.send_row("control", np.zeros(layout.CONTROL_COLUMNS, np.int32))
                     for _ in range(NUM_WARM_UPS):
                         run(key)
                     self._graphs[key] = self._capture(key, run)
@@ -307,7 +274,7 @@ class Resident:
             inbox.reserve_nodes(self.steps * count_running(self.config), len(inbox.slot_of))
             mirror.send_all()
             arrays = layout.State(*map(torch.from_numpy, inbox.state))
-            self._summary = self._read_summary(arrays)
+            self._summary = Summary(*summarise(arrays, self.config.max_model_len).tolist())
         if self._num_makes != mirror.num_makes:
             self._make_buffers()
         added = {slot: inbox.requests[slot] for slot in inbox.added if slot in inbox.requests}
@@ -338,10 +305,7 @@ class Resident:
         self.num_reads += 1
         if not self.mirror.is_shared:
             self.mirror.num_bytes_read += 4 * len(Summary._fields)
-        return self._read_summary(self.mirror.state)
-
-    def _read_summary(self, state: Any) -> Summary:
-        return Summary(*summarise(state, self.config.max_model_len).tolist())
+        return Summary(*self._memory.look().tolist())
 
     def _make_buffers(self) -> None:
         """Allocate all buffers of the graphs besides the state; graphs of older tensors are
@@ -352,19 +316,10 @@ class Resident:
         self._pool = None
         self._params = SlotParams(d.slots, self._adapters, device)
         self.engine.inbox.added[:] = self.engine.inbox.requests
-        shape = self.steps + self.num_frames, COLUMNS, d.rows
-        self._journal = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._line = torch.zeros(1, dtype=torch.int64, device=device)
-        """The journal's line of the next launch."""
-        self._end_summary = torch.zeros(len(Summary._fields), dtype=torch.int32, device=device)
-        self._lanes = torch.arange(max(widest, d.rows), device=device)
+        self._memory = BurstMemory.make(
+            self.mirror.state, d, self.config.max_model_len, self._params, self.steps, widest
+        )
         self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
-        self._sampled = torch.zeros(d.slots + 1, dtype=torch.int64, device=device)
-        """The token that the last pass sampled, by request index. The last entry is for rows that
-        do not sample."""
-        words = -(-widest * count_words(d.groups, d.table) // 4) * 4  # both parts begin at 16 bytes
-        self._memory = torch.zeros((2, words), dtype=torch.int32, device=device)
-        """Rows of the running step, and of the step that is planned at the same time."""
 
     # Launching and reading a burst.
 
@@ -376,25 +331,24 @@ class Resident:
         names = {slot: request.request_id for slot, request in inbox.requests.items()}
         told = frozenset(self.engine.finished_req_ids)
         numbers = np.zeros(layout.CONTROL_COLUMNS, np.int32)
-        numbers[layout.FRAME_ID] = first_frame_id
+        numbers[layout.FRAME_ID] = numbers[layout.FIRST_ID] = first_frame_id
         numbers[layout.PREVIOUS_ID] = first_frame_id - 1
         numbers[layout.BUDGET] = self.config.max_num_batched_tokens
         numbers[layout.ADMITS] = 1
         self.mirror.send_row("control", numbers)
-        self._journal.zero_()
-        self._line.zero_()
-        widest = width
+        memory, num_lines = self._memory, num_plans + self.num_frames
         has_adapters = bool(self.model.adapters) and self._params.has_adapters([*names])
         with torch.inference_mode():
             if width:
                 self._launch_padded(width, num_plans, has_adapters)
+                out = memory.get_out(num_lines, width)
             else:
                 num_plans, widest = self._launch_rows(num_plans, has_adapters)
+                lines = memory.get_lines(inbox.dims.rows)[: num_plans + self.num_frames]
+                out = torch.cat((memory.summary, lines[:, :, :widest].flatten()))
         inbox.is_behind = True
         inbox.spare_nodes = before.num_free_nodes - self._get_nodes()
         self.num_bursts += 1
-        lines = self._journal[: num_plans + self.num_frames, :, :widest]
-        out = torch.cat((lines.flatten(), self._end_summary))
         return Burst(width, num_plans, first_frame_id, names, told, before, Incoming(out))
 
     def _read(self, burst: Burst) -> list[StepRan]:
@@ -402,9 +356,9 @@ class Resident:
         out = burst.incoming.wait()
         if not self.mirror.is_shared:
             self.mirror.num_bytes_read += out.nbytes
-        split = len(out) - len(Summary._fields)
-        self._summary = Summary(*out[split:].tolist())
-        lines = out[:split].reshape(burst.num_plans + self.num_frames, COLUMNS, -1)
+        split = len(Summary._fields)
+        self._summary = Summary(*out[:split].tolist())
+        lines = out[split:].reshape(burst.num_plans + self.num_frames, COLUMNS, -1)
         reader = JournalReader(lines, burst.names, self.num_frames)
         steps = reader.read(burst.num_plans, burst.first_frame_id)
         self.engine.take_steps(
@@ -420,16 +374,19 @@ class Resident:
         Returns the number of steps, and of rows of the widest.
         """
         done, widest, goes = 0, 0, True
+        memory, most = self._memory, self.engine.inbox.dims.rows
+        lines = memory.get_lines(most)
+        lines.zero_()
         while goes and done < num_plans:
             self._launch("loop_kernel")
             now = self._look()
-            live = self._lanes[: now.num_rows] >= 0
-            plan, answers = self._note_launch(live)
+            live = memory.lanes[: now.num_rows] >= 0
+            plan, answers = memory.note_plan(live, lines)
             if now.num_rows:
                 self._pass_rows(plan, answers, now.num_tokens, has_adapters)
             goes = now.num_rows > 0 and not self._get_width(now)
             done, widest = done + 1, max(widest, now.num_rows)
-        self._drain()
+        self._drain(most)
         return done, widest
 
     def _pass_rows(
@@ -455,7 +412,8 @@ class Resident:
             adapters=self._params.get_adapters(slot_of) if has_adapters else None,
         )
         hidden = self.model.forward(inputs)[starts[1:].long() - 1]
-        self._answer(hidden, answers)
+        lines = self._memory.get_lines(self.engine.inbox.dims.rows)
+        self._memory.take_tokens(self._sample(hidden, answers), answers, lines)
 
     def _get_tokens(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return tokens at positions: known ones, or the one that the previous pass sampled."""
@@ -463,7 +421,7 @@ class Resident:
         known = state.tokens[slots, positions].long()
         if self.num_frames == 1:
             return known
-        return torch.where(positions < state.known[slots], known, self._sampled[slots])
+        return torch.where(positions < state.known[slots], known, self._memory.sampled[slots])
 
     # Padded steps: no value of the device is read here.
 
@@ -503,40 +461,30 @@ class Resident:
         self._pool = graph.pool()
         return graph
 
-    def _get_rows(self, width: int) -> tuple[Padded, Padded]:
-        """Return the rows of the running step, and of the step that is planned."""
-        now, following = self._memory
-        d = self.engine.inbox.dims
-        return (
-            Padded.view(now, width, d.groups, d.table),
-            Padded.view(following, width, d.groups, d.table),
-        )
-
     def _run_first(self, key: Key) -> None:
         """Plan the first of several frames."""
-        _, following = self._get_rows(key.width)
-        self._plan(following, key)
+        now, _ = self._memory.get_rows(key.width)
+        self._plan(now)
 
     def _run_step(self, key: Key) -> None:
         """Plan a frame, and run one: the same, or the one planned before it."""
-        now, following = self._get_rows(key.width)
+        now, following = self._memory.get_rows(key.width)
         if self.num_frames == 1:
-            self._plan(now, key)
-            self._pass(now, key)
+            self._plan(now)
+            self._take(self._pass(now, key), now, None)
             return
-        now.copy_from(following)
         with self._beside():
-            self._plan(following, key)
-        self._pass(now, key)
+            self._plan(following)
+        tokens = self._pass(now, key)
         self._join()
+        self._take(tokens, now, following)
 
     def _run_end(self, key: Key) -> None:
         """Run the frame that was planned last, unless it has run; commit all frames in flight."""
         if self.num_frames > 1:
-            now, following = self._get_rows(key.width)
-            now.copy_from(following)
-            self._pass(now, key)
-        self._drain()
+            now, _ = self._memory.get_rows(key.width)
+            self._take(self._pass(now, key), now, None)
+        self._drain(key.width)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -553,32 +501,16 @@ class Resident:
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
 
-    def _plan(self, rows: Padded, key: Key) -> None:
+    def _plan(self, rows: Padded) -> None:
         """Commit, plan, and write the inputs of this plan's pass into `rows`."""
-        state, width = self.mirror.state, key.width
         self._launch("loop_kernel")
-        live = self._lanes[:width] < state.num_rows
-        _, answers = self._note_launch(live)
-        slots, positions = answers.slots, torch.where(live, state.positions[:width], 0)
-        rows.fill(
-            state.tokens[slots, positions].long(),
-            (positions >= state.known[slots]).long(),
-            positions,
-            torch.where(live, state.slot_mapping[:, :width], -1),
-            self._params.get_adapters(slots),
-            answers,
-            torch.where(live[:, None], state.tables[:, slots], 0),
-            torch.where(live, state.seq_lens[:width], 1),
-        )
+        self._memory.write_rows(rows)
 
-    def _pass(self, rows: Padded, key: Key) -> None:
-        """Run the forward pass of a plan, and sample its tokens."""
-        numbers, answers = rows.numbers, rows.get_answers()
-        tokens = numbers[TOKEN]
-        if self.num_frames > 1:
-            tokens = torch.where(numbers[IS_FED] > 0, self._sampled[answers.slots], tokens)
+    def _pass(self, rows: Padded, key: Key) -> torch.Tensor:
+        """Run the forward pass of a plan; return the token that each row samples, [width] int64."""
+        numbers = rows.numbers
         inputs = Inputs(
-            token_ids=tokens,
+            token_ids=numbers[TOKEN],
             positions=numbers[POSITION],
             slot_mapping=rows.get_slot_mapping(),
             block_tables=rows.tables,
@@ -588,56 +520,29 @@ class Resident:
             adapters=numbers[ADAPTER] if key.has_adapters else None,
         )
         # Not the model's own decode graph: this is captured as part of a larger one.
-        self._answer(Model.forward(self.model, inputs), answers)
+        return self._sample(Model.forward(self.model, inputs), rows.get_answers())
+
+    def _take(self, tokens: torch.Tensor, rows: Padded, following: Padded | None) -> None:
+        """Write the tokens of a pass.
+
+        `following`: the rows of the next plan, which was made during the pass; they become `rows`.
+        """
+        is_alone = following is None or self._side is None
+        self._memory.take_rows_tokens(tokens, rows, following, is_alone=is_alone)
 
     # Parts of every step.
 
-    def _note_launch(self, live: torch.Tensor) -> tuple[torch.Tensor, Answers]:
-        """Write a launch's line of the journal, and the number of tokens in each row's model
-        output.
+    def _sample(self, hidden: torch.Tensor, answers: Answers) -> torch.Tensor:
+        """Return a token for each row of `hidden` [n, hidden_size], [n] int64."""
+        logits = self.model.compute_logits(hidden)
+        return sample_tokens(logits, **answers.sampling._asdict(), indices=answers.indices)
 
-        `live` [n]: which lanes are rows of the plan. Returns the columns of the plan `[ROW_COLUMNS,
-        n]`, and where its tokens are written.
-        """
-        state, width, at = self.mirror.state, len(live), self._line.clone()
-        following = state.control[layout.PLACE : layout.PLACE + 1].long()
-        # For an empty plan, a place that is not in use: no other model output may be overwritten.
-        place = (following - (state.num_rows > 0).long()) % self.num_frames
-        plan: torch.Tensor = state.plans.index_select(0, place)[0, :, :width]
-        plan = torch.where(live, plan, 0)
-        slots, samples = plan[layout.ROW_SLOT], plan[layout.ROW_SAMPLES]
-        told = torch.stack((slots, plan[layout.ROW_TOKENS], samples))
-        self._journal[:, :PLAN_COLUMNS, :width].index_copy_(0, at, told[None])
-        self._journal[:, RECORD_COLUMN:].index_copy_(0, at, state.record[None])
-        self._line.add_(1)
-        rows = place * state.answer_counts.shape[1] + self._lanes[:width]
-        state.answer_counts.view(-1).index_copy_(0, rows, samples)
-        slots, unused = slots.long(), len(self._sampled) - 1
-        feeds = torch.where(samples > 0, slots, unused)
-        indices, sampling = plan[layout.ROW_OUTPUTS].long(), self._params.get_sampling(slots)
-        return plan, Answers(slots, indices, rows, feeds, at, sampling)
-
-    def _answer(self, hidden: torch.Tensor, answers: Answers) -> None:
-        """Sample a token for each row of `hidden` [n, hidden_size].
-
-        The tokens are written for the commit, for the next pass, and into the journal.
-        """
-        state, logits = self.mirror.state, self.model.compute_logits(hidden)
-        tokens = sample_tokens(logits, **answers.sampling._asdict(), indices=answers.indices)
-        told = tokens.int()
-        first = state.answer_tokens.view(-1, state.answer_tokens.shape[2])[:, 0]
-        first.index_copy_(0, answers.rows, told)
-        self._sampled.index_copy_(0, answers.feeds, tokens)
-        self._journal[:, TOKEN_COLUMN, : len(told)].index_copy_(0, answers.line, told[None])
-
-    def _drain(self) -> None:
-        """Commit all frames in flight, and summarise the state."""
-        for _ in range(self.num_frames):
+    def _drain(self, width: int) -> None:
+        """Commit all frames in flight, and summarise the state; the burst has `width` rows."""
+        for number in range(self.num_frames):
             self._launch("settle_kernel")
-            record = self.mirror.state.record[None]
-            self._journal[:, RECORD_COLUMN:].index_copy_(0, self._line, record)
-            self._line.add_(1)
-        self._end_summary.copy_(summarise(self.mirror.state, self.config.max_model_len))
+            is_last = number == self.num_frames - 1
+            self._memory.note_end(width, number, is_last=is_last)
 
     def _launch(self, kernel: str) -> None:
         """Launch a kernel of the scheduler on the device's state."""
@@ -655,23 +560,3 @@ def _tell(kernel: str, done: int, count: int) -> None:
         count,
         kernel and f"({kernel} is next)",
     )
-
-
-def summarise(state: Any, max_model_len: int) -> torch.Tensor:
-    """Return the numbers of `Summary`, [9] int32."""
-    live = torch.arange(len(state.run), device=state.run.device) < state.num_running
-    slots = torch.where(live, state.run, 0).long()
-    left = state.end_by_max_tokens[slots].clamp(max=max_model_len) - state.known[slots]
-    return torch.cat(
-        (
-            state.num_rows,
-            state.query_start_loc.index_select(0, state.num_rows),
-            (state.key != layout.FAR).sum(0, keepdim=True),
-            (live & (state.is_prefill[slots] > 0)).sum(0, keepdim=True),
-            state.num_running,
-            state.num_free,
-            state.num_free_nodes,
-            state.num_preempted,
-            torch.where(live, left, 0).amax(0, keepdim=True),
-        )
-    ).int()

@@ -45,8 +45,10 @@ class SlotParams:
         self._floats = np.zeros((3, num_slots), np.float32)
         self._ints = np.zeros((3, num_slots), np.int64)
         self._device = device
-        self._floats_there = torch.zeros((3, num_slots), dtype=torch.float32, device=device)
-        self._ints_there = torch.zeros((3, num_slots), dtype=torch.int64, device=device)
+        self.floats = torch.zeros((3, num_slots), dtype=torch.float32, device=device)
+        """[3, num_slots] on the device: temperatures, top-p, min-p."""
+        self.ints = torch.zeros((3, num_slots), dtype=torch.int64, device=device)
+        """[3, num_slots] on the device; see `SEED` and its siblings."""
 
     def put(self, requests: Mapping[int, Request], chosen: Mapping[RequestId, Wanted]) -> int:
         """Write the rows of these requests, before the next burst; return the bytes sent."""
@@ -65,8 +67,8 @@ class SlotParams:
         index = to_device(slots, self._device)
         floats = np.ascontiguousarray(self._floats[:, slots])
         ints = np.ascontiguousarray(self._ints[:, slots])
-        self._floats_there.index_copy_(1, index, to_device(floats, self._device))
-        self._ints_there.index_copy_(1, index, to_device(ints, self._device))
+        self.floats.index_copy_(1, index, to_device(floats, self._device))
+        self.ints.index_copy_(1, index, to_device(ints, self._device))
         num_bytes: int = slots.nbytes + floats.nbytes + ints.nbytes
         return num_bytes
 
@@ -77,15 +79,15 @@ class SlotParams:
     def get_adapters(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the adapters `[n]` int64 at request indices `[n]`; `NO_ADAPTER` if there is
         none."""
-        return self._ints_there[ADAPTER][slots]
+        return self.ints[ADAPTER][slots]
 
     def get_sampling(self, slots: torch.Tensor) -> Sampling:
         """Return the sampling parameters at request indices `[n]`."""
-        temperature, top_p, min_p = self._floats_there[:, slots]
+        temperature, top_p, min_p = self.floats[:, slots]
         return Sampling(
             temperature,
-            self._ints_there[TOP_K][slots].int(),
+            self.ints[TOP_K][slots].int(),
             top_p,
             min_p,
-            self._ints_there[SEED][slots],
+            self.ints[SEED][slots],
         )

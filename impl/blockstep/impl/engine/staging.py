@@ -23,6 +23,7 @@ from blockstep.impl.engine.graphs import PADDING, DecodeGraph, GraphedModel
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.rows import RowArrays
 from blockstep.impl.engine.transfer import Layout, send
+from blockstep.kernels import keep_tokens, stage_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +101,12 @@ class Staging:
             self._changed.append((rows, places))
 
     def keep_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Keep the tokens that `rows` have sampled, for the next step.
-
-        `NO_TOKEN` becomes 0: the host raises an error when it reads the token, and until then the
-        model needs a valid index.
-        """
+        """Keep the tokens that `rows` have sampled, for the next step."""
         self._grow()
-        self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
+        if self._is_on_host:
+            self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
+        else:
+            keep_tokens(self._last_tokens, rows, tokens)
 
     def build(self, step: ArrayStep, model: Model | None = None) -> Staged:
         """Return the inputs of a pass over `step`, on the device.
@@ -136,13 +136,20 @@ class Staging:
         if sampling is not None or made.max_query_len > 1:
             lasts = np.cumsum(counts) - 1
             more["asking"] = lasts if sampling is None else lasts[sampling]
-        self._add_fed(more, step)
+        self._add_fed(more, step, size)
         self._add_draws(more, step)
-        self._add_blocks(more, into, arrays)
+        new = self._take_new_blocks(index)
+        has_room = True
+        if new and into is not None:
+            layout = Layout.of([*arrays, *more.values(), *new.values()])
+            has_room = layout.num_bytes <= len(into)
+        if has_room:
+            more |= new
         sent = send([*arrays, *more.values()], self._device, into)
         named = dict(zip(more, sent[num_base:], strict=True))
-        tables = self._take_tables(named, made.max_seq_len, graph)
-        self._feed(named, sent[0][: len(made.token_ids)])
+        if not has_room:
+            named |= zip(new, send([*new.values()], self._device), strict=True)
+        tables = self._fill(named, sent[0], made.max_seq_len, graph)
         if graph is not None:
             inputs = graph.inputs
         else:
@@ -194,19 +201,18 @@ class Staging:
             int(ends.max()),
         )
 
-    def _add_fed(self, more: dict[str, np.ndarray], step: ArrayStep) -> None:
-        """Add the tokens that the host does not know: last tokens of rows, sampled by frames in
-        flight.
+    def _add_fed(self, more: dict[str, np.ndarray], step: ArrayStep, size: int) -> None:
+        """Add `fed_at` if the host does not know all tokens: a frame in flight samples the last one
+        of some rows.
 
-        `fed_at`: their indices among the step's tokens; `fed_rows`: their rows of the batch.
+        For each row, and padding up to `size`: the index of this token in the step, or -1.
         """
         columns, index = self._arrays.columns, step.index
         lasts = columns.num_known[index] - 1
         is_fed = (columns.num_pending[index] > 0) & (lasts < step.starts + step.counts)
         if is_fed.any():
             before = step.counts.cumsum() - step.counts
-            more["fed_at"] = (before + lasts - step.starts)[is_fed]
-            more["fed_rows"] = index[is_fed]
+            more["fed_at"] = _pad(np.where(is_fed, before + lasts - step.starts, -1), size, -1)
 
     def _add_draws(self, more: dict[str, np.ndarray], step: ArrayStep) -> None:
         """Add the parameters of `sample_tokens`, if any row is not greedy."""
@@ -238,55 +244,67 @@ class Staging:
         is_behind = step.starts < columns.num_known[index] - 1
         return bool((is_behind & (columns.num_pending[index] > 1)).any())
 
-    def _feed(self, named: Mapping[str, torch.Tensor], token_ids: torch.Tensor) -> None:
-        """Put the tokens kept on the device at their places among `token_ids`."""
-        if "fed_at" in named:
-            rows = named["fed_rows"]
-            if len(rows) == len(token_ids):
-                torch.index_select(self._last_tokens, 0, rows, out=token_ids)
-            else:
-                token_ids.index_copy_(0, named["fed_at"], self._last_tokens.index_select(0, rows))
+    def _take_new_blocks(self, index: np.ndarray) -> dict[str, np.ndarray]:
+        """Return blocks that the device's tables lack: `new_blocks` and `new_places` of rows of a
+        step, as `stage_step` wants them.
 
-    def _add_blocks(
-        self, more: dict[str, np.ndarray], into: torch.Tensor | None, arrays: list[np.ndarray]
-    ) -> None:
-        """Add new blocks that the device's tables lack: `places` in all tables, and `blocks`.
-
-        They are copied separately, before, if `into` has no room for them.
+        Those of other rows are written to the tables at once.
         """
         if not self._changed:
-            return
+            return {}
         self._grow()
         tables = self._arrays.block_tables
         rows = np.concatenate([rows for rows, _ in self._changed])
         columns = np.concatenate([columns for _, columns in self._changed])
         self._changed.clear()
-        places = np.arange(len(tables))[:, None] * tables[0].size + rows * tables.shape[2] + columns
-        found = {"places": places.reshape(-1), "blocks": tables[:, rows, columns].reshape(-1)}
-        layout = Layout.of([*arrays, *more.values(), *found.values()])
-        if into is None or layout.num_bytes <= len(into):
-            more |= found
-        else:
-            sent = send([*found.values()], self._device)
+        sequence = np.full(tables.shape[1], -1, np.int64)
+        sequence[index] = np.arange(len(index))
+        sequence = sequence[rows]
+        is_here = sequence >= 0
+        if not is_here.all():
+            away = rows[~is_here], columns[~is_here]
+            places = away[0] * tables.shape[2] + away[1]
+            places = np.arange(len(tables))[:, None] * tables[0].size + places
+            sent = send([places.reshape(-1), tables[:, *away].reshape(-1)], self._device)
             self._tables.view(-1).index_copy_(0, *sent)
+            rows, columns, sequence = rows[is_here], columns[is_here], sequence[is_here]
+        if not len(rows):
+            return {}
+        return {
+            "new_blocks": tables[:, rows, columns],
+            "new_places": np.stack((sequence, columns)),
+        }
 
-    def _take_tables(
-        self, named: Mapping[str, torch.Tensor], max_seq_len: int, graph: DecodeGraph | None
+    def _fill(
+        self,
+        named: Mapping[str, torch.Tensor],
+        token_ids: torch.Tensor,
+        max_seq_len: int,
+        graph: DecodeGraph | None,
     ) -> torch.Tensor:
-        """Return the block tables of a step's rows, [num_groups, num_rows, blocks of the longest
-        row]."""
-        arrays = self._arrays
+        """Put the tokens kept on the device at their places among `token_ids`; return the block
+        tables of the rows, [num_groups, num_rows, blocks of the longest row].
+        """
+        self._grow()
+        arrays, rows, kept = self._arrays, named["rows"], self._last_tokens
         num_blocks = -(-max_seq_len // arrays.block_size)
-        if self._is_on_host:
-            tables = arrays.block_tables[:, :, :num_blocks].take(named["rows"].numpy(), 1)
-            return torch.from_numpy(tables)
-        if "places" in named:
-            self._tables.view(-1).index_copy_(0, named["places"], named["blocks"])
-        given = self._tables[:, :, :num_blocks]
+        if self._is_on_host:  # the batch's own arrays, without the checks of `stage_step`
+            index = rows.numpy()
+            if "fed_at" in named:
+                at = named["fed_at"].numpy()
+                is_fed = at >= 0
+                token_ids.numpy()[at[is_fed]] = kept.numpy()[index[is_fed]]
+            return torch.from_numpy(arrays.block_tables[:, :, :num_blocks].take(index, 1))
         if graph is None:
-            return given.index_select(1, named["rows"])
-        tables = graph.inputs.block_tables[:, :, :num_blocks]
-        torch.index_select(given, 1, named["rows"], out=tables)
+            shape = len(self._tables), len(rows), num_blocks
+            tables = torch.empty(shape, dtype=torch.int32, device=self._device)
+        else:
+            tables = graph.inputs.block_tables[:, :, :num_blocks]
+        fed: dict[str, torch.Tensor] = {}
+        if "fed_at" in named:
+            fed = {"token_ids": token_ids, "fed_at": named["fed_at"], "last_token_ids": kept}
+        new = {name: named[name] for name in ("new_blocks", "new_places") if name in named}
+        stage_step(tables, self._tables, rows, **new, **fed)
         return tables
 
     def _grow(self) -> None:

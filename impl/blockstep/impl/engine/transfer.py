@@ -26,6 +26,12 @@ def to_device(values: np.ndarray, device: str | torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def copy_over(tensor: torch.Tensor, values: np.ndarray) -> None:
+    """Copy the array over a tensor of the same shape, in the order of the current stream."""
+    given = torch.from_numpy(values)
+    tensor.copy_(given.pin_memory() if tensor.is_cuda else given, non_blocking=True)
+
+
 class Part(NamedTuple):
     """One array in a piece of memory that holds several."""
 
