@@ -30,9 +30,14 @@ REGISTERS_MAX = {
     "attention_kernel": 255,  # all there are; the accumulator lives in registers
     "gate_kernel": 64, "norm_kernel": 128, "rotate_kernel": 128,
     "scan_kernel": 128, "choose_kernel": 128,
+    "product_kernel": 168,  # three programs on a multiprocessor
+    "vector_kernel": 96,  # five
     "rows_kernel": 64, "tokens_kernel": 64, "end_kernel": 64,
 }  # fmt: skip
-LAYERS = {"gate_kernel", "norm_kernel", "rotate_kernel", "scan_kernel", "choose_kernel"}
+LAYERS = {
+    "gate_kernel", "norm_kernel", "rotate_kernel", "scan_kernel", "choose_kernel",
+    "product_kernel", "vector_kernel",
+}  # fmt: skip
 BURSTS = {"rows_kernel", "tokens_kernel", "end_kernel"}
 SHARED_MAX = 227 * 1024
 
@@ -87,6 +92,8 @@ def test_nothing_is_compiled_anew_because_a_step_is_of_another_size() -> None:
         "layers_triton.norm_kernel": 1,
         "layers_triton.gate_kernel": 1,
         "layers_triton.rotate_kernel": 1,
+        "products_triton.product_kernel": 2,  # gated or not
+        "products_triton.vector_kernel": 2,
         "sampling_triton.scan_kernel": 1,
         "sampling_triton.choose_kernel": 1,
         "bursts_triton.rows_kernel": 1,

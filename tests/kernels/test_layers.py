@@ -252,9 +252,9 @@ def refuse(change: dict[str, Any]) -> None:
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "width": (
         {"qkv": torch.zeros(3, 7 * 16 + 1)}, ValueError,
-        r"qkv: dimension 1 must be \(num_heads \+ 2 \* num_kv_heads\) \* head_size",
+        r"qkv: its last dimension must be \(num_heads \+ 2 \* num_kv_heads\) \* head_size",
     ),
-    "no query": ({"qkv": torch.zeros(3, 4 * 16)}, ValueError, "qkv: dimension 1 must be"),
+    "no query": ({"qkv": torch.zeros(3, 4 * 16)}, ValueError, "qkv: its last dimension must be"),
     "ids": ({"qkv": torch.zeros(3, 8 * 16).long()}, TypeError, "qkv: must be float32 or"),
     "positions": (
         {"positions": torch.tensor([0, 20, 1])}, ValueError,

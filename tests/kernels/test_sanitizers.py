@@ -29,6 +29,8 @@ from blockstep.kernels import (
     gather_blocks,
     keep_tokens,
     merge_drafts,
+    multiply_in_parts,
+    multiply_silu_and_mul,
     paged_attention,
     prepare_step,
     rejection_sample,
@@ -113,6 +115,13 @@ def rotate() -> None:
     rotate_and_cache(
         torch.ones(3, 7 * 80), caches[:, 0], caches[:, 1], slots, slots.clip(0, 2), table
     )
+
+
+def multiply() -> None:
+    weight = torch.ones(70, 1100)
+    for num_tokens in (1, 3):
+        multiply_in_parts(weight[:num_tokens].clone(), weight)
+        multiply_silu_and_mul(weight[:num_tokens].clone(), weight)
 
 
 def draw() -> None:
@@ -219,6 +228,24 @@ PLANTED = {
     "rotation takes values for keys": (
         "layers", rotate, "(~(is_query | is_value))", "(~is_query)",
         "BETWEEN-PROGRAMS WRITE-WRITE rotate_kernel",
+    ),
+    "product past its columns": (
+        "products", multiply, "(n % LANES < COLUMNS) & ", "", "BETWEEN-PROGRAMS WRITE-WRITE",
+    ),
+    "product past the last token": (
+        "products", multiply, "is_token = m < num_tokens", "is_token = m >= 0",
+        "OUT-OF-BOUNDS load_tile",
+    ),
+    "product past the last column": (
+        "products", multiply, "tl.minimum(begin + PART_SIZE, IN_SIZE)", "begin + PART_SIZE",
+        "OUT-OF-BOUNDS load_tile",
+    ),
+    "product of one token past its columns": (
+        "products", multiply, "is_column = column < OUT_SIZE", "is_column = column >= 0",
+        "vector_kernel",
+    ),
+    "product of one token past the last column": (
+        "products", multiply, "mask=k < IN_SIZE", "mask=k >= 0", "OUT-OF-BOUNDS vector_kernel",
     ),
     "drawing past the vocabulary": (
         "sampling", draw, "mask = token < vocab_size", "mask = token >= 0",

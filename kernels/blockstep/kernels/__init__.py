@@ -20,6 +20,11 @@ from blockstep.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
 from blockstep.kernels.cache import reshape_and_cache
 from blockstep.kernels.dispatch import use_backend
 from blockstep.kernels.layers import add_rms_norm, rms_norm, rotate_and_cache, silu_and_mul
+from blockstep.kernels.products import (
+    is_product_of_few,
+    multiply_in_parts,
+    multiply_silu_and_mul,
+)
 from blockstep.kernels.rejection import rejection_sample
 from blockstep.kernels.sampling import NO_TOKEN, sample_tokens
 from blockstep.kernels.step import (
@@ -38,9 +43,12 @@ __all__ = [
     "commit_step",
     "copy_blocks",
     "gather_blocks",
+    "is_product_of_few",
     "keep_tokens",
     "make_attention_workspace",
     "merge_drafts",
+    "multiply_in_parts",
+    "multiply_silu_and_mul",
     "paged_attention",
     "plan_attention",
     "prepare_step",

@@ -765,6 +765,14 @@ def find_program(index, num_programs, PER_PROCESSOR: tl.constexpr):
 
 
 @triton.jit
+def begin_program(PER_PROCESSOR: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Wait for earlier kernels, and return the program of the plan that this program runs."""
+    if DEPENDENT:
+        wait_for_earlier_kernels()
+    return find_program(tl.program_id(0), tl.num_programs(0), PER_PROCESSOR)
+
+
+@triton.jit
 def load_runs(at):
     """Return the first row of a program's runs, and the one after the last, from its header.
 
@@ -814,9 +822,8 @@ def load_keys(
 @triton.jit(do_not_specialize=["header_at", "runs_at", "num_slots", "table_stride"])
 def attention_kernel(
     out, plan, header_at, runs_at, partial, partial_sums, counters, query, key_cache, value_cache,
-    block_tables, num_slots, scale, window, soft_cap, v_scale,
-    query_token, query_head, out_token, out_head, key_block, key_slot, key_head,
-    value_block, value_slot, value_head, table_stride,
+    block_tables, num_slots, scale, window, soft_cap, v_scale, query_token, query_head, out_token,
+    out_head, key_block, key_slot, key_head, value_block, value_slot, value_head, table_stride,
     GROUP: tl.constexpr, PART: tl.constexpr, HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     IS_FEW: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr, SOFT_CAP: tl.constexpr,
@@ -826,12 +833,10 @@ def attention_kernel(
 ):  # fmt: skip
     """Compute the splits of a program's plan; a query tile has `BLOCK_Q` tokens by `PART` heads.
 
-    With few rows it computes all its splits of a query tile in one loop. `scale` includes log2(e)
-    and the scale of the keys: softmax is in base 2. With `CHUNKS`, `window` is the size of a chunk.
+    With few rows it computes all splits of a query tile in one loop. `scale` includes the scale of
+    the keys and log2(e), since softmax is in base 2. With `CHUNKS`, `window` is a chunk's size.
     """
-    row_of_plan = header_at + find_program(tl.program_id(0), tl.num_programs(0), PER_PROCESSOR)
-    if DEPENDENT:
-        wait_for_earlier_kernels()
+    row_of_plan = header_at + begin_program(PER_PROCESSOR, DEPENDENT)
     run, stop_run = load_runs(plan + row_of_plan * ROW)
     resumed = tl.zeros((), tl.int32)  # the next split of a begun query tile, or 0
     dim = tl.arange(0, SIZE)
@@ -843,19 +848,16 @@ def attention_kernel(
             at, resumed, num_slots, IS_FEW, False
         )  # fmt: skip
         context, first, last, first_tile, num_tiles, split_tiles = load_keys(
-            at, query_len, local, BLOCK_Q, TILE, WINDOW | CHUNKS
-        )  # fmt: skip
+            at, query_len, local, BLOCK_Q, TILE, WINDOW | CHUNKS)  # fmt: skip
         table = block_tables + tl.load(at + 3).to(tl.int64) * table_stride
         # Always `arange`; it depends on `run`, so that no register keeps what is derived from it.
         m = tl.arange(0, BLOCK_M) + (run < 0).to(tl.int32)
+        start_tile = first_tile + split * split_tiles
         if IS_FEW:  # loaded before the queries: keys and values wait for their blocks
-            next_block = load_blocks(
-                table, first_tile + split * split_tiles, first, last, TILE, BLOCK_SIZE
-            )  # fmt: skip
+            next_block = load_blocks(table, start_tile, first, last, TILE, BLOCK_SIZE)
         q, step, is_row = load_queries(
-            query, start, query_len, local, group, m, dim, in_head, query_token, query_head,
-            GROUP, PART, BLOCK_Q, COMPUTE,
-        )  # fmt: skip
+            query, start, query_len, local, group, m, dim, in_head, query_token, query_head, GROUP,
+            PART, BLOCK_Q, COMPUTE)  # fmt: skip
         if IS_FEW:
             top, total, weighted = attend_few(
                 partial, partial_sums, first_slot, q, key_cache, value_cache, table, next_block,
@@ -865,7 +867,6 @@ def attention_kernel(
                 BLOCK_SIZE, BLOCK_M, TILE, WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, FAR, ALIKE,
             )  # fmt: skip
         else:
-            start_tile = first_tile + split * split_tiles
             stop_tile = first_tile + tl.minimum(num_tiles, next_split * split_tiles)
             top, total, weighted = attend_many(
                 q, key_cache, value_cache, table, start_tile, stop_tile, first, last,
@@ -951,8 +952,8 @@ def choose_tilings(size: int, group: int, element_size: int, *, is_fp8: bool = F
     elif size >= 256:
         few = Tiling(rows, 16, 4, 4, 2, FEW, 2, 4, registers_max=255)
     else:
-        tile = 32 if rows > 16 else 64 if size > 64 else 128
-        few = Tiling(rows, tile, 4, 3, 2, FEW, 8, 1, registers_max=255)
+        splits = FEW if size > 64 or rows > 16 else FEW._replace(whole=6)
+        few = Tiling(rows, 32 if rows > 16 else 64, 4, 3, 2, splits, 8, 1, registers_max=255)
     many = Tiling(64, 32, 8, 2, 1, MANY)
     if size < 256:
         many = Tiling(128, 64 if is_fp8 else 128, 8, 2, 1, MANY)

@@ -83,3 +83,8 @@ def is_dependent_launch(device: torch.device) -> bool:
     earlier kernel reads.
     """
     return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def launch_early(is_dependent: bool) -> dict[str, bool]:
+    """Return options of a launch that may begin before the kernel in front of it has ended."""
+    return {"launch_pdl": True} if is_dependent else {}

@@ -3,7 +3,8 @@
     hidden -> add_rms_norm -> [qkv product] -> rotate_and_cache -> paged_attention -> [o product]
            -> add_rms_norm -> [gate and up product] -> silu_and_mul -> [down product]
 
-All of them compute in float32 and round once to the dtype of their tensors.
+All of them compute in float32 and round once to the dtype of their tensors. Those behind a product
+take it in parts, too (`products.multiply_in_parts`): they add the parts while they read them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def add_rms_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -
 
     hidden, residual: `[num_tokens, hidden_size]` of one dtype, float32, float16 or bfloat16, with
     contiguous last dimensions and no memory in common; weight: `[hidden_size]` of the same dtype.
-    The norm is computed from the sum as it is stored, rounded to the dtype.
+    hidden may be a product in parts, `[num_parts, num_tokens, hidden_size]` float32. The norm is
+    computed from the sum as it is stored, rounded to the dtype.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device, layout or eps.
@@ -54,7 +56,10 @@ def add_rms_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     if hidden.numel() and (kernels := find_kernels("layers", hidden)):
         normed: Tensor = kernels.launch_rms_norm(hidden, residual, weight, eps)
         return normed
-    residual += hidden
+    if hidden.dim() == 3:
+        residual.copy_(residual.float() + hidden.sum(0))
+    else:
+        residual += hidden
     return _normalise(residual, weight, eps)
 
 
@@ -100,18 +105,20 @@ def rotate_and_cache(
     qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_size]`, float32, float16 or bfloat16,
     with a contiguous last dimension: query heads, then key heads, then value heads. The queries are
     rotated in place, and what is returned is a view of them, `[num_tokens, num_heads, head_size]`.
+    qkv may be a product in parts, `[num_parts, num_tokens, ...]` float32: its sum is rounded to the
+    dtype of cos_sin, and the queries get memory of their own.
     key_cache, value_cache, slot_mapping, k_scale, v_scale: as in `reshape_and_cache`; they give
     num_kv_heads and head_size, and slot -1 writes nothing.
 
-    positions: `[num_tokens]` int64. cos_sin: `[num_positions, head_size]` of qkv's dtype,
+    positions: `[num_tokens]` int64. cos_sin: `[num_positions, head_size]` of the model's dtype,
     contiguous: for each position the `head_size / 2` cosines, then the sines. Component `i` of a
     head is rotated with component `i + head_size / 2` (RoPE as in Llama):
 
         left  = left * cos - right * sin
         right = right * cos + left * sin
 
-    q_norm, k_norm: `[head_size]` of qkv's dtype, both or neither: each query and key head is normed
-    with them before it is rotated, as by `rms_norm` with `eps`. Bound: reading qkv once, and
+    q_norm, k_norm: `[head_size]` of the model's dtype, both or neither: each query and key head is
+    normed with them before it is rotated, as by `rms_norm` with `eps`. Bound: reading qkv once, and
     writing it once.
 
     Raises:
@@ -123,28 +130,50 @@ def rotate_and_cache(
     )
     check_scales(key_cache, k_scale, v_scale)
     num_kv_heads, head_size = key_cache.shape[2:]
-    heads = qkv.view(len(qkv), qkv.shape[1] // head_size, head_size)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
-    query = heads[:, :num_heads]
-    if len(qkv) == 0:
+    num_tokens, num_all = qkv.shape[-2], qkv.shape[-1] // head_size
+    num_heads = num_all - 2 * num_kv_heads
+    if qkv.dim() == 2:
+        query = qkv.view(num_tokens, num_all, head_size)[:, :num_heads]
+    else:
+        query = torch.empty(
+            (num_tokens, num_heads, head_size), dtype=cos_sin.dtype, device=qkv.device
+        )
+    if num_tokens == 0:
         return query
     if kernels := find_kernels("layers", qkv):
         kernels.launch_rotate_and_cache(
-            qkv, key_cache, value_cache, slot_mapping, positions, cos_sin, q_norm, k_norm, eps,
-            k_scale, v_scale,
+            query, qkv, key_cache, value_cache, slot_mapping, positions, cos_sin, q_norm, k_norm,
+            eps, k_scale, v_scale,
         )  # fmt: skip
         return query
+    key, value = _rotate(query, qkv, num_kv_heads, positions, cos_sin, q_norm, k_norm, eps)
+    write_to_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    return query
+
+
+def _rotate(
+    query: Tensor,
+    qkv: Tensor,
+    num_kv_heads: int,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return rotated keys and the values; write rotated queries to `query`."""
+    num_tokens, num_heads, head_size = query.shape
+    heads = qkv if qkv.dim() == 2 else qkv.sum(0).to(cos_sin.dtype)
+    heads = heads.view(num_tokens, -1, head_size)
     turned = heads[:, : num_heads + num_kv_heads].float()
     if q_norm is not None and k_norm is not None:
         normed = _normalise(turned[:, :num_heads], q_norm.float(), eps)
         turned = torch.cat((normed, _normalise(turned[:, num_heads:], k_norm.float(), eps)), dim=1)
     cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, dim=-1)
     left, right = turned.chunk(2, dim=-1)
-    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(qkv.dtype)
+    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(heads.dtype)
     query.copy_(turned[:, :num_heads])
-    key, value = turned[:, num_heads:], heads[:, -num_kv_heads:]
-    write_to_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    return query
+    return turned[:, num_heads:], heads[:, -num_kv_heads:]
 
 
 def _normalise(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -152,13 +181,23 @@ def _normalise(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _check_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:
-    arguments = Arguments()
-    arguments.check("hidden", hidden, "num_tokens hidden_size", *FLOATS, rows=True)
+    arguments, dims = Arguments(), "num_tokens hidden_size"
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    if residual is not None and _is_in_parts(hidden):
+        arguments.check("hidden", hidden, f"num_parts {dims}", torch.float32, rows=True)
+    else:
+        arguments.check("hidden", hidden, dims, *FLOATS, rows=True)
+        dtypes = (hidden.dtype,)
     if residual is not None:
-        dims = "num_tokens hidden_size"
-        arguments.check("residual", residual, dims, hidden.dtype, rows=True)
-    arguments.check("weight", weight, "hidden_size", hidden.dtype, rows=True)
+        arguments.check("residual", residual, dims, *dtypes, rows=True)
+        dtypes = (residual.dtype,)
+    arguments.check("weight", weight, "hidden_size", *dtypes, rows=True)
     check_positive("eps", eps)
+
+
+def _is_in_parts(product: Tensor) -> bool:
+    """Return whether an argument is a product in parts; another type is refused later."""
+    return isinstance(product, Tensor) and product.dim() == 3
 
 
 def _check_rotation(
@@ -174,13 +213,18 @@ def _check_rotation(
 ) -> None:
     """Refuse tensors that do not belong together."""
     arguments = Arguments()
-    arguments.check("qkv", qkv, "num_tokens width", *FLOATS, rows=True)
+    if _is_in_parts(qkv):
+        arguments.check("qkv", qkv, "num_parts num_tokens width", torch.float32, rows=True)
+        dtypes: tuple[torch.dtype, ...] = FLOATS
+    else:
+        arguments.check("qkv", qkv, "num_tokens width", *FLOATS, rows=True)
+        dtypes = (qkv.dtype,)
     dims = "num_blocks block_size num_kv_heads head_size"
     arguments.check("key_cache", key_cache, dims, *CACHES, rows=True)
     arguments.check("value_cache", value_cache, dims, key_cache.dtype, rows=True)
     arguments.check("slot_mapping", slot_mapping, "num_tokens", torch.int64, rows=True)
     arguments.check("positions", positions, "num_tokens", torch.int64, rows=True)
-    arguments.check("cos_sin", cos_sin, "num_positions head_size", qkv.dtype, rows=True)
+    arguments.check("cos_sin", cos_sin, "num_positions head_size", *dtypes, rows=True)
     head_size, num_kv_heads = arguments["head_size"], arguments["num_kv_heads"]
     if head_size not in HEAD_SIZES:
         raise ValueError(
@@ -190,7 +234,7 @@ def _check_rotation(
     num_heads, rest = divmod(arguments["width"], head_size)
     if rest or num_kv_heads == 0 or num_heads <= 2 * num_kv_heads:
         raise ValueError(
-            f"qkv: dimension 1 must be (num_heads + 2 * num_kv_heads) * head_size, with "
+            f"qkv: its last dimension must be (num_heads + 2 * num_kv_heads) * head_size, with "
             f"num_kv_heads {num_kv_heads} and head_size {head_size} as in key_cache, but is "
             f"{arguments['width']}; pass the cache that belongs to this model"
         )
@@ -199,8 +243,8 @@ def _check_rotation(
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm, k_norm: must be given together; pass both or neither")
     if q_norm is not None:
-        arguments.check("q_norm", q_norm, "head_size", qkv.dtype, rows=True)
-        arguments.check("k_norm", k_norm, "head_size", qkv.dtype, rows=True)
+        arguments.check("q_norm", q_norm, "head_size", cos_sin.dtype, rows=True)
+        arguments.check("k_norm", k_norm, "head_size", cos_sin.dtype, rows=True)
         check_positive("eps", eps)
     num_slots = arguments["num_blocks"] * arguments["block_size"]
     check_range("slot_mapping", slot_mapping, -1, num_slots, "slots, or -1,")

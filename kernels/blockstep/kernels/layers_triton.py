@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockstep.kernels.arguments import FP8
 from blockstep.kernels.cache import FP8_MAX
-from blockstep.kernels.dispatch import on_device_of_first
+from blockstep.kernels.dispatch import is_dependent_launch, launch_early, on_device_of_first
 
 NUM_PER_THREAD = 8
 """Elements that a thread loads at once: 16 bytes in 16-bit dtypes."""
@@ -20,16 +20,29 @@ NUM_ROTATED = 512
 
 
 @triton.jit
+def load_sum(pointers, mask, part_size, PARTS: tl.constexpr):
+    """Return the sum of the `PARTS` numbers at each pointer, `part_size` elements apart."""
+    total = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(pointers + part * part_size, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
 def norm_kernel(
-    normed, hidden, residual, weight, eps, hidden_token, residual_token,
-    HIDDEN_SIZE: tl.constexpr, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    normed, hidden, residual, weight, eps, hidden_part, hidden_token, residual_token,
+    HIDDEN_SIZE: tl.constexpr, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (token): compute the RMS norm of its row, after adding it to the residual's."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, SIZE)
     mask = lane < HIDDEN_SIZE
-    x = tl.load(hidden + token * hidden_token + lane, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(weight + lane, mask=mask, other=0.0).to(tl.float32)
+    if DEPENDENT:  # the weight was not written by an earlier kernel
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = load_sum(hidden + token * hidden_token + lane, mask, hidden_part, PARTS)
     if HAS_RESIDUAL:
         where = residual + token * residual_token + lane
         total = x + tl.load(where, mask=mask, other=0.0).to(tl.float32)
@@ -43,9 +56,13 @@ def norm_kernel(
 
 @triton.jit
 def gate_kernel(
-    gated, gate_up, gate_up_token, INNER_SIZE: tl.constexpr, SIZE: tl.constexpr
+    gated, gate_up, gate_up_token, INNER_SIZE: tl.constexpr, SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (token, part): compute `SIZE` elements of `silu(gate) * up`."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     mask = element < INNER_SIZE
@@ -67,13 +84,16 @@ def quantise(x, scale, LIMIT: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping", "positions"])
 def rotate_kernel(
-    qkv, key_cache, value_cache, slot_mapping, positions, cos_sin, q_norm, k_norm,
-    eps, k_scale, v_scale, qkv_token, key_block, key_slot, key_head, value_block, value_slot,
-    value_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, HAS_NORM: tl.constexpr,
-    FP8_LIMIT: tl.constexpr,
+    query, qkv, key_cache, value_cache, slot_mapping, positions, cos_sin, q_norm, k_norm,
+    eps, k_scale, v_scale, query_token, qkv_part, qkv_token, key_block, key_slot, key_head,
+    value_block, value_slot, value_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    HAS_NORM: tl.constexpr, FP8_LIMIT: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (token, part): norm and rotate `ROWS` of its heads, and cache keys and values."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = HEAD_SIZE // 2
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -82,10 +102,10 @@ def rotate_kernel(
     is_query = head < NUM_HEADS
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_half[None, :]
-    at_left = qkv + token * qkv_token + (head * HEAD_SIZE)[:, None] + lane[None, :]
-    at_right = at_left + half
-    given_left = tl.load(at_left, mask=mask, other=0.0)
-    given_right = tl.load(at_right, mask=mask, other=0.0)
+    at = (head * HEAD_SIZE)[:, None] + lane[None, :]
+    given = qkv + token * qkv_token + at
+    given_left = load_sum(given, mask, qkv_part, PARTS).to(query.dtype.element_ty)
+    given_right = load_sum(given + half, mask, qkv_part, PARTS).to(query.dtype.element_ty)
     slot = tl.load(slot_mapping + token)
     angle = cos_sin + tl.load(positions + token) * HEAD_SIZE + lane
     cos = tl.load(angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
@@ -102,10 +122,11 @@ def rotate_kernel(
         left = left * scale * tl.where(is_query[:, None], q_left[None, :], k_left[None, :])
         right = right * scale * tl.where(is_query[:, None], q_right[None, :], k_right[None, :])
     # Rounded as a query is stored, even if the cache rounds it further.
-    turned_left = (left * cos - right * sin).to(qkv.dtype.element_ty)
-    turned_right = (right * cos + left * sin).to(qkv.dtype.element_ty)
+    turned_left = (left * cos - right * sin).to(query.dtype.element_ty)
+    turned_right = (right * cos + left * sin).to(query.dtype.element_ty)
+    at_left = query + token * query_token + at
     tl.store(at_left, turned_left, mask=mask & is_query[:, None])
-    tl.store(at_right, turned_right, mask=mask & is_query[:, None])
+    tl.store(at_left + half, turned_right, mask=mask & is_query[:, None])
     if slot >= 0:
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
@@ -127,15 +148,17 @@ def rotate_kernel(
 
 @on_device_of_first
 def launch_rms_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Launch one program per token."""
-    num_tokens, hidden_size = hidden.shape
+    """Launch one program per token; `hidden` may be in parts, `[num_parts, num_tokens, size]`."""
+    num_tokens, hidden_size = hidden.shape[-2:]
     size = max(triton.next_power_of_2(hidden_size), 32)
-    normed = torch.empty((num_tokens, hidden_size), dtype=hidden.dtype, device=hidden.device)
+    normed = torch.empty((num_tokens, hidden_size), dtype=weight.dtype, device=hidden.device)
     added = hidden if residual is None else residual
+    is_dependent = is_dependent_launch(hidden.device)
     norm_kernel[(num_tokens,)](
-        normed, hidden, added, weight, eps, hidden.stride(0), added.stride(0),
+        normed, hidden, added, weight, eps, hidden.stride(0), hidden.stride(-2), added.stride(-2),
         HIDDEN_SIZE=hidden_size, SIZE=size, HAS_RESIDUAL=residual is not None,
-        num_warps=min(max(size // (32 * NUM_PER_THREAD), 1), 16),
+        PARTS=count_given_parts(hidden), DEPENDENT=is_dependent,
+        num_warps=min(max(size // (32 * NUM_PER_THREAD), 1), 16), **launch_early(is_dependent),
     )  # fmt: skip
     return normed
 
@@ -146,14 +169,17 @@ def launch_silu_and_mul(gate_up: Tensor) -> Tensor:
     num_tokens, inner_size = len(gate_up), gate_up.shape[1] // 2
     size = min(NUM_GATED, triton.next_power_of_2(inner_size))
     gated = torch.empty((num_tokens, inner_size), dtype=gate_up.dtype, device=gate_up.device)
+    is_dependent = is_dependent_launch(gate_up.device)
     gate_kernel[(num_tokens, triton.cdiv(inner_size, size))](
-        gated, gate_up, gate_up.stride(0), INNER_SIZE=inner_size, SIZE=size, num_warps=4
-    )
+        gated, gate_up, gate_up.stride(0), INNER_SIZE=inner_size, SIZE=size, DEPENDENT=is_dependent,
+        num_warps=4, **launch_early(is_dependent),
+    )  # fmt: skip
     return gated
 
 
 @on_device_of_first
 def launch_rotate_and_cache(
+    query: Tensor,
     qkv: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -166,17 +192,26 @@ def launch_rotate_and_cache(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """Launch one program per token and as many heads as have `NUM_ROTATED` pairs of components."""
+    """Launch one program per token and as many heads as have `NUM_ROTATED` pairs of components.
+
+    `query`, `[num_tokens, num_heads * head_size]`, gets the rotated queries; it may begin `qkv`.
+    """
     _, block_size, num_kv_heads, head_size = key_cache.shape
-    num_all = qkv.shape[1] // head_size
+    num_tokens, num_all = qkv.shape[-2], qkv.shape[-1] // head_size
     lanes = triton.next_power_of_2(head_size // 2)
     rows = min(NUM_ROTATED // lanes, triton.next_power_of_2(num_all))
-    has_norm = q_norm is not None
-    rotate_kernel[(len(qkv), triton.cdiv(num_all, rows))](
-        qkv, key_cache, value_cache, slot_mapping, positions, cos_sin,
+    has_norm, is_dependent = q_norm is not None, is_dependent_launch(qkv.device)
+    rotate_kernel[(num_tokens, triton.cdiv(num_all, rows))](
+        query, qkv, key_cache, value_cache, slot_mapping, positions, cos_sin,
         q_norm if has_norm else cos_sin, k_norm if has_norm else cos_sin, eps, k_scale, v_scale,
-        qkv.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3],
-        NUM_HEADS=num_all - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
-        BLOCK_SIZE=block_size, ROWS=rows, LANES=lanes, HAS_NORM=has_norm,
-        FP8_LIMIT=FP8_MAX if key_cache.dtype == FP8 else 0.0, num_warps=2,
+        query.stride(0), qkv.stride(0), qkv.stride(-2), *key_cache.stride()[:3],
+        *value_cache.stride()[:3], NUM_HEADS=num_all - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size, BLOCK_SIZE=block_size, ROWS=rows, LANES=lanes, HAS_NORM=has_norm,
+        FP8_LIMIT=FP8_MAX if key_cache.dtype == FP8 else 0.0, PARTS=count_given_parts(qkv),
+        DEPENDENT=is_dependent, num_warps=2, **launch_early(is_dependent),
     )  # fmt: skip
+
+
+def count_given_parts(given: Tensor) -> int:
+    """Return the parts of a product, `[num_parts, num_tokens, size]`; 1 for a matrix."""
+    return len(given) if given.dim() == 3 else 1

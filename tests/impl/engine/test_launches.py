@@ -63,14 +63,25 @@ LAYER = [
 ]  # fmt: skip
 
 
+LAYER_OF_FEW = [
+    "norm_kernel", "product_kernel", "rotate_kernel", "attention_kernel", "product_kernel",
+    "norm_kernel", "product_kernel", "product_kernel",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layer"), [("float32", LAYER), ("float16", LAYER_OF_FEW)], ids=["nine", "eight"]
+)
 @pytest.mark.parametrize("name", ["qwen3", "windows"])
-def test_a_layer_is_nine_launches(request: pytest.FixtureRequest, name: str) -> None:
+def test_a_layer_is_nine_launches_and_eight_for_few_rows_of_16_bits(
+    request: pytest.FixtureRequest, name: str, dtype: str, layer: list[str]
+) -> None:
     """With norms of heads; with biases, and two KV groups. Attention is planned once per window."""
     checkpoint: Checkpoint = request.getfixturevalue(name)
     with standin.standin():
         llm = LLM(
             checkpoint.folder, device="cuda", block_size=4, num_blocks=30, max_model_len=84,
-            max_num_seqs=4,
+            max_num_seqs=4, dtype=dtype,
         )  # fmt: skip
         llm.generate([[2, 3, 4, 5, 6], [7, 8]], SamplingParams(max_tokens=2, ignore_eos=True))
         batch, model = llm._runner.batch, llm._runner.model
@@ -80,7 +91,7 @@ def test_a_layer_is_nine_launches(request: pytest.FixtureRequest, name: str) -> 
     products = [one.replace("aten::addmm", "aten::mm") for one in names]
     assert products.count("plan_kernel") == len(set(model.config.sliding_windows))
     others = [one for one in products if one != "plan_kernel"]
-    assert others == ["aten::index.Tensor", *LAYER * model.config.num_layers, "norm_kernel"]
+    assert others == ["aten::index.Tensor", *layer * model.config.num_layers, "norm_kernel"]
 
 
 def test_a_copy_is_counted() -> None:

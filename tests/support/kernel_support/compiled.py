@@ -273,9 +273,11 @@ def list_others(*, every: bool) -> Iterator[Call]:
 
 
 def list_layers(*, every: bool) -> Iterator[Call]:
-    """The small kernels of a decoder layer, and sampling."""
+    """The kernels of a decoder layer without attention, and sampling."""
     from blockstep.kernels import (
         add_rms_norm,
+        multiply_in_parts,
+        multiply_silu_and_mul,
         rms_norm,
         rotate_and_cache,
         sample_tokens,
@@ -299,6 +301,21 @@ def list_layers(*, every: bool) -> Iterator[Call]:
                 rotate_and_cache, qkv, blocks, blocks, slots, slots, table, q_norm=norm, k_norm=norm
             ),
         )
+        qkv = qkv[None].float().expand(4, -1, -1).contiguous()
+        yield (
+            f"rotate_and_cache parts {dtype} {cache} head_size={size} normed={normed}",
+            partial(
+                rotate_and_cache, qkv, blocks, blocks, slots, slots, table, q_norm=norm, k_norm=norm
+            ),
+        )
+    for dtype, num_tokens, (out_size, in_size) in product(
+        (BRAIN, HALF), (1, 17, 64), ((2560, 2048), (2048, 5632), (28_672, 4096), (96, 72))
+    ):
+        hidden = torch.zeros(num_tokens, in_size, dtype=dtype)
+        weight = torch.zeros(out_size, in_size, dtype=dtype)
+        name = f"{dtype} {num_tokens} x {in_size} x {out_size}"
+        yield f"multiply_in_parts {name}", partial(multiply_in_parts, hidden, weight)
+        yield f"multiply_silu_and_mul {name}", partial(multiply_silu_and_mul, hidden, weight)
     rows = torch.arange(16)
     ones, ids = torch.ones(16), rows.int()
     for dtype, vocab_size in product((BRAIN, HALF, SINGLE), (128, 32_000, 131_072)):
@@ -340,22 +357,23 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
     from blockstep.kernels import use_backend
     from blockstep.kernels import attention_triton, blocks_triton, cache_triton  # isort: skip
     from blockstep.kernels import rejection_triton, step_triton  # isort: skip
-    from blockstep.kernels import layers_triton, sampling_triton  # isort: skip
+    from blockstep.kernels import layers_triton, products_triton, sampling_triton  # isort: skip
     from blockstep.impl.engine import bursts, bursts_triton  # isort: skip
 
     bursts._find_kernels = lambda tensor: bursts_triton
-    vars(bursts_triton)["is_dependent_launch"] = lambda device: True
 
     # The tensors here are on the CPU, and what is asked is what a GPU would be given.
     attention_triton.is_compiled = lambda query: True
+    products_triton.is_compiled = lambda hidden: True
+    vars(products_triton)["count_processors"] = lambda device: 132
     modules = [attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton]
-    modules += [layers_triton, sampling_triton]
+    modules += [layers_triton, products_triton, sampling_triton, bursts_triton]
     for module in modules:
         if "is_dependent_launch" in vars(module):
             vars(module)["is_dependent_launch"] = lambda device: True
     with use_backend("triton"):
         for name, call in calls:
-            for kernel, args, named in record([*modules, bursts_triton], call):
+            for kernel, args, named in record(modules, call):
                 yield name, kernel, args, named
 
 
@@ -364,15 +382,11 @@ def list_steps() -> Iterator[Call]:
     from engine_support.bursts import draw_memory
 
     from blockstep.kernels import (
-        add_rms_norm,
         commit_step,
         keep_tokens,
         merge_drafts,
         paged_attention,
         prepare_step,
-        rotate_and_cache,
-        sample_tokens,
-        silu_and_mul,
         stage_step,
     )
 
@@ -409,25 +423,42 @@ def list_steps() -> Iterator[Call]:
             lengths = (query_len,) * num_seqs, (48 + 16 * num_blocks,) * num_seqs
             arguments, named = Batch(*lengths, 8, 2, 64, 16, BRAIN).make()
             yield name, partial(paged_attention, *arguments, **named, max_query_len=query_len)
-        # Columns of larger tensors, which are not always aligned to 16 bytes.
-        both, more = torch.ones(2 * num_seqs), torch.arange(2 * num_seqs)
-        hidden = torch.zeros(num_seqs, 12 * 64, dtype=BRAIN)
-        yield name, partial(add_rms_norm, hidden, hidden.clone(), hidden[0], 1e-6)
-        yield name, partial(silu_and_mul, hidden)
-        table = torch.zeros(num_seqs, 64, dtype=BRAIN)
-        yield (
-            name,
-            partial(
-                rotate_and_cache, hidden, arguments[1], arguments[2], more[num_seqs:], rows, table
-            ),
-        )
-        yield (
-            name,
-            partial(
-                sample_tokens, hidden, temperature=both[:num_seqs], top_k=ones,
-                top_p=both[num_seqs:], min_p=both[num_seqs:], seeds=rows, indices=more[num_seqs:],
-            ),
-        )  # fmt: skip
+        yield from list_layers_of_step(name, num_seqs, arguments[1], arguments[2])
+
+
+def list_layers_of_step(
+    name: str, num_seqs: int, key_cache: torch.Tensor, value_cache: torch.Tensor
+) -> Iterator[Call]:
+    """The kernels of a layer without attention, and sampling, in a step of `list_steps`."""
+    from blockstep.kernels import (
+        add_rms_norm,
+        multiply_in_parts,
+        multiply_silu_and_mul,
+        rotate_and_cache,
+        sample_tokens,
+        silu_and_mul,
+    )
+
+    # Columns of larger tensors, which are not always aligned to 16 bytes.
+    both, more = torch.ones(2 * num_seqs), torch.arange(2 * num_seqs)
+    rows, ones = torch.arange(num_seqs), torch.ones(num_seqs, dtype=torch.int32)
+    hidden, weight = torch.zeros(num_seqs, 768, dtype=BRAIN), torch.zeros(64, 768, dtype=BRAIN)
+    yield name, partial(add_rms_norm, hidden, hidden.clone(), hidden[0], 1e-6)
+    yield name, partial(silu_and_mul, hidden)
+    yield name, partial(multiply_in_parts, hidden, weight)
+    yield name, partial(multiply_silu_and_mul, hidden, weight)
+    table = torch.zeros(num_seqs, 64, dtype=BRAIN)
+    yield (
+        name,
+        partial(rotate_and_cache, hidden, key_cache, value_cache, more[num_seqs:], rows, table),
+    )
+    yield (
+        name,
+        partial(
+            sample_tokens, hidden, temperature=both[:num_seqs], top_k=ones, top_p=both[num_seqs:],
+            min_p=both[num_seqs:], seeds=rows, indices=more[num_seqs:],
+        ),
+    )  # fmt: skip
 
 
 def count_variants() -> dict[str, int]:

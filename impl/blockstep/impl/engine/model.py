@@ -8,6 +8,8 @@ token attends to itself, and a request reads what another one writes in the same
 
 A layer without adapters is nine launches on a GPU: norm, qkv, rotation with the write to the cache,
 attention, o, norm, gate_up, gate, down. Each sum with the residual is part of the norm after it.
+With few tokens, as in a decode step, gate_up and gate are one launch, and the other products stay
+in parts, which the launches after them add.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from blockstep.kernels import (
     AttentionPlan,
     AttentionWorkspace,
     add_rms_norm,
+    is_product_of_few,
     make_attention_workspace,
+    multiply_in_parts,
+    multiply_silu_and_mul,
     paged_attention,
     plan_attention,
     rms_norm,
@@ -105,10 +110,7 @@ class Model:
             )
             added = self._apply(attended, number, "o", layer.o, layer.o_bias, inputs)
             normed = add_rms_norm(added, residual, layer.post_norm, eps)
-            gate_up = self._apply(
-                normed, number, "gate_up", layer.gate_up, layer.gate_up_bias, inputs
-            )
-            gated = silu_and_mul(gate_up)
+            gated = self._gate(normed, layer, number, inputs)
             added = self._apply(gated, number, "down", layer.down, layer.down_bias, inputs)
         assert added is not None, "a config has a layer at least"
         return add_rms_norm(added, residual, weights.norm, eps)
@@ -182,6 +184,21 @@ class Model:
             self._workspace_len = max_seq_len
         return self._workspaces[-1]
 
+    def _gate(
+        self, normed: torch.Tensor, layer: LayerWeights, number: int, inputs: Inputs
+    ) -> torch.Tensor:
+        """Return `silu(gate) * up` of one layer, [num_tokens, intermediate_size]."""
+        if self._is_few(normed, layer.gate_up, inputs):
+            return multiply_silu_and_mul(normed, layer.gate_up, layer.gate_up_bias)
+        return silu_and_mul(
+            self._apply(normed, number, "gate_up", layer.gate_up, layer.gate_up_bias, inputs)
+        )
+
+    def _is_few(self, taken: torch.Tensor, matrix: torch.Tensor, inputs: Inputs) -> bool:
+        """Return whether a product is one of few rows, to which no adapter adds."""
+        has_adapters = inputs.adapters is not None and bool(self.adapters)
+        return not has_adapters and is_product_of_few(taken, matrix)
+
     def _apply(
         self,
         taken: torch.Tensor,
@@ -191,7 +208,12 @@ class Model:
         bias: torch.Tensor | None,
         inputs: Inputs,
     ) -> torch.Tensor:
-        """Multiply by one matrix of a layer, and add each token's adapter."""
+        """Multiply by one matrix of a layer, and add each token's adapter.
+
+        The product is [num_tokens, out], or in parts, [num_parts, num_tokens, out] float32.
+        """
+        if self._is_few(taken, matrix, inputs):
+            return multiply_in_parts(taken, matrix, bias)
         output = F.linear(taken, matrix, bias)
         if inputs.adapters is not None and self.adapters:
             columns = self.adapters[number].get(name)
