@@ -125,6 +125,9 @@ class Row:
     launches_per_step: float | None = None
     kernels: list[dict[str, Any]] = field(default_factory=list)
     """The longest: name, microseconds and launches per step."""
+    gaps: list[dict[str, Any]] = field(default_factory=list)
+    """The longest times without a kernel: the kernels before and behind, microseconds and number
+    per step."""
 
 
 def make_model(folder: Path, shape: dict[str, int], device: str) -> Model:
@@ -221,7 +224,24 @@ def summarize(spans: list[Span], steps: float, ms_per_step: float, own: set[str]
             {"name": name, "us": sum(one) / steps, "launches": len(one) / steps}
             for name, one in longest
         ],
+        "gaps": list_gaps(spans, steps),
     }
+
+
+def list_gaps(spans: Iterable[Span], steps: float) -> list[dict[str, Any]]:
+    """Return the times in which no kernel runs, by the kernels around them, the longest first."""
+    gaps: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    last: Span | None = None
+    for span in sorted(spans, key=lambda span: span.start):
+        if last is not None and span.start > last.end:
+            gaps[last.name[:60], span.name[:60]].append(span.start - last.end)
+        if last is None or span.end > last.end:
+            last = span
+    longest = sorted(gaps.items(), key=lambda item: -sum(item[1]))[:12]
+    return [
+        {"before": before, "behind": behind, "us": sum(one) / steps, "number": len(one) / steps}
+        for (before, behind), one in longest
+    ]
 
 
 def profile_steps(llm: LLM, running: int) -> tuple[list[Span], float]:
@@ -354,7 +374,8 @@ class Bench:
             for name, some in (("best", rows), ("best_device", on_device)):
                 if some:
                     way = min(some, key=lambda way: rows[way]["ms_per_step"])
-                    self.found[name][f"{running}"] = {"way": way, **rows[way], "kernels": []}
+                    found = {"way": way, **rows[way], "kernels": [], "gaps": []}
+                    self.found[name][f"{running}"] = found
             hosts = [row["ms_per_step"] for way, row in rows.items() if way not in on_device]
             if hosts and on_device:
                 best = self.found["best_device"][f"{running}"]
@@ -394,6 +415,9 @@ def print_row(way: str, running: int, row: Row) -> None:
     print(f"; tokens as host {row.num_alike}" if row.num_alike is not None else "", flush=True)
     for kernel in row.kernels[:12]:
         print(f"    {kernel['us']:8.1f} us  x{kernel['launches']:6.1f}  {kernel['name'][:84]}")
+    for gap in row.gaps[:4]:
+        around = f"{gap['before'][:36]} -> {gap['behind'][:36]}"
+        print(f"    {gap['us']:8.1f} us  x{gap['number']:6.1f}  without a kernel: {around}")
 
 
 def run_transformers(

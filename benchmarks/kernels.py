@@ -27,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import linear, rms_norm, silu
 
 from blockstep.kernels import (
     add_rms_norm,
     copy_blocks,
     gather_blocks,
+    multiply_in_parts,
+    multiply_silu_and_mul,
     prepare_step,
     rejection_sample,
     reshape_and_cache,
@@ -96,6 +98,7 @@ def list_cases(size: Size, device: str) -> Iterator[Case]:
     )  # fmt: skip
     for num_tokens in (64, 1):
         yield from list_layers(size, num_tokens, device)
+        yield from list_products(size, num_tokens, device)
     yield make_rejection(size, device)
     for num_rows in (64, 256):
         yield from list_sampling(size, num_rows, device)
@@ -139,6 +142,23 @@ def list_layers(size: Size, num_tokens: int, device: str) -> Iterator[Case]:
         lambda: rotate_and_cache(qkv, caches[0], caches[1], places, places, table),
         "launch", "3 us",
     )  # fmt: skip
+
+
+def list_products(size: Size, num_tokens: int, device: str) -> Iterator[Case]:
+    """Yield the products of a decoder layer, in a decode of `num_tokens` requests."""
+    hidden_size, inner_size = size.num_heads * 64, size.num_heads * 176
+    for name, out_size, in_size in (
+        ("qkv", hidden_size + 8 * 64, hidden_size), ("o", hidden_size, hidden_size),
+        ("down", hidden_size, inner_size), ("gate_up", 2 * inner_size, hidden_size),
+    ):  # fmt: skip
+        hidden = torch.randn(num_tokens, in_size, dtype=size.dtype, device=device)
+        weight = torch.randn(out_size, in_size, dtype=size.dtype, device=device)
+        multiply = multiply_silu_and_mul if name == "gate_up" else multiply_in_parts
+        yield Case(
+            f"{name}: {num_tokens} x {in_size} by {out_size}", partial(multiply, hidden, weight),
+            "copy", "90 % of copy", weight.nbytes,
+            {"linear of torch": partial(partial, linear, hidden, weight)},
+        )  # fmt: skip
 
 
 def make_rejection(size: Size, device: str) -> Case:

@@ -39,15 +39,17 @@ class Part:
     """Whether the whole fails if the tool is missing."""
     faults: str = ""
     """Pattern that no output may contain, for tools whose exit status does not tell."""
-    lines: str = r"^(FAILED|ERROR) |\d (passed|failed)"
+    lines: str = r"\b(FAILED|ERROR) |\d (passed|failed)"
     """A pattern of the lines of output that are worth showing."""
 
 
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 PYTEST: Final = (
-    "{python}", "-m", "pytest", "-q", "-o", "filterwarnings=default",
+    "{python}", "-m", "pytest", "-v", "-o", "filterwarnings=default",
 )  # fmt: skip
-"""Command with a filter: packages have other versions than ours, whose warnings are no failures."""
+"""Command with a filter: packages have other versions than ours, whose warnings are no failures.
+
+Each test has a line, so that a failure has its name even if the part is stopped."""
 SIDE_BY_SIDE: Final = ("-p", "xdist", "-n", "12")
 TESTED: Final = ("tests/kernels", "tests/impl/engine")
 """Tests of the device scheduler run it by numpy; on a GPU `lockstep` plays it."""
@@ -185,7 +187,7 @@ def _sanitizer(tool: str) -> Part:
             if file.stem.removeprefix("test_") not in WITHOUT_LAUNCHES
         ],
         faults=r"ERROR SUMMARY: [1-9]",
-        lines=r"^(FAILED|ERROR) |\d (passed|failed)|ERROR SUMMARY",
+        lines=r"\b(FAILED|ERROR) |\d (passed|failed)|ERROR SUMMARY",
     )  # fmt: skip
 
 

@@ -92,4 +92,4 @@ def test_every_case_runs() -> None:
             make()()
         assert (case.bound == "launch") == (case.num_bytes == 0)
         names.append(case.name)
-    assert len(names) == len(set(names)) == 23
+    assert len(names) == len(set(names)) == 31
