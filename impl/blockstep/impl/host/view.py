@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sized
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from blockstep.impl.doors import Doors
 from blockstep.impl.grammars import Matcher
@@ -18,9 +18,24 @@ from blockstep.impl.host.transfers import Transfers
 from blockstep.impl.names import STATUSES
 from blockstep.spec import vocabulary as v
 
+WIDE: Final = 256
+"""Most blocks of a table that is compared whole, whatever number of them is held."""
+
+
+class Blocks(NamedTuple):
+    """The fields of a snapshot that follow from blocks and their contents."""
+
+    ref_counts: tuple[int, ...]
+    free_queue: tuple[v.BlockId, ...]
+    block_keys: tuple[v.BlockKey | None, ...]
+    cached: Mapping[v.BlockKey, tuple[v.BlockId, ...]]
+
 
 class View:
-    """Reads the state of one engine; `parts` return the states of its managers."""
+    """Reads the state of one engine; `parts` return the states of its managers.
+
+    Two snapshots share the objects of what did not change between them.
+    """
 
     def __init__(
         self,
@@ -41,6 +56,8 @@ class View:
         self.parts = {name: show for name, show in parts.items() if show is not None}
         self._shown: dict[int, tuple[tuple[object, ...], v.RequestSnapshot]] = {}
         """By index: all that a request's snapshot is made of, and that snapshot."""
+        self._blocks: tuple[tuple[bytes, int], Blocks] = (b"", 0), Blocks((), (), (), {})
+        """What the blocks of the last snapshot are made of, and these."""
 
     def take(self, previous_names: Iterable[v.RequestId]) -> v.Snapshot:
         """Return the canonical state: nodes become structural keys, slots become request ids.
@@ -48,7 +65,7 @@ class View:
         `previous_names`: the requests of the last plan's rows.
         """
         doors, s = self.doors, self.requests.state
-        blocks, names = s.blocks.tolist(), self.requests.names
+        names, blocks = self.requests.names, self._list_blocks()
         list_queue = self.requests.list_queue
         return v.Snapshot(
             pause_state=doors.pause_state,
@@ -58,24 +75,10 @@ class View:
             requests=tuple(
                 self._request(slot) for _, slot in sorted(self.requests.slot_of.items())
             ),
-            ref_counts=tuple(block[c.REF_COUNT] for block in blocks),
-            free_queue=tuple(
-                _follow(blocks, blocks[v.NULL_BLOCK][c.NEXT_FREE], c.NEXT_FREE, v.NULL_BLOCK)
-            ),
-            block_keys=tuple(
-                None if block[c.NODE] == c.NONE else self.keys.key_in(block[c.NODE], block[c.GROUP])
-                for block in blocks
-            ),
-            cached={
-                self.keys.key_in(node, group): tuple(
-                    _follow(
-                        blocks, int(s.carriers[node, group, c.FIRST_BLOCK]), c.NEXT_SAME, c.NONE
-                    )
-                )
-                for node, group in {
-                    (block[c.NODE], block[c.GROUP]) for block in blocks if block[c.NODE] != c.NONE
-                }
-            },
+            ref_counts=blocks.ref_counts,
+            free_queue=blocks.free_queue,
+            block_keys=blocks.block_keys,
+            cached=blocks.cached,
             frames_in_flight=tuple(doors.frames),
             next_frame_id=doors.next_frame_id,
             finished_req_ids=tuple(sorted(doors.finished_req_ids)),
@@ -110,13 +113,39 @@ class View:
             external_prefix_cache_hits=scalars[c.EXTERNAL_HITS],
         )
 
+    def _list_blocks(self) -> Blocks:
+        """Return the blocks of a snapshot: the same objects as long as no block changes."""
+        s = self.requests.state
+        known = s.blocks.tobytes(), int(s.scalars[c.NUM_NODES_BORN])
+        if self._blocks[0] != known:
+            self._blocks = known, self._make_blocks()
+        return self._blocks[1]
+
+    def _make_blocks(self) -> Blocks:
+        blocks, carriers = self.requests.state.blocks.tolist(), self.requests.state.carriers
+        places = [(block[c.NODE], block[c.GROUP]) for block in blocks]
+        keys = {place: self.keys.key_in(*place) for place in {*places} if place[0] != c.NONE}
+        cached = {}
+        for (node, group), key in keys.items():
+            first = int(carriers[node, group, c.FIRST_BLOCK])
+            cached[key] = tuple(_follow(blocks, first, c.NEXT_SAME, c.NONE))
+        return Blocks(
+            tuple([block[c.REF_COUNT] for block in blocks]),
+            tuple(_follow(blocks, blocks[v.NULL_BLOCK][c.NEXT_FREE], c.NEXT_FREE, v.NULL_BLOCK)),
+            tuple([keys.get(place) for place in places]),
+            cached,
+        )
+
     def _request(self, slot: int) -> v.RequestSnapshot:
         """Return the snapshot of a request: the same object as long as nothing of it changes."""
         s, request = self.requests.state, self.requests.requests[slot]
         updates = self.sessions.updates.get(request.request_id)
         matcher = self.masks.matchers.get(request.request_id)
         row, seat, held = s.requests[slot], s.requests[slot, c.SEAT], s.holdings[slot]
-        tables = s.block_tables[:, seat, : held[:, c.HELD].max()].tobytes()
+        shown = s.block_tables[:, seat]
+        if shown.shape[1] > WIDE:
+            shown = shown[:, : held[:, c.HELD].max()]
+        tables = shown.tobytes()
         drafts = s.drafts[seat].tobytes() if row[c.NUM_DRAFTS] else b""
         known: tuple[object, ...] = (
             *(row.tobytes(), held.tobytes(), tables, drafts, updates is None or len(updates)),
