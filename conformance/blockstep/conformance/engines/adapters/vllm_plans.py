@@ -198,6 +198,7 @@ def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
     if known is None:
         return 0
     if row.prefill_stats is not None:
+        known.has_told_prefill = True
         known.num_cached_tokens = row.prefill_stats.num_cached_tokens
     # A request that fails before it ever ran has no such count.
     return max(known.num_cached_tokens, 0)
