@@ -52,8 +52,8 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.sending: set[v.RequestId] = set()
         """Finished requests whose blocks it reads."""
         self.stages: dict[v.RequestId, str] = {}
-        """The stage of each asynchronous load that waits for blocks, or whose request waits after
-        it. The status of the request says which loads are under way."""
+        """The stage of each asynchronous load whose request waits, as newer releases count them.
+        A load that is under way has the stage that it had before: its request has a status."""
         self.spares_full_loads = True
         self._asked: dict[v.RequestId, tuple[int, int, bool]] = {}
         """The tokens of the local hit, the external tokens, and whether the load is asynchronous,
@@ -134,7 +134,8 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in a worker's report before the scheduler acts on it."""
         received = connector_output.finished_recving or ()
-        self.stages.update(dict.fromkeys(received, "completed_waiting"))
+        confirmed = [name for name in received if name in self.stages]  # the others have ended
+        self.stages.update(dict.fromkeys(confirmed, "completed_waiting"))
         self.loading.difference_update(received)
         self.sending.difference_update(connector_output.finished_sending or ())
 
