@@ -64,7 +64,7 @@ class Prefill:
 
     num_prompt_tokens: int
     tables: tuple[tuple[Any, ...], ...]
-    """Its blocks, by the group that publishes them."""
+    """The blocks of the request in each group that publishes blocks."""
 
     @classmethod
     def now(cls, run: Run, name: v.RequestId) -> Prefill:
@@ -224,6 +224,7 @@ def check_answer(run: Run, answer: dict[int, EngineCoreOutputs], asked: Asked) -
             if run.store is None:
                 where = f"the output of {row.request_id!r}"
                 _check_no_store(row, "num_external_computed_tokens", where)
+            _check_moments(run, row)
             _check_sources(run, row, asked)
             if not run.known[row.request_id].request.resumable:  # a session keeps its last one
                 _check_stop_reason(row)
@@ -418,6 +419,18 @@ def _check_stop_reason(row: EngineCoreOutput) -> None:
         raise EngineFault(f"stop_reason of {row.request_id!r} is {reason!r}, not {REPETITION!r}")
 
 
+def _check_moments(run: Run, row: EngineCoreOutput) -> None:
+    """Check that an output row names what has happened to its request since the row before.
+
+    When it happened is a reading of a clock, and not checked.
+    """
+    known = run.known[row.request_id]
+    seen = [event.type.name for event in row.events or ()]
+    expected, known.moments = known.moments, []
+    if seen != expected:
+        raise EngineFault(f"events in the output of {row.request_id!r} are {seen}, not {expected}")
+
+
 def _check_sources(run: Run, row: EngineCoreOutput, asked: Asked) -> None:
     """Check the counts of an output row that say where the tokens of its prompt came from.
 
@@ -445,11 +458,12 @@ def _check_prefill(run: Run, row: EngineCoreOutput, prefill: Prefill | None) -> 
     """
     told, where = row.prefill_stats, f"the output of {row.request_id!r}"
     is_failure = not row.new_token_ids and str(row.finish_reason) == v.FinishReason.ERROR.value
-    is_due = prefill is not None and not is_failure
-    if prefill is None or told is None or not is_due:
-        if is_due != (told is not None):
-            raise EngineFault(f"prefill_stats in {where} is {told!r}, first output: {is_due}")
+    if prefill is None or is_failure:
+        if told is not None:
+            raise EngineFault(f"prefill_stats in {where}: {told!r}, and it is not its first output")
         return
+    if told is None:
+        raise EngineFault(f"prefill_stats in {where} is missing, and it is its first output")
     if run.store is None:
         _check_no_store(told, "num_external_cached_tokens", f"prefill_stats of {where}")
     num_cached, num_prompt = told.num_cached_tokens, prefill.num_prompt_tokens
@@ -505,11 +519,11 @@ def _check_fetches(run: Run, stages: Mapping[str, int] | None) -> None:
     if stages is None:
         return
     counts = dict.fromkeys(STAGES, 0)
-    for name, request in run.get_unfinished().items() if run.store is not None else ():
-        stage = run.store.stages.get(name)
+    known = {} if run.store is None else run.store.stages
+    for name, request in run.get_unfinished().items():
         is_parked = request.status.name == PARKED
-        if is_parked and name not in run.scheduler.finished_recving_kv_req_ids:
-            stage = "in_progress"
+        is_under_way = is_parked and name not in run.scheduler.finished_recving_kv_req_ids
+        stage = "in_progress" if is_under_way else known.get(name)
         if stage is not None:
             counts[stage] += 1
     if stages != counts:
@@ -546,8 +560,8 @@ def _check_counts(stats: SchedulerStats, asked: Asked) -> None:
     """Check that the counters in an answer are those of the caches, and those of the frame's rows.
 
     The number of drafts and of accepted ones is compared with the specification's as well, in
-    releases that leave out rows whose tokens are dropped. After a failed load nothing is said here
-    of the rows that were left out for it.
+    releases that leave out rows whose tokens are dropped. After a failed load counters of drafts
+    are not checked here: the release leaves out rows of the load's blocks.
     """
     for field, kept in asked.counts.items():
         if getattr(stats, field) != kept:
