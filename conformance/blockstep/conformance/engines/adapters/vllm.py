@@ -247,14 +247,7 @@ class VllmEngine:
             case v.StreamingUpdate(request=request):
                 return self._update(request)
             case v.Reset(reset_running_requests=flag, reset_connector=forgets):
-                keywords = {"reset_running_requests": flag} if RELEASE.has_forced_reset else {}
-                if forgets:
-                    keywords["reset_connector"] = True
-                done = self.scheduler.reset_prefix_cache(**keywords)
-                if flag and self.run.has_second_runner:
-                    # the older runner's record of the last plan, which the release keeps there
-                    self.run.planned = ()
-                return v.ResetDone(done, self._read_events())
+                return self._reset(flag, forgets)
         raise EngineFault(f"no such event: {event!r}")
 
     def declines(self, event: v.Event) -> str | None:
@@ -294,7 +287,7 @@ class VllmEngine:
     def _submit(self, request: v.Request) -> v.Ack:
         """Submit a request. Source: `add_request`."""
         run = self.run
-        known = run.known[request.request_id] = Known(request)
+        known = run.known[request.request_id] = Known(request, moments=["QUEUED"])
         hasher = run.name_blocks(known)
         built = self._build(request, hasher)
         run.compile_grammar(built)
@@ -345,6 +338,11 @@ class VllmEngine:
             preempted = {name for name in running if requests[name].status.name == "PREEMPTED"}
         for name in preempted:
             run.known[name].num_preemptions += 1
+            if name in running:  # the others were preempted by a reset
+                run.known[name].moments.append("PREEMPTED")
+        for name in output.num_scheduled_tokens:
+            if name not in running or name in preempted:
+                run.known[name].moments.append("SCHEDULED")
         plan = read_plan(run, frame_id, output, preempted, entering)
         self._check(self.audit.check_plan, plan)
         run.planned = tuple(sorted(output.num_scheduled_tokens))
@@ -354,6 +352,22 @@ class VllmEngine:
             known.is_prefill_chunk = request.num_computed_tokens < request.num_tokens + before[name]
         self._note_cached(run.planned)
         return plan
+
+    def _reset(self, resets_running: bool, forgets: bool) -> v.ResetDone:
+        """Reset the prefix cache. Source: `reset_prefix_cache`."""
+        run = self.run
+        keywords = {"reset_running_requests": resets_running} if RELEASE.has_forced_reset else {}
+        if forgets:
+            keywords["reset_connector"] = True
+        running = tuple(self.scheduler.running)
+        done = self.scheduler.reset_prefix_cache(**keywords)
+        for request in running:
+            if request.status.name == "PREEMPTED":
+                run.known[request.request_id].moments.append("PREEMPTED")
+        if resets_running and run.has_second_runner:
+            # the older runner's record of the last plan, which the release keeps there
+            run.planned = ()
+        return v.ResetDone(done, self._read_events())
 
     def _note_cached(self, names: Iterable[v.RequestId]) -> None:
         """Record cached tokens, which a release reports once, of these requests and of new
@@ -407,6 +421,11 @@ class VllmEngine:
         answer = self.scheduler.update_from_output(frame, result)
         if run.store is not None:
             run.store.forget((*transfers.finished_recving, *transfers.finished_sending), requests)
+        unfinished = run.get_unfinished()
+        for name in result.req_ids:
+            if name in unfinished:
+                request = unfinished[name]
+                run.known[name].follow(request.prompt_token_ids, request.max_tokens)
         self._check(check_answer, run, answer, asked)
         for core in answer.values():
             told = core.scheduler_stats
@@ -416,12 +435,7 @@ class VllmEngine:
                     run.stats, told.prefix_cache_stats, told.spec_decoding_stats, external
                 )
         rows = [row for core in answer.values() for row in read_outputs(run, core)]
-        unfinished = run.get_unfinished()
         run.ended.update(asked.requests.keys() - unfinished.keys())
-        for name in result.req_ids:
-            if name in unfinished:
-                request = unfinished[name]
-                run.known[name].follow(request.prompt_token_ids, request.max_tokens)
         return v.Outputs(tuple(rows), self._read_events())
 
     def _read_events(self) -> tuple[v.KVEvent, ...]:

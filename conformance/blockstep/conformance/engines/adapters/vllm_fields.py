@@ -41,7 +41,7 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
             {
                 *("request_id", "new_token_ids", "finish_reason", "stop_reason"),
                 *("num_cached_tokens", "prefill_stats"),
-                "events",  # readings of a clock
+                "events",  # when they happened is a reading of a clock
                 "num_external_computed_tokens",
                 "spec_decode_metrics",  # of one request; those of all requests are read
             }

@@ -19,6 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_build import RELEASE, build_lora
@@ -45,12 +46,50 @@ REPETITION = "repetition_detected"
 """The stop reason of a request that repeats itself."""
 COUNTED_AS = {"num_draft_tokens": "drafts_scheduled", "num_accepted_tokens": "drafts_accepted"}
 """The counters of `Stats` that fields of vLLM's statistics of drafts are added to."""
+COUNTS_OF_DRAFTS = SpecDecodingStats.__annotations__.keys()
+"""The fields of vLLM's statistics of drafts in this release."""
 PARKED = v.Status.WAITING_FOR_REMOTE_KVS.name
+STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
+"""The stages of an asynchronous load, as newer releases count them."""
 NOTE = get_unknown_note(
     RELEASE.version,
     tuple(name for kind in SAID for name in find_unknown(kind.__name__, kind.__annotations__)),
 )
 """The note of a run on fields of this release that the adapter does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A request that has had no output yet, when the release is given an answer."""
+
+    num_prompt_tokens: int
+    tables: tuple[tuple[Any, ...], ...]
+    """The blocks of the request in each group that publishes blocks."""
+
+    @classmethod
+    def now(cls, run: Run, name: v.RequestId) -> Prefill:
+        """Return that of the request with this id."""
+        return cls(
+            len(run.known[name].request.prompt_token_ids),
+            tuple(
+                tuple(manager.req_to_blocks.get(name, ()))
+                for manager, group in zip(run.managers, run.config.kv_groups, strict=True)
+                if group.kind is not v.GroupKind.CROSS_ATTENTION
+            ),
+        )
+
+    def count_published(self, run: Run) -> int:
+        """Return the number of tokens up to the end of the last block that every group has
+        published.
+
+        A block keeps its key until it is allocated again, so this can be asked after the request
+        was freed.
+        """
+        size = run.config.block_size
+        ends = [
+            max((_get_end(run, block, size) for block in table), default=0) for table in self.tables
+        ]
+        return min(ends, default=0)
 
 
 @dataclass(slots=True)
@@ -69,6 +108,10 @@ class Asked:
     """Counters of the caches that come with the answer, by field of the statistics."""
     num_drafts_max: int
     """The largest number of drafts in a row."""
+    dropped: Collection[v.RequestId]
+    """Requests of the frame whose tokens are dropped: a forced reset came after the frame."""
+    prefills: Mapping[v.RequestId, Prefill]
+    """Prefills of the frame's requests that have had no output yet."""
     has_failures: bool = False
     """Whether a load failed: the release then leaves out rows of the frame."""
 
@@ -79,6 +122,7 @@ class Asked:
         counts = {"prefix_cache_stats": copy(scheduler.kv_cache_manager.prefix_cache_stats)}
         if run.store is not None:
             counts["connector_prefix_cache_stats"] = copy(scheduler.connector_prefix_cache_stats)
+        names = [name for name in frame.num_scheduled_tokens if name in requests]
         return cls(
             frame,
             dict(zip(result.req_ids, map(len, result.sampled_token_ids), strict=True)),
@@ -86,30 +130,40 @@ class Asked:
             requests.keys() if run.store else frame.num_scheduled_tokens.keys(),
             counts,
             run.config.num_speculative_tokens,
+            dropped=[name for name in names if _is_dropped(requests[name])],
+            prefills={
+                name: Prefill.now(run, name)
+                for name in names
+                if RELEASE.has_prefill_stats and not run.known[name].has_told_prefill
+            },
         )
 
     def count_drafts(self) -> dict[str, Any]:
         """Return the counts of the frame's drafts over the rows that sampled, by field of the
         statistics.
         """
-        per_place = [0] * self.num_drafts_max
+        accepted, proposed = [0] * self.num_drafts_max, [0] * self.num_drafts_max
         invalid = getattr(self.frame, "num_invalid_spec_tokens", None) or {}
-        lengths: list[int] = []
+        num_rows = 0
         for name, drafts in self.frame.scheduled_spec_decode_tokens.items():
-            if name in self.requests and drafts:
-                num_sampled = self.nums_sampled[name]
+            is_counted = name in self.requests and name not in self.dropped
+            if is_counted and drafts and (num_sampled := self.nums_sampled[name]):
+                num_rows += 1
                 for place in range(num_sampled - 1):
-                    per_place[place] += 1
-                lengths += [len(drafts) - invalid.get(name, 0)] * bool(num_sampled)
-        if not lengths:
-            return {"num_draft_tokens": 0, "num_accepted_tokens": 0}
-        return {
-            "num_draft_tokens": sum(lengths),
-            "num_accepted_tokens": sum(per_place),
-            "num_accepted_tokens_per_pos": per_place,
-            "num_drafts": len(lengths),
+                    accepted[place] += 1
+                for place in range(len(drafts) - invalid.get(name, 0)):
+                    proposed[place] += 1
+        if not num_rows:
+            return {"num_draft_tokens": 0, "num_accepted_tokens": 0, "num_drafts": 0}
+        counts = {
+            "num_draft_tokens": sum(proposed),
+            "num_accepted_tokens": sum(accepted),
+            "num_accepted_tokens_per_pos": accepted,
+            "num_draft_tokens_per_pos": proposed,
+            "num_drafts": num_rows,
             "num_spec_tokens": self.num_drafts_max,
         }
+        return {field: count for field, count in counts.items() if field in COUNTS_OF_DRAFTS}
 
 
 def check_plan(run: Run, output: SchedulerOutput, separate_names: bool) -> None:
@@ -170,7 +224,8 @@ def check_answer(run: Run, answer: dict[int, EngineCoreOutputs], asked: Asked) -
             if run.store is None:
                 where = f"the output of {row.request_id!r}"
                 _check_no_store(row, "num_external_computed_tokens", where)
-            _check_sources(row, asked.requests[row.request_id])
+            _check_moments(run, row)
+            _check_sources(run, row, asked)
             if not run.known[row.request_id].request.resumable:  # a session keeps its last one
                 _check_stop_reason(row)
         if core.scheduler_stats is not None:
@@ -364,14 +419,28 @@ def _check_stop_reason(row: EngineCoreOutput) -> None:
         raise EngineFault(f"stop_reason of {row.request_id!r} is {reason!r}, not {REPETITION!r}")
 
 
-def _check_sources(row: EngineCoreOutput, request: VllmRequest) -> None:
-    """Check that an output row and its request have the same counts, in releases that keep them in
-    the request.
+def _check_moments(run: Run, row: EngineCoreOutput) -> None:
+    """Check that an output row names what has happened to its request since the row before.
 
-    The output of a request that fails lacks the tokens that a store loaded for it.
+    When it happened is a reading of a clock, and not checked.
+    """
+    known = run.known[row.request_id]
+    seen = [event.type.name for event in row.events or ()]
+    expected, known.moments = known.moments, []
+    if seen != expected:
+        raise EngineFault(f"events in the output of {row.request_id!r} are {seen}, not {expected}")
+
+
+def _check_sources(run: Run, row: EngineCoreOutput, asked: Asked) -> None:
+    """Check the counts of an output row that say where the tokens of its prompt came from.
+
+    Older releases keep them in the request. The output of a request that fails lacks the tokens
+    that a store loaded for it.
     """
     if RELEASE.has_prefill_stats:
+        _check_prefill(run, row, asked.prefills.get(row.request_id))
         return
+    request = asked.requests[row.request_id]
     for field in ("num_cached_tokens", "num_external_computed_tokens"):
         seen, kept = getattr(row, field, 0), getattr(request, field, 0)
         is_error = str(row.finish_reason) == v.FinishReason.ERROR.value
@@ -379,6 +448,53 @@ def _check_sources(row: EngineCoreOutput, request: VllmRequest) -> None:
             raise EngineFault(
                 f"{field} in the output of {row.request_id!r} is {seen}, and its request has {kept}"
             )
+
+
+def _check_prefill(run: Run, row: EngineCoreOutput, prefill: Prefill | None) -> None:
+    """Check that the first output of a request, and no other, has counts of its prefill, and that
+    these agree with one another, with its prompt and with its published blocks.
+
+    Cached and external tokens are compared with the specification's. Source: `PrefillStats`.
+    """
+    told, where = row.prefill_stats, f"the output of {row.request_id!r}"
+    is_failure = not row.new_token_ids and str(row.finish_reason) == v.FinishReason.ERROR.value
+    if prefill is None or is_failure:
+        if told is not None:
+            raise EngineFault(f"prefill_stats in {where}: {told!r}, and it is not its first output")
+        return
+    if told is None:
+        raise EngineFault(f"prefill_stats in {where} is missing, and it is its first output")
+    if run.store is None:
+        _check_no_store(told, "num_external_cached_tokens", f"prefill_stats of {where}")
+    num_cached, num_prompt = told.num_cached_tokens, prefill.num_prompt_tokens
+    num_published = min(prefill.count_published(run), num_prompt)
+    for field, expected in (
+        ("num_prompt_tokens", num_prompt),
+        ("num_computed_tokens", num_prompt - num_cached),
+        ("num_local_cached_tokens", num_cached - told.num_external_cached_tokens),
+        ("num_cache_creation_tokens", max(num_published - num_cached, 0)),
+    ):
+        seen = getattr(told, field, expected)  # older releases do not count what is published
+        if seen != expected:
+            raise EngineFault(
+                f"prefill_stats.{field} in {where} is {seen}, and it follows that it is {expected}"
+            )
+
+
+def _get_end(run: Run, block: Any, size: int) -> int:
+    """Return the number of tokens from the start of a prompt to the end of a block; 0 if the block
+    has no key.
+    """
+    return 0 if block.block_hash is None else (run.get_key(block.block_hash).index + 1) * size
+
+
+def _is_dropped(request: VllmRequest) -> bool:
+    """Return whether the tokens of a request's next frame are dropped; newer releases know."""
+    return bool(
+        RELEASE.has_sound_preemption
+        and request.num_stale_output_tokens
+        and request.drop_stale_output
+    )
 
 
 def _check_loads(run: Run, output: SchedulerOutput) -> None:
@@ -397,23 +513,22 @@ def _check_loads(run: Run, output: SchedulerOutput) -> None:
 
 
 def _check_fetches(run: Run, stages: Mapping[str, int] | None) -> None:
-    """Check the number of requests that wait for a load, by stage of the load; newer releases count
+    """Check the number of requests in each stage of an asynchronous load; newer releases count
     them.
     """
-    scheduler = run.scheduler
     if stages is None:
         return
-    parked = {one.request_id for one in run.get_skipped() if one.status.name == PARKED}
-    num_under_way = len(parked - scheduler.finished_recving_kv_req_ids)
-    if stages.get("in_progress", 0) != num_under_way:
+    counts = dict.fromkeys(STAGES, 0)
+    known = {} if run.store is None else run.store.stages
+    for name, request in run.get_unfinished().items():
+        is_parked = request.status.name == PARKED
+        is_under_way = is_parked and name not in run.scheduler.finished_recving_kv_req_ids
+        stage = "in_progress" if is_under_way else known.get(name)
+        if stage is not None:
+            counts[stage] += 1
+    if stages != counts:
         raise EngineFault(
-            f"num_kv_fetch_reqs_by_stage in this answer is {dict(stages)}, and {num_under_way} "
-            f"loads are under way"
-        )
-    num_waiting = len(scheduler.waiting) + len(run.get_skipped())
-    if sum(stages.values()) > num_waiting:
-        raise EngineFault(
-            f"num_kv_fetch_reqs_by_stage in this answer is {dict(stages)}, and {num_waiting} wait"
+            f"num_kv_fetch_reqs_by_stage in this answer is {dict(stages)}, and it was {counts}"
         )
 
 
@@ -444,16 +559,16 @@ def _check_stats(run: Run, stats: SchedulerStats) -> None:
 def _check_counts(stats: SchedulerStats, asked: Asked) -> None:
     """Check that the counters in an answer are those of the caches, and those of the frame's rows.
 
-    Counters of drafts are skipped where they are compared with the specification's anyway: such
-    releases leave out rows whose tokens are dropped.
+    The number of drafts and of accepted ones is compared with the specification's as well, in
+    releases that leave out rows whose tokens are dropped. After a failed load counters of drafts
+    are not checked here: the release leaves out rows of the load's blocks.
     """
     for field, kept in asked.counts.items():
         if getattr(stats, field) != kept:
             raise EngineFault(
                 f"{field} in this answer is {getattr(stats, field)}, and {kept} was counted"
             )
-    is_left_out = asked.has_failures or RELEASE.has_sound_counters
-    told, due = stats.spec_decoding_stats, {} if is_left_out else asked.count_drafts()
+    told, due = stats.spec_decoding_stats, {} if asked.has_failures else asked.count_drafts()
     for field, expected in due.items():
         seen = getattr(told, field, 0)  # without statistics nothing was counted
         if seen != expected:

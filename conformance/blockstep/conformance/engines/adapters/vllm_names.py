@@ -59,9 +59,13 @@ class Known:
     """Whether its last plan left known tokens to compute."""
     num_cached_tokens: int = -1
     """The cached tokens that the first output reported."""
+    has_told_prefill: bool = False
+    """Whether an output has reported where the tokens of its prompt came from."""
     num_external_tokens: int = 0
     """Number of cached tokens that were loaded from a store."""
     num_preemptions: int = 0
+    moments: list[str] = field(default_factory=list)
+    """The names of vLLM's events of the request since its last output, in their order."""
 
     def follow(self, prompt_token_ids: Sequence[int], max_tokens: int) -> None:
         """Update a session's prompt and its limit of outputs to what the release has now.
@@ -75,6 +79,7 @@ class Known:
                 self.request = replace(before, max_tokens=max_tokens)
             return
         chunk = self.updates.popleft()
+        self.moments.append("QUEUED")
         start = len(prompt_token_ids) - len(chunk.prompt_token_ids)
         items = [replace(item, offset=item.offset + start) for item in chunk.items]
         self.request = replace(

@@ -198,6 +198,7 @@ def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
     if known is None:
         return 0
     if row.prefill_stats is not None:
+        known.has_told_prefill = True
         known.num_cached_tokens = row.prefill_stats.num_cached_tokens
     # A request that fails before it ever ran has no such count.
     return max(known.num_cached_tokens, 0)
@@ -226,14 +227,15 @@ def read_mask(run: Run, frame: SchedulerOutput, output: Any) -> v.GrammarOutput:
     full. Source: `GrammarOutput`.
 
     Raises:
-        EngineFault: rows are missing or left over, or not full where all is allowed.
+        EngineFault: rows are missing or left over, or not full where all is allowed, or the counts
+            of drafts are others than the frame's.
     """
     if output is None:
         return v.GrammarOutput()
     masks = list(map(read_allowed, output.grammar_bitmask.tolist()))
     rows = []
     for name in output.structured_output_request_ids:
-        drafts = tuple(frame.scheduled_spec_decode_tokens.get(name, ()))
+        drafts = _get_drafts(frame, name)
         used = 1 + len(drafts)
         # Unused rows may hold anything.
         held = 1 + run.config.num_speculative_tokens if RELEASE.has_fixed_mask_rows else used
@@ -246,4 +248,22 @@ def read_mask(run: Run, frame: SchedulerOutput, output: Any) -> v.GrammarOutput:
             raise EngineFault(f"grammar_bitmask forbids {name!r} something; it has no grammar")
     if masks:
         raise EngineFault(f"grammar_bitmask has {len(masks)} rows more than its requests ask for")
+    _check_acceptable_drafts(frame, output)
     return v.GrammarOutput(tuple(rows))
+
+
+def _check_acceptable_drafts(frame: SchedulerOutput, output: Any) -> None:
+    """Check the number of drafts of each request that its grammar took, which are those before the
+    first -1; newer releases count them for the sampler.
+    """
+    if not hasattr(output, "num_acceptable_drafts"):
+        return
+    counts = []
+    for name in output.structured_output_request_ids:
+        drafts = _get_drafts(frame, name)
+        counts.append(next((place for place, it in enumerate(drafts) if it < 0), len(drafts)))
+    if output.num_acceptable_drafts != counts:
+        raise EngineFault(
+            f"num_acceptable_drafts in this mask is {output.num_acceptable_drafts}, and the frame "
+            f"has {counts}"
+        )

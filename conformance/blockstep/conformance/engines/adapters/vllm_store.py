@@ -51,6 +51,9 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Requests whose asynchronous load was started and is not confirmed."""
         self.sending: set[v.RequestId] = set()
         """Finished requests whose blocks it reads."""
+        self.stages: dict[v.RequestId, str] = {}
+        """The stage of each asynchronous load whose request waits, as newer releases count them.
+        A load that is under way has the stage that it had before: its request has a status."""
         self.spares_full_loads = True
         self._asked: dict[v.RequestId, tuple[int, int, bool]] = {}
         """The tokens of the local hit, the external tokens, and whether the load is asynchronous,
@@ -95,6 +98,9 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._asked[name] = (num_computed_tokens, 0, False)
         else:
             self._asked[name] = (num_computed_tokens, num_external, is_async)
+        self.stages.pop(name, None)
+        if self._asked[name][2]:
+            self.stages[name] = "waiting_to_start"
         return num_external, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -119,14 +125,18 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the loads since the last plan."""
-        del scheduler_output
+        for name in scheduler_output.num_scheduled_tokens:
+            self.stages.pop(name, None)
         loads, self._loads = self._loads, []
         self._asked.clear()
         return Loads(loads)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in a worker's report before the scheduler acts on it."""
-        self.loading.difference_update(connector_output.finished_recving or ())
+        received = connector_output.finished_recving or ()
+        confirmed = [name for name in received if name in self.stages]  # the others have ended
+        self.stages.update(dict.fromkeys(confirmed, "completed_waiting"))
+        self.loading.difference_update(received)
         self.sending.difference_update(connector_output.finished_sending or ())
 
     def forget(self, names: Iterable[v.RequestId], requests: Container[v.RequestId]) -> None:
@@ -141,6 +151,7 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return whether it reads the blocks of a finished request: if its offer says so, and
         there are any.
         """
+        self.stages.pop(request.request_id, None)
         offer = self.offers.pop(request.request_id, None)
         is_sending = offer is not None and offer.delays_free and any(block_ids)
         if is_sending:
