@@ -342,7 +342,10 @@ def test_what_needs_the_host_is_served_step_by_step_and_the_log_says_so_once(
     assert resident.num_bursts > bursts > 0
     made = [llm.pop_completion(name) for name in names]
     assert [one.token_ids for one in made] == [one.token_ids for one in expected]
-    assert made[2] == expected[2]
+    # Products of other batches may round otherwise, on some processors.
+    assert replace(made[2], logprobs=None) == replace(expected[2], logprobs=None)
+    for one, other in zip(made[2].logprobs or (), expected[2].logprobs or (), strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
     llm.generate(prompts[2], params[2])
     (record,) = caplog.records
     what = "log probabilities" if "logprobs" in fields else "a grammar"
