@@ -57,7 +57,7 @@ class View:
         self._shown: dict[int, tuple[tuple[object, ...], v.RequestSnapshot]] = {}
         """By index: all that a request's snapshot is made of, and that snapshot."""
         self._blocks: tuple[tuple[bytes, int], Blocks] = (b"", 0), Blocks((), (), (), {})
-        """What the blocks of the last snapshot are made of, and these."""
+        """The arrays behind the blocks of the last snapshot, and those blocks."""
 
     def take(self, previous_names: Iterable[v.RequestId]) -> v.Snapshot:
         """Return the canonical state: nodes become structural keys, slots become request ids.
