@@ -273,7 +273,7 @@ def list_variants() -> dict[str, dict[str, Any]]:
         "few splits of 1024": {"splits": few._replace(tiles=16)},
         "few splits of 2048": {"splits": few._replace(tiles=16, large=32)},
         "few 4 wanted": {"splits": few._replace(wanted=4)},
-        "few merged by 8, 1 stage": {"num_merged_at_once": 8, "num_merge_stages": 1},
+        "few merged by 4, 4 stages": {"num_merged_at_once": 4, "num_merge_stages": 4},
         "few merged by 8, 3 stages": {"num_merged_at_once": 8, "num_merge_stages": 3},
         "few merged by 1, 6 stages": {"num_merged_at_once": 1, "num_merge_stages": 6},
         "many chosen": {},

@@ -347,7 +347,7 @@ def test_an_atomic_that_the_sanitizer_does_not_model_is_refused(
 ) -> None:
     from triton.runtime.errors import InterpreterError
 
-    reset = "tl.atomic_xchg(counter, 0)"
+    reset = 'tl.atomic_xchg(counter, 0, sem="relaxed")'
     plant(monkeypatch, tmp_path, "attention", reset, "tl.atomic_cas(counter, 1, 0)")
     refused = pytest.raises(InterpreterError, match="does not model atomic_cas")
     with use_backend("triton"), sanitize(), refused:
