@@ -74,9 +74,8 @@ def test_every_kernel_fits_an_h100(which: str, kernels: set[str]) -> None:
     assert not spilled
     too_many = [c for c in found if c.registers > REGISTERS_MAX[c.kernel] or c.shared > SHARED_MAX]
     assert not too_many
-    if which == "attention":
-        hasty = [compiled for compiled in found if not compiled.waits]
-        assert not hasty
+    hasty = {c.kernel for c in found if not c.waits}
+    assert hasty <= {"norm_kernel", "vector_kernel"}  # their weights were written long before
 
 
 def test_nothing_is_compiled_anew_because_a_step_is_of_another_size() -> None:

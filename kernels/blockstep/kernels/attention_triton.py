@@ -13,9 +13,9 @@ Program 0 writes the result of A. For B it stores splits 0 to 3, merged, and pro
 4; whichever of the two finishes last merges these and writes the result. Splits are always merged
 in their order, so the bits of a result do not depend on which program computes which split.
 
-A short request is one split. Its time is that of loads behind each other: the plan's row, the table
-of blocks, keys and values. On a GPU that can, both kernels are launched while earlier ones run, and
-wait for them.
+A short request is one split. Its time is that of loads that wait for each other: the plan's row,
+the table of blocks, keys and values. On a GPU that can, both kernels are launched while earlier
+ones run, and wait for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from blockstep.kernels import partition
 from blockstep.kernels.attention import AttentionPlan, AttentionWorkspace, Rules
-from blockstep.kernels.dispatch import is_dependent_launch, on_device_of_first
+from blockstep.kernels.dispatch import list_launch_options, on_device_of_first
 from blockstep.kernels.partition import FEW, MANY, Splits, count_splits_max
 
 LOG2_E = 1.4426950408889634
@@ -1051,7 +1051,7 @@ def make_plan(
         BLOCK_Q=few.block_m // part, TILE=few.tile, SPLITS=few.splits,
         MANY_BLOCK_Q=many.block_m // part, MANY_TILE=many.tile, MANY_SPLITS=many.splits,
         WINDOW=sliding_window is not None, CHUNKS=chunk_size is not None, LANES=NUM_LANES,
-        ITEM_LANES=NUM_ITEM_LANES, num_warps=4, **list_launch_options(query),
+        ITEM_LANES=NUM_ITEM_LANES, num_warps=4, **list_launch_options(query.device),
     )  # fmt: skip
     shape = (*query.shape, num_kv_heads, num_seqs, sliding_window, chunk_size)
     return AttentionPlan(rows, num_few, num_many, num_few_runs, shape)
@@ -1108,16 +1108,9 @@ def launch_paged_attention(
             ALIKE=key_cache.stride() == value_cache.stride(),
             ROWS=min(16, max(4, triton.next_power_of_2(tilings.part))),
             AT_ONCE=tiling.num_merged_at_once, MERGE_STAGES=tiling.num_merge_stages,
-            PER_PROCESSOR=tiling.num_programs, **list_launch_options(query),
+            PER_PROCESSOR=tiling.num_programs, **list_launch_options(query.device),
             num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
         )  # fmt: skip
-
-
-def list_launch_options(query: Tensor) -> dict[str, bool]:
-    """Return the arguments of a launch that let it begin before earlier kernels have ended."""
-    if is_dependent_launch(query.device):
-        return {"DEPENDENT": True, "launch_pdl": True}
-    return {"DEPENDENT": False}
 
 
 def choose_compute(query: Tensor, cache: Tensor) -> tl.dtype:

@@ -80,11 +80,15 @@ def is_dependent_launch(device: torch.device) -> bool:
 
     Programmatic dependent launch needs compute capability 9.0. Such a kernel waits by itself, with
     `tl.extra.cuda.gdc_wait()`, before it reads what an earlier kernel wrote, or overwrites what an
-    earlier kernel reads.
+    earlier kernel reads. The weights of norms and products are read before: the launch in front of
+    such a kernel must not write them.
     """
-    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (9, 0))
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and bool(torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-def launch_early(is_dependent: bool) -> dict[str, bool]:
-    """Return options of a launch that may begin before the kernel in front of it has ended."""
-    return {"launch_pdl": True} if is_dependent else {}
+def list_launch_options(device: torch.device) -> dict[str, bool]:
+    """Return the arguments of a launch that let it begin before earlier kernels have ended."""
+    if is_dependent_launch(device):
+        return {"DEPENDENT": True, "launch_pdl": True}
+    return {"DEPENDENT": False}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockstep.kernels.arguments import FP8
 from blockstep.kernels.cache import FP8_MAX
-from blockstep.kernels.dispatch import is_dependent_launch, launch_early, on_device_of_first
+from blockstep.kernels.dispatch import list_launch_options, on_device_of_first
 
 NUM_PER_THREAD = 8
 """Elements that a thread loads at once: 16 bytes in 16-bit dtypes."""
@@ -55,6 +55,13 @@ def norm_kernel(
 
 
 @triton.jit
+def compute_gated(gate, up):
+    """Return `silu(gate) * up`."""
+    tail = tl.exp(-tl.abs(gate))  # never overflows
+    return gate * tl.where(gate >= 0, 1.0, tail) / (1.0 + tail) * up
+
+
+@triton.jit
 def gate_kernel(
     gated, gate_up, gate_up_token, INNER_SIZE: tl.constexpr, SIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -69,8 +76,7 @@ def gate_kernel(
     where = gate_up + token * gate_up_token + element
     gate = tl.load(where, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(where + INNER_SIZE, mask=mask, other=0.0).to(tl.float32)
-    tail = tl.exp(-tl.abs(gate))  # never overflows
-    y = gate * tl.where(gate >= 0, 1.0, tail) / (1.0 + tail) * up
+    y = compute_gated(gate, up)
     tl.store(gated + token * INNER_SIZE + element, y.to(gated.dtype.element_ty), mask=mask)
 
 
@@ -153,12 +159,11 @@ def launch_rms_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps
     size = max(triton.next_power_of_2(hidden_size), 32)
     normed = torch.empty((num_tokens, hidden_size), dtype=weight.dtype, device=hidden.device)
     added = hidden if residual is None else residual
-    is_dependent = is_dependent_launch(hidden.device)
     norm_kernel[(num_tokens,)](
         normed, hidden, added, weight, eps, hidden.stride(0), hidden.stride(-2), added.stride(-2),
         HIDDEN_SIZE=hidden_size, SIZE=size, HAS_RESIDUAL=residual is not None,
-        PARTS=count_given_parts(hidden), DEPENDENT=is_dependent,
-        num_warps=min(max(size // (32 * NUM_PER_THREAD), 1), 16), **launch_early(is_dependent),
+        PARTS=count_given_parts(hidden), num_warps=min(max(size // (32 * NUM_PER_THREAD), 1), 16),
+        **list_launch_options(hidden.device),
     )  # fmt: skip
     return normed
 
@@ -169,10 +174,9 @@ def launch_silu_and_mul(gate_up: Tensor) -> Tensor:
     num_tokens, inner_size = len(gate_up), gate_up.shape[1] // 2
     size = min(NUM_GATED, triton.next_power_of_2(inner_size))
     gated = torch.empty((num_tokens, inner_size), dtype=gate_up.dtype, device=gate_up.device)
-    is_dependent = is_dependent_launch(gate_up.device)
     gate_kernel[(num_tokens, triton.cdiv(inner_size, size))](
-        gated, gate_up, gate_up.stride(0), INNER_SIZE=inner_size, SIZE=size, DEPENDENT=is_dependent,
-        num_warps=4, **launch_early(is_dependent),
+        gated, gate_up, gate_up.stride(0), INNER_SIZE=inner_size, SIZE=size, num_warps=4,
+        **list_launch_options(gate_up.device),
     )  # fmt: skip
     return gated
 
@@ -200,7 +204,7 @@ def launch_rotate_and_cache(
     num_tokens, num_all = qkv.shape[-2], qkv.shape[-1] // head_size
     lanes = triton.next_power_of_2(head_size // 2)
     rows = min(NUM_ROTATED // lanes, triton.next_power_of_2(num_all))
-    has_norm, is_dependent = q_norm is not None, is_dependent_launch(qkv.device)
+    has_norm = q_norm is not None
     rotate_kernel[(num_tokens, triton.cdiv(num_all, rows))](
         query, qkv, key_cache, value_cache, slot_mapping, positions, cos_sin,
         q_norm if has_norm else cos_sin, k_norm if has_norm else cos_sin, eps, k_scale, v_scale,
@@ -208,7 +212,7 @@ def launch_rotate_and_cache(
         *value_cache.stride()[:3], NUM_HEADS=num_all - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size, BLOCK_SIZE=block_size, ROWS=rows, LANES=lanes, HAS_NORM=has_norm,
         FP8_LIMIT=FP8_MAX if key_cache.dtype == FP8 else 0.0, PARTS=count_given_parts(qkv),
-        DEPENDENT=is_dependent, num_warps=2, **launch_early(is_dependent),
+        num_warps=2, **list_launch_options(qkv.device),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from blockstep.kernels.dispatch import find_kernels
 NUM_FEW_MAX = 64
 """Most rows of a product of few rows: those of one matrix instruction of a warp group."""
 PART_SIZE_MIN = 512
-"""Least input columns of a part: a shorter one would take longer to add than to read."""
+"""Input columns below which there is no further part: adding it would take longer than reading."""
 NUM_PARTS_MAX = 4
 PART_SIZE_OF_ONE = 2048
 """Input columns of a part in a product of one row: a program keeps them in registers."""
@@ -27,7 +27,7 @@ PART_SIZE_OF_ONE = 2048
 def find_part_size(num_tokens: int, out_size: int, in_size: int) -> int:
     """Return the input columns of each part but the last, a multiple of 128.
 
-    Of more than one row it does not depend on their number, so that the bits of a row do not.
+    For two rows or more it does not depend on their number, so that the bits of a row do not.
     """
     if num_tokens == 1:
         return PART_SIZE_OF_ONE
@@ -37,9 +37,10 @@ def find_part_size(num_tokens: int, out_size: int, in_size: int) -> int:
 
 
 def is_product_of_few(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether a product is one for these kernels: few rows of 16 bits on a GPU.
+    """Return whether a product is one for these kernels.
 
-    Others are faster, or more precise, with `torch.nn.functional.linear`.
+    That is one on a GPU, of at most `NUM_FEW_MAX` rows of 16 bits, with a multiple of 8 input
+    columns. Others are faster, or more precise, with `torch.nn.functional.linear`.
     """
     return (
         find_kernels("products", hidden) is not None

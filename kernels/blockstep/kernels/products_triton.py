@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockstep.kernels.dispatch import is_dependent_launch, launch_early, on_device_of_first
+from blockstep.kernels.dispatch import list_launch_options, on_device_of_first
+from blockstep.kernels.layers_triton import compute_gated
 from blockstep.kernels.products import PART_SIZE_OF_ONE, find_part_size
 
 
@@ -61,13 +62,6 @@ def load_tile(pointers, lane, k, stop, is_valid, IS_EVEN: tl.constexpr):
         mask = is_valid[:, None] & (k + lane < stop)[None, :]
         tile = tl.load(pointers + k, mask=mask, other=0.0)
     return tile
-
-
-@triton.jit
-def compute_gated(gate, up):
-    """Return `silu(gate) * up`."""
-    tail = tl.exp(-tl.abs(gate))  # never overflows
-    return gate * tl.where(gate >= 0, 1.0, tail) / (1.0 + tail) * up
 
 
 # A step of another size must not be compiled anew.
@@ -136,7 +130,7 @@ def vector_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     w = tl.load(rows, mask=mask, other=0.0)
     if IS_GATED:
-        w_up = tl.load(rows + OUT_SIZE * weight_row, mask=mask, other=0.0)
+        w_up = tl.load(rows + tl.cast(weight_row, tl.int64) * OUT_SIZE, mask=mask, other=0.0)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     x = tl.load(hidden + k, mask=k < IN_SIZE, other=0.0).to(tl.float32)[None, :]
@@ -192,15 +186,14 @@ def _launch_few(
     num_parts, tiling = triton.cdiv(in_size, part_size), GATED if is_gated else PRODUCT
     num_programs = max(1, count_processors(hidden.device) // num_parts)
     columns = share_columns(out_size, num_programs)
-    is_dependent = is_dependent_launch(hidden.device)
     product_kernel[(triton.cdiv(out_size, columns), num_parts)](
         out, hidden, weight, hidden if bias is None else bias, num_tokens, hidden.stride(0),
         weight.stride(0), OUT_SIZE=out_size, IN_SIZE=in_size, PART_SIZE=part_size, COLUMNS=columns,
         LANES=max(16, triton.next_power_of_2(columns)), BLOCK_K=tiling.block_k,
         COMPUTE=choose_compute(hidden),
         IS_EVEN=part_size % tiling.block_k == 0 and in_size % tiling.block_k == 0,
-        IS_GATED=is_gated, HAS_BIAS=bias is not None, DEPENDENT=is_dependent,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_early(is_dependent),
+        IS_GATED=is_gated, HAS_BIAS=bias is not None, num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages, **list_launch_options(hidden.device),
     )  # fmt: skip
 
 
@@ -218,12 +211,10 @@ def _launch_one(
     size = triton.next_power_of_2(min(part_size, in_size))
     num_kept = NUM_KEPT * PART_SIZE_OF_ONE // max(size, PART_SIZE_OF_ONE)
     columns = num_kept // 2 if is_gated else num_kept
-    is_dependent = is_dependent_launch(hidden.device)
     vector_kernel[(triton.cdiv(out_size, columns), triton.cdiv(in_size, size))](
         out, hidden, weight, hidden if bias is None else bias, weight.stride(0), OUT_SIZE=out_size,
         IN_SIZE=in_size, PART_SIZE=size, COLUMNS=columns, IS_GATED=is_gated,
-        HAS_BIAS=bias is not None, DEPENDENT=is_dependent, num_warps=4,
-        **launch_early(is_dependent),
+        HAS_BIAS=bias is not None, num_warps=4, **list_launch_options(hidden.device),
     )  # fmt: skip
 
 

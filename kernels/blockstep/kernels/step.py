@@ -307,7 +307,7 @@ def stage_step(
         arguments.check("fed_at", fed_at, "num_seqs", torch.int64, rows=True)
         arguments.check("last_token_ids", last_token_ids, "num_rows", torch.int64, rows=True)
         check_range("fed_at", fed_at, -1, arguments["num_tokens"], "indices of token_ids")
-    if out_block_tables.numel() == 0:
+    if num_seqs == 0 or len(block_tables) == 0:
         return
     if kernels := find_kernels("step", out_block_tables):
         kernels.launch_stage_step(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockstep.kernels.dispatch import is_dependent_launch, on_device_of_first
+from blockstep.kernels.dispatch import list_launch_options, on_device_of_first
 from blockstep.kernels.step import StepInputs
 
 SIZE = 256
@@ -172,11 +172,6 @@ def keep_kernel(
     tl.store(last_token_ids + row, tl.maximum(token, 0), mask=mask)
 
 
-def list_options(device: torch.device) -> dict[str, bool]:
-    """Return the launch options of a kernel with `DEPENDENT`, which is set if there are any."""
-    return {"launch_pdl": True} if is_dependent_launch(device) else {}
-
-
 @on_device_of_first
 def launch_prepare_step(
     block_tables: Tensor,
@@ -261,7 +256,6 @@ def launch_stage_step(
     if not block_tables.is_contiguous():
         raise ValueError("block_tables: must be contiguous; pass the whole tables of the batch")
     has_new, is_fed = new_blocks is not None, token_ids is not None
-    options = list_options(out_block_tables.device)
     stage_kernel[(num_seqs, num_groups)](
         out_block_tables, block_tables, row_indices,
         row_indices if new_blocks is None else new_blocks.contiguous(),
@@ -271,15 +265,16 @@ def launch_stage_step(
         row_indices if last_token_ids is None else last_token_ids,
         num_rows, max_blocks, num_columns, 0 if new_blocks is None else new_blocks.shape[1],
         out_block_tables.stride(0), out_block_tables.stride(1),
-        HAS_NEW=has_new, IS_FED=is_fed, SIZE=SIZE, DEPENDENT=bool(options), num_warps=2, **options,
+        HAS_NEW=has_new, IS_FED=is_fed, SIZE=SIZE, num_warps=2,
+        **list_launch_options(out_block_tables.device),
     )  # fmt: skip
 
 
 @on_device_of_first
 def launch_keep_tokens(last_token_ids: Tensor, row_indices: Tensor, token_ids: Tensor) -> None:
     """Launch one program per `SIZE` sequences."""
-    num_seqs, options = len(row_indices), list_options(last_token_ids.device)
+    num_seqs = len(row_indices)
     keep_kernel[(triton.cdiv(num_seqs, SIZE),)](
-        last_token_ids, row_indices, token_ids, num_seqs, SIZE=SIZE, DEPENDENT=bool(options),
-        num_warps=4, **options,
+        last_token_ids, row_indices, token_ids, num_seqs, SIZE=SIZE, num_warps=4,
+        **list_launch_options(last_token_ids.device),
     )  # fmt: skip

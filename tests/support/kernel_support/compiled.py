@@ -49,7 +49,8 @@ class Compiled:
     """Bytes of shared memory."""
     seconds: float
     waits: bool
-    """Whether a program waits for earlier kernels before it loads or stores anything."""
+    """Whether a program waits for earlier kernels before it loads or stores anything, if it may
+    begin before they have ended."""
 
 
 @dataclass
@@ -121,13 +122,13 @@ def compile_launch(
     registers, stack = read_resources(compiled.asm["cubin"])
     return Compiled(
         call, kernel.fn.__name__, registers, stack, compiled.metadata.shared, round(seconds, 2),
-        is_waiting(compiled.asm["ptx"]),
+        not options.get("launch_pdl") or is_waiting(compiled.asm["ptx"]),
     )  # fmt: skip
 
 
 def is_waiting(ptx: str) -> bool:
     """Return whether `griddepcontrol.wait` comes before the first access of global memory."""
-    access = re.search(r"\b(ld|st|atom|red|cp\.async\S*)\.global", ptx)
+    access = re.search(r"\b(ld|st|atom|red|cp\.async\S*)(\.volatile)?\.global", ptx)
     wait = ptx.find("griddepcontrol.wait")
     return wait >= 0 and (access is None or wait < access.start())
 
@@ -354,7 +355,7 @@ LISTS = {
 
 def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     """What the calls launch, each with the name of its call."""
-    from blockstep.kernels import use_backend
+    from blockstep.kernels import dispatch, use_backend
     from blockstep.kernels import attention_triton, blocks_triton, cache_triton  # isort: skip
     from blockstep.kernels import rejection_triton, step_triton  # isort: skip
     from blockstep.kernels import layers_triton, products_triton, sampling_triton  # isort: skip
@@ -368,9 +369,7 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
     vars(products_triton)["count_processors"] = lambda device: 132
     modules = [attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton]
     modules += [layers_triton, products_triton, sampling_triton, bursts_triton]
-    for module in modules:
-        if "is_dependent_launch" in vars(module):
-            vars(module)["is_dependent_launch"] = lambda device: True
+    vars(dispatch)["is_dependent_launch"] = lambda device: True
     with use_backend("triton"):
         for name, call in calls:
             for kernel, args, named in record(modules, call):

@@ -75,7 +75,7 @@ def compile_for(name: str, kernel: str) -> Compiled:
     seconds = round(time.process_time() - start, 2)
     registers, stack = read_resources(made.asm["cubin"])
     return Compiled(
-        name, kernel, registers, stack, made.metadata.shared, seconds=seconds, waits=False
+        name, kernel, registers, stack, made.metadata.shared, seconds=seconds, waits=True
     )
 
 

@@ -195,7 +195,8 @@ class BurstMemory:
     def take_rows_tokens(
         self, tokens: torch.Tensor, now: Padded, following: Padded | None, *, is_alone: bool
     ) -> None:
-        """Do the same for padded rows; then make the following plan's rows those of the next pass.
+        """Take the tokens of padded rows; then make the following plan's rows those of the next
+        pass.
 
         `following`: the next plan's rows; None if there is none yet. `is_alone`: whether the launch
         waits for one stream only.

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from blockstep.impl.device import layout
 from blockstep.impl.engine import journal, padded
+from blockstep.impl.engine import slots as parameters
 from blockstep.impl.engine.adapters import NO_ADAPTER
-from blockstep.kernels.dispatch import is_dependent_launch, on_device_of_first
+from blockstep.kernels.dispatch import list_launch_options, on_device_of_first
 
 if TYPE_CHECKING:
     from blockstep.impl.engine.bursts import BurstMemory
@@ -26,6 +27,9 @@ SIZE = 128
 END_SIZE = 1024
 """Elements that the program of a burst's end handles at once."""
 NONE = tl.constexpr(NO_ADAPTER)
+OF_ADAPTER = tl.constexpr(parameters.ADAPTER)
+OF_SEED = tl.constexpr(parameters.SEED)
+OF_TOP_K = tl.constexpr(parameters.TOP_K)
 FAR = tl.constexpr(layout.FAR)
 FRAME_ID = tl.constexpr(layout.FRAME_ID)
 FIRST_ID = tl.constexpr(layout.FIRST_ID)
@@ -133,17 +137,19 @@ def rows_kernel(
     tl.store(to + TOKEN * width, token.to(tl.int64))
     tl.store(to + FED * width, fed.to(tl.int64))
     tl.store(to + POSITION * width, position)
-    tl.store(to + ADAPTER * width, tl.load(ints_of + 2 * slots + slot, mask=live, other=NONE))
+    tl.store(
+        to + ADAPTER * width, tl.load(ints_of + OF_ADAPTER * slots + slot, mask=live, other=NONE)
+    )
     tl.store(to + SLOT * width, slot.to(tl.int64))
     tl.store(to + INDEX * width, outputs.to(tl.int64))
     tl.store(to + ROW * width, answer.to(tl.int64))
     tl.store(to + FEED * width, tl.where(samples > 0, slot, slots).to(tl.int64))
     tl.store(to + LINE * width, line.to(tl.int64))
-    tl.store(to + SEED * width, tl.load(ints_of + slot, mask=live, other=0))
+    tl.store(to + SEED * width, tl.load(ints_of + OF_SEED * slots + slot, mask=live, other=0))
     for group in range(groups):
         kv_slot = tl.load(slot_mapping + group * batch + row, mask=live, other=-1)
         tl.store(to + (SLOT_MAPPING + group) * width, kv_slot)
-    top_k = tl.load(ints_of + slots + slot, mask=live, other=0)
+    top_k = tl.load(ints_of + OF_TOP_K * slots + slot, mask=live, other=0)
     tl.store(ints + row, length)
     tl.store(ints + width + row, top_k.to(tl.int32))
     for parameter in tl.static_range(3):  # temperature, top-p, min-p
@@ -252,13 +258,12 @@ def end_kernel(
 def launch_write_rows(out: Tensor, memory: BurstMemory, rows: Padded) -> None:
     """Launch one program per row; `out` is the memory's."""
     s, d, params, width = memory.state, memory.dims, memory.params, rows.ints.shape[1]
-    options = _list_options(out)
     rows_kernel[(width,)](
         rows.numbers, rows.tables, rows.ints, rows.floats, memory.get_lines(width), s.answer_counts,
         s.control, s.num_rows, s.plans, s.plan_rows, s.record, s.tokens, s.known, s.positions,
         s.slot_mapping, s.tables, s.seq_lens, params.floats, params.ints,
         width, d.rows, d.slots, d.table, d.tokens, d.batch, d.frames, d.groups, d.size,
-        SIZE=SIZE, DEPENDENT=bool(options), num_warps=1, **options,
+        SIZE=SIZE, num_warps=1, **list_launch_options(out.device),
     )  # fmt: skip
 
 
@@ -269,13 +274,13 @@ def launch_take_tokens(
     """Launch one program per row; `is_alone`: see `BurstMemory.take_rows_tokens`."""
     s, d, width = memory.state, memory.dims, len(tokens)
     after = now if following is None else following
-    options = _list_options(tokens) if is_alone else {}
+    options = list_launch_options(tokens.device) if is_alone else {"DEPENDENT": False}
     tokens_kernel[(width,)](
         tokens, now.numbers, now.tables, now.ints, now.floats, after.numbers, after.tables,
         after.ints, after.floats, s.answer_tokens, memory.sampled, memory.get_lines(width),
         width, d.slots, d.table, d.drafts, d.groups, d.size,
         HAS_NEXT=following is not None, NUMBERS=triton.next_power_of_2(len(now.numbers)),
-        SIZE=SIZE, DEPENDENT=bool(options), num_warps=1, **options,
+        SIZE=SIZE, num_warps=1, **options,
     )  # fmt: skip
 
 
@@ -284,16 +289,12 @@ def launch_note_end(
     out: Tensor, memory: BurstMemory, lines: Tensor | None, number: int, is_last: bool
 ) -> None:
     """Launch one program; `out` is the memory's. Without `lines` it writes the summary only."""
-    s, d, options = memory.state, memory.dims, _list_options(out)
+    s, d = memory.state, memory.dims
     end_kernel[(1,)](
         out, out if lines is None else lines, s.record, s.control, s.num_rows, s.query_start_loc,
         s.key, s.run, s.is_prefill, s.known, s.end_by_max_tokens, s.num_running, s.num_free,
         s.num_free_nodes, s.num_preempted,
         0 if lines is None else lines.shape[2], d.rows, d.slots, memory.max_model_len, number,
-        HAS_LINE=lines is not None, IS_LAST=is_last, SIZE=END_SIZE, DEPENDENT=bool(options),
-        num_warps=4, **options,
+        HAS_LINE=lines is not None, IS_LAST=is_last, SIZE=END_SIZE, num_warps=4,
+        **list_launch_options(out.device),
     )  # fmt: skip
-
-
-def _list_options(tensor: Tensor) -> dict[str, bool]:
-    return {"launch_pdl": True} if is_dependent_launch(tensor.device) else {}

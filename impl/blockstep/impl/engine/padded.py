@@ -36,7 +36,7 @@ class Answers(NamedTuple):
 TOKEN, FED, POSITION, ADAPTER, SLOT, INDEX, ROW, FEED, LINE, SEED, SLOT_MAPPING = range(11)
 """Rows of `Padded.numbers`; the last is the first of the slot mappings, one per KV group.
 
-FED is the row of the plan before whose pass samples this row's token, or one of the following."""
+FED is the row of the previous plan that samples this row's token, or KNOWN or ELSEWHERE."""
 KNOWN: Final = -1
 """The token is known: TOKEN."""
 ELSEWHERE: Final = -2
