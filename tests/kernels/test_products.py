@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from blockstep.kernels import (
     rotate_and_cache,
     use_backend,
 )
-from blockstep.kernels.products import NUM_FEW_MAX, find_part_size
+from blockstep.kernels.products import NUM_FEW_MAX, find_part_size, has_room
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -190,3 +191,16 @@ def test_which_products_are_of_few() -> None:
         assert not is_product_of_few(few[:0], weight)
         assert not is_product_of_few(few.float(), weight.float())
         assert not is_product_of_few(few[:, :12], weight[:, :12])
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(99, False), (163, True), (227, True)])
+def test_a_gpu_with_little_shared_memory_multiplies_by_torch(
+    monkeypatch: pytest.MonkeyPatch, shared: int, expected: bool
+) -> None:
+    """Bytes in KiB of an RTX 4090, an A100 and an H100."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    has_room.cache_clear()
+    assert has_room(torch.device("cuda", 0)) is expected
+    has_room.cache_clear()
+    assert has_room(torch.device("cpu"))

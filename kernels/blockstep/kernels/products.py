@@ -8,6 +8,8 @@ are added by the kernel that reads them next (`add_rms_norm`, `rotate_and_cache`
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -22,6 +24,20 @@ PART_SIZE_MIN = 512
 NUM_PARTS_MAX = 4
 PART_SIZE_OF_ONE = 2048
 """Input columns of a part in a product of one row: a program keeps them in registers."""
+
+
+SHARED_BYTES_MIN = 160 * 1024
+"""Shared memory of a program on the GPUs that have these kernels: A100, H100 and their like."""
+
+
+@cache
+def has_room(device: torch.device) -> bool:
+    """Return whether programs on a device may have as much shared memory as the kernels take."""
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    # AMD's have no such number.
+    return bool(getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES_MIN)
 
 
 def find_part_size(num_tokens: int, out_size: int, in_size: int) -> int:
@@ -39,11 +55,13 @@ def find_part_size(num_tokens: int, out_size: int, in_size: int) -> int:
 def is_product_of_few(hidden: Tensor, weight: Tensor) -> bool:
     """Return whether a product is one for these kernels.
 
-    That is one on a GPU, of at most `NUM_FEW_MAX` rows of 16 bits, with a multiple of 8 input
-    columns. Others are faster, or more precise, with `torch.nn.functional.linear`.
+    That is one on a GPU with enough shared memory, of at most `NUM_FEW_MAX` rows of 16 bits, with a
+    multiple of 8 input columns. Others are faster, or more precise, with
+    `torch.nn.functional.linear`.
     """
     return (
         find_kernels("products", hidden) is not None
+        and has_room(hidden.device)
         and hidden.dtype in (torch.float16, torch.bfloat16)
         and 0 < len(hidden) <= NUM_FEW_MAX
         and weight.shape[1] % 8 == 0
@@ -119,6 +137,12 @@ def _check_few(hidden: Tensor) -> None:
         raise TypeError(
             "hidden: must be float16 or bfloat16 on a GPU, but is float32; multiply it with "
             "torch.nn.functional.linear"
+        )
+    if not has_room(hidden.device):
+        raise ValueError(
+            f"hidden: must be on a GPU whose programs have {SHARED_BYTES_MIN >> 10} KiB of shared "
+            f"memory, but {torch.cuda.get_device_name(hidden.device)} has less; multiply it with "
+            f"torch.nn.functional.linear"
         )
     if len(hidden) > NUM_FEW_MAX:
         raise ValueError(

@@ -33,6 +33,8 @@ READS = {
 }  # fmt: skip
 """What cannot be answered before the device has come so far."""
 GARBAGE = -77
+SHARED_BYTES = 227 * 1024
+"""Shared memory of a program, as on an H100."""
 PROCESSORS = 3
 """Of the device: few, for attention has as many programs, interpreted one after the other."""
 
@@ -364,7 +366,9 @@ def standin() -> Iterator[GPU]:
             Stream=Stream, Event=Event, stream=use_stream, current_stream=lambda: gpu.stream,
             mem_get_info=lambda device: (1 << 24, 1 << 24),
             get_device_capability=lambda device: (8, 0),  # kernels that wait are not interpreted
-            get_device_properties=lambda device: SimpleNamespace(multi_processor_count=PROCESSORS),
+            get_device_properties=lambda device: SimpleNamespace(
+                multi_processor_count=PROCESSORS, shared_memory_per_block_optin=SHARED_BYTES
+            ),
         ),
         patch.object(GridExecutor, "__call__", lambda *args, **named: launch(call, *args, **named)),
         gpu,
