@@ -92,7 +92,8 @@ def start(tree: Path, *args: str) -> subprocess.Popen[str]:
     """Start this very file with the packages of a tree."""
     wings = [str(tree / wing) for wing in ("spec", "impl", "kernels", "conformance")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(wings), "PYTHONHASHSEED": "0"}
-    command = [sys.executable, __file__, *args]
+    # -P: else numba would take the folder `benchmarks/coverage` for the package of that name.
+    command = [sys.executable, "-P", __file__, *args]
     return subprocess.Popen(  # noqa: S603
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )
