@@ -188,7 +188,7 @@ def rounded_down(rule: Any) -> Any:
 def for_all_tokens(rule: Any) -> Any:
     """A window is charged every token of a request (upstream #39734)."""
 
-    def count(config: v.Config, request: Any) -> int:
+    def count(config: v.Config, request: Any, _rules: Any) -> int:
         num_tokens = len(request.prompt_token_ids) + request.max_tokens
         return sum(-(-num_tokens // group.block_size) for group in config.kv_groups)
 
