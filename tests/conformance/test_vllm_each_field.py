@@ -43,7 +43,7 @@ OF_A_STORE = {
     "EngineCoreOutputs.scheduler_stats.connector_prefix_cache_stats.hits",
     "EngineCoreOutputs.scheduler_stats.num_kv_fetch_reqs_by_stage",
 }
-"""Values that are told of a store."""
+"""Values that a release answers about its store."""
 NUM_PLACES = 2
 """Calls in which each value is changed, at most, for each feature."""
 NUM_CALLS = 100

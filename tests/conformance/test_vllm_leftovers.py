@@ -236,7 +236,7 @@ def change_prefills(answer: Any, **more: int) -> None:
 
 
 def repeat_the_prefill(scheduler: Any, answer: Any) -> None:
-    """The counts of a prefill are told with every output."""
+    """Every output has the counts of the prefill, and not only the first one."""
     for core in answer.values():
         for row in core.outputs:
             scheduler.told = getattr(scheduler, "told", {})

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from blockstep.kernels import partition
 from blockstep.kernels.attention import AttentionPlan, AttentionWorkspace, Rules
-from blockstep.kernels.dispatch import list_launch_options, on_device_of_first
+from blockstep.kernels.dispatch import count_processors, list_launch_options, on_device_of_first
 from blockstep.kernels.partition import FEW, MANY, Splits, count_splits_max
 
 LOG2_E = 1.4426950408889634
@@ -1131,11 +1131,3 @@ def choose_compute(query: Tensor, cache: Tensor) -> tl.dtype:
 def is_compiled(query: Tensor) -> bool:
     """Whether the kernel is compiled for a GPU."""
     return bool(query.is_cuda)
-
-
-@cache
-def count_processors(device: torch.device) -> int:
-    """Return the multiprocessors of the device; one if programs are interpreted one by one."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -92,3 +92,11 @@ def list_launch_options(device: torch.device) -> dict[str, bool]:
     if is_dependent_launch(device):
         return {"DEPENDENT": True, "launch_pdl": True}
     return {"DEPENDENT": False}
+
+
+@cache
+def count_processors(device: torch.device) -> int:
+    """Return the multiprocessors of the device; one if programs are interpreted one by one."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -7,7 +7,6 @@ its weights in registers.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockstep.kernels.dispatch import list_launch_options, on_device_of_first
+from blockstep.kernels.attention_triton import choose_compute
+from blockstep.kernels.dispatch import count_processors, list_launch_options, on_device_of_first
 from blockstep.kernels.layers_triton import compute_gated
 from blockstep.kernels.products import PART_SIZE_OF_ONE, find_part_size
 
@@ -190,7 +190,7 @@ def _launch_few(
         out, hidden, weight, hidden if bias is None else bias, num_tokens, hidden.stride(0),
         weight.stride(0), OUT_SIZE=out_size, IN_SIZE=in_size, PART_SIZE=part_size, COLUMNS=columns,
         LANES=max(16, triton.next_power_of_2(columns)), BLOCK_K=tiling.block_k,
-        COMPUTE=choose_compute(hidden),
+        COMPUTE=choose_compute(hidden, weight),
         IS_EVEN=part_size % tiling.block_k == 0 and in_size % tiling.block_k == 0,
         IS_GATED=is_gated, HAS_BIAS=bias is not None, num_warps=tiling.num_warps,
         num_stages=tiling.num_stages, **list_launch_options(hidden.device),
@@ -222,23 +222,3 @@ def share_columns(out_size: int, num_programs: int) -> int:
     """Return the columns of each program: equal, in as few rounds of programs as possible."""
     rounds = triton.cdiv(triton.cdiv(out_size, COLUMNS_MAX), num_programs)
     return int(triton.cdiv(out_size, rounds * num_programs))
-
-
-def choose_compute(hidden: Tensor) -> tl.dtype:
-    """Return the dtype of the factors: the interpreter mistakes a bfloat16 for an integer."""
-    if hidden.dtype == torch.bfloat16 and is_compiled(hidden):
-        return tl.bfloat16
-    return tl.float16 if hidden.dtype == torch.float16 else tl.float32
-
-
-def is_compiled(hidden: Tensor) -> bool:
-    """Return whether the kernels are compiled for a GPU."""
-    return bool(hidden.is_cuda)
-
-
-@cache
-def count_processors(device: torch.device) -> int:
-    """Return the multiprocessors of the device; one if programs are interpreted one by one."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -16,7 +16,7 @@ FRAME_ID, FIRST_ID = 7, 5
 def draw_memory(
     num_rows: int, *, width: int, frames: int, groups: int, seed: int = 0, lanes: int = 16
 ) -> BurstMemory:
-    """Return the memory of a burst whose scheduler has just planned `num_rows` rows.
+    """Return the memory of a burst after the scheduler has planned `num_rows` rows.
 
     Requests are at any index; some have a token that the plan before samples, some one that an
     older plan samples, if there are frames enough.

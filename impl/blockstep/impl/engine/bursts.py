@@ -43,7 +43,7 @@ class Summary(NamedTuple):
     """Scheduled tokens of the last plan."""
     num_waiting: int
     num_in_prefill: int
-    """Running requests whose prompt is not computed yet."""
+    """The number of running requests with a prompt that is not yet computed."""
     num_running: int
     num_free: int
     num_free_nodes: int

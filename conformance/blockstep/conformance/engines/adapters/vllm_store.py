@@ -52,7 +52,7 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.sending: set[v.RequestId] = set()
         """Finished requests whose blocks it reads."""
         self.stages: dict[v.RequestId, str] = {}
-        """The stage of each asynchronous load whose request waits, as newer releases count them.
+        """Stages of asynchronous loads, by waiting request, in the words of newer releases.
         A load that is under way has the stage that it had before: its request has a status."""
         self.spares_full_loads = True
         self._asked: dict[v.RequestId, tuple[int, int, bool]] = {}
