@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -89,10 +90,14 @@ def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             yield from statements(handler.body)
 
 
-def get_fields(tree: ast.Module, unordered: str) -> tuple[set[str], set[str]]:
-    """Names of fields and functions that a module declares: the unordered ones, the others."""
+@cache
+def get_fields(source: str, unordered: str) -> tuple[set[str], set[str]]:
+    """Names of fields and functions that a module declares: the unordered ones, the others.
+
+    It is remembered, since each module of the specification is asked for the others' fields.
+    """
     declared: list[tuple[str, ast.expr | None]] = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         match node:
             case ast.ClassDef(body=body):
                 fields = [field for field in body if isinstance(field, ast.AnnAssign)]
@@ -335,11 +340,10 @@ def impurities(source: str, file: Path = SPEC / "snippet.py", *others: str) -> l
     unordered = SETS if file == INVARIANTS else SETS_AND_MAPS
     fields: set[str] = set()
     for other in others:
-        fields |= get_fields(ast.parse(other), unordered)[0]
-    tree = ast.parse(source)
-    without_order, with_order = get_fields(tree, unordered)
+        fields |= get_fields(other, unordered)[0]
+    without_order, with_order = get_fields(source, unordered)
     purity = Purity(file, unordered, (fields - with_order) | without_order)
-    purity.visit(tree)
+    purity.visit(ast.parse(source))
     return purity.flaws
 
 
