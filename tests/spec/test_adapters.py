@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from blockstep.spec import Commit, Config, Oracle, Outputs, Policy, Request, SpecMethod
+from blockstep.spec import Commit, Config, Oracle, Outputs, Policy, Request
 from blockstep.spec.features.lora import has_seat
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import Profile, Quirk
@@ -50,23 +50,6 @@ def test_no_cap_lets_all_run() -> None:
     for name in "xyz":
         oracle.submit(request(name, name))
     assert rows(oracle.schedule()) == ["x", "y", "z"]
-
-
-def test_who_is_passed_over_asks_nothing_of_the_cache() -> None:
-    """P7: a hit would be touched, and counted."""
-    oracle = Oracle(CONFIG)
-    oracle.submit(request("A", "y"))
-    oracle.schedule()
-    answer(oracle)
-    oracle.abort("A")
-    oracle.submit(request("B", "x"))
-    oracle.submit(request("C", "y"))
-    oracle.schedule()
-    asked = oracle.state.stats
-    answer(oracle)
-    oracle.schedule()
-    assert oracle.state.stats == asked
-    assert oracle.state.requests["C"].status is Status.WAITING
 
 
 def test_who_is_preempted_gives_the_seat_up_and_waits_for_the_next() -> None:
@@ -132,19 +115,3 @@ def test_a_seat_is_shared_and_none_is_needed_without_an_adapter() -> None:
     assert has_seat("y", ["x", "x"], 2)
     assert not has_seat("z", ["x", "y"], 2)
     assert has_seat("y", ["x"], 0)
-
-
-def test_drafts_and_chunks_keep_the_seat() -> None:
-    config = replace(
-        CONFIG,
-        max_num_batched_tokens=2,
-        spec_method=SpecMethod.NGRAM,
-        num_speculative_tokens=1,
-    )
-    oracle = Oracle(config)
-    oracle.submit(request("A", "x"))
-    oracle.submit(request("B", "y"))
-    assert rows(oracle.schedule()) == ["A"]
-    answer(oracle)
-    assert rows(oracle.schedule()) == ["A"], "one token is left of the budget, and no seat"
-    assert oracle.state.skipped_waiting == ("B",)

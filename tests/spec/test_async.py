@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from blockstep.spec import (
     Config,
     Drafts,
@@ -13,10 +11,8 @@ from blockstep.spec import (
     Request,
     Reset,
     SpecMethod,
-    Status,
     Submit,
 )
-from blockstep.spec.core.async_ import is_past_max_tokens
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.vocabulary import (
@@ -28,10 +24,6 @@ from blockstep.spec.vocabulary import (
     RejectCode,
     Rejected,
     RowTokens,
-)
-
-CONFIG = Config(
-    num_blocks=9, block_size=4, max_model_len=32, max_frames_in_flight=2, async_scheduling=True
 )
 
 
@@ -91,15 +83,6 @@ def test_nothing_is_planned_behind_the_last_token() -> None:
     assert outputs.rows[0].finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize(
-    ("computed", "placeholders", "expected"),
-    [(3, 0, False), (4, 1, False), (5, 1, True), (6, 2, True), (7, 4, False), (8, 4, True)],
-)
-def test_skip_ahead_counts_one_sure_token(computed: int, placeholders: int, expected: bool) -> None:
-    # Prompt 4, two outputs: the second comes for sure once one is known and one is promised.
-    assert is_past_max_tokens(computed, placeholders, 4, 2) is expected
-
-
 def test_rejected_drafts_take_back_what_was_planned_on_top_of_them() -> None:
     oracle = make(num_speculative_tokens=2, spec_method=SpecMethod.NGRAM)
     oracle.submit(Request("A", (1, 2, 3), max_tokens=12))
@@ -134,17 +117,6 @@ def test_a_gap_drops_placeholders() -> None:
     oracle.commit(plan, {})
 
 
-def test_a_running_request_without_a_row_loses_its_placeholders() -> None:
-    oracle = make(num_speculative_tokens=1, spec_method=SpecMethod.NGRAM, max_num_batched_tokens=2)
-    oracle.submit(Request("A", (1,), max_tokens=8))
-    oracle.submit(Request("B", (2,), max_tokens=8))
-    oracle.commit(oracle.schedule(), {"A": [7], "B": [7]})
-    plan = oracle.schedule()
-    assert [row.request_id for row in plan.rows] == ["A"]
-    assert state_of(oracle, "B").spec_token_ids == ()
-    assert state_of(oracle, "A").spec_token_ids == (DRAFT_PLACEHOLDER,)
-
-
 def preempted_in_flight(depth: int) -> tuple[Oracle, list[Plan]]:
     """A and B decode; A takes the last block while a token of B is in flight."""
     oracle = make(depth, num_blocks=4, max_model_len=12, enable_prefix_caching=False)
@@ -152,23 +124,6 @@ def preempted_in_flight(depth: int) -> tuple[Oracle, list[Plan]]:
     oracle.submit(Request("B", (4, 5, 6, 7), max_tokens=3, eos_token_id=0))
     plans = [oracle.schedule(), oracle.schedule()]
     return oracle, plans
-
-
-def test_tokens_in_flight_of_the_preempted_are_delivered_before_it_is_admitted_again() -> None:
-    oracle, plans = preempted_in_flight(4)
-    # Both needed a second block in the second step, and there was one: B preempted itself.
-    assert state_of(oracle, "B").status is Status.PREEMPTED
-    assert counts(oracle, "B") == (4, 1, 0)
-    third = oracle.schedule()
-    assert [row.request_id for row in third.rows] == ["A"]
-    assert oracle.state.skipped_waiting == ("B",)
-    outputs = oracle.commit(plans[0], {"A": [7], "B": [8]})
-    assert [row.new_token_ids for row in outputs.rows] == [(7,), (8,)]
-    assert counts(oracle, "B") == (5, 0, 0)
-    oracle.abort("A")
-    resumed = only_row(oracle.schedule())
-    assert resumed.resumed
-    assert resumed.all_token_ids == (4, 5, 6, 7, 8)
 
 
 def test_a_preempted_request_may_end_by_its_tokens_in_flight() -> None:
@@ -179,20 +134,6 @@ def test_a_preempted_request_may_end_by_its_tokens_in_flight() -> None:
     assert outputs.rows[1].finish_reason is FinishReason.STOP
     assert not oracle.state.skipped_waiting
     assert set(oracle.state.requests) == {"A"}
-
-
-def test_a_forced_reset_loses_no_token() -> None:
-    oracle = make(depth=3)
-    oracle.submit(Request("A", (1, 2, 3, 4), max_tokens=4))
-    plans = [oracle.schedule(), oracle.schedule()]
-    oracle.apply(Reset(True))
-    assert counts(oracle) == (4, 2, 0)
-    assert not oracle.schedule().rows
-    for plan, token in zip(plans, (7, 8), strict=True):
-        oracle.commit(plan, {"A": [token]})
-    assert state_of(oracle).output_token_ids == (7, 8)
-    assert not oracle.state.pool.cached  # nothing from before the reset was published after it
-    assert only_row(oracle.schedule()).num_scheduled_tokens == 6
 
 
 def test_answers_come_in_the_order_of_the_plans() -> None:
@@ -212,17 +153,6 @@ def test_answers_come_in_the_order_of_the_plans() -> None:
     )
 
 
-def test_verified_blocks_are_published_by_the_commit_also_by_the_last() -> None:
-    oracle = make()
-    oracle.submit(Request("A", (1, 2, 3), max_tokens=2))
-    first, second = oracle.schedule(), oracle.schedule()
-    oracle.commit(first, {"A": [7]})
-    assert not oracle.state.pool.cached  # the KV of 7 is being written by the second step
-    oracle.commit(second, {"A": [8]})
-    assert [key.token_ids for key in oracle.state.pool.cached] == [(1, 2, 3, 7)]
-    assert not oracle.state.requests
-
-
 def test_drafts_stay_with_the_worker() -> None:
     oracle = make(num_speculative_tokens=2, spec_method=SpecMethod.NGRAM)
     refused = oracle.apply(Drafts(()))
@@ -240,14 +170,6 @@ def test_rows_of_the_aborted_are_passed_over_and_their_id_waits_for_the_frames()
     assert oracle.apply(again) == Rejected(RejectCode.REQUEST_IN_FLIGHT)
     oracle.commit(second, {"A": [8]})
     assert not isinstance(oracle.apply(again), Rejected)
-
-
-def test_a_token_behind_the_stop_is_dropped_with_its_request() -> None:
-    oracle = make()
-    oracle.submit(Request("A", (1, 2, 3), max_tokens=8, eos_token_id=0))
-    first, second = oracle.schedule(), oracle.schedule()
-    assert oracle.commit(first, {"A": [0]}).rows[0].finish_reason is FinishReason.STOP
-    assert oracle.commit(second, {"A": [5]}) == Outputs(())
 
 
 def test_priority_inserts_the_passed_over_by_rank() -> None:

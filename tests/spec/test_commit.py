@@ -65,15 +65,6 @@ def test_reasons_to_end(
     assert row.new_token_ids == (tokens[-1],)
 
 
-def test_the_model_length_ends_it_even_before_min_tokens() -> None:
-    """0.19.1 lets min_tokens mask the caps, and the request then waits for ever (P10)."""
-    oracle = Oracle(Config(num_blocks=20, block_size=4, max_model_len=4))
-    oracle.submit(Request("A", (1, 2), max_tokens=8, min_tokens=8))
-    oracle.commit(oracle.schedule(), {"A": [5]})
-    (row,) = oracle.commit(oracle.schedule(), {"A": [6]}).rows
-    assert row.finish_reason is FinishReason.LENGTH
-
-
 def drafted() -> tuple[Oracle, Plan]:
     """A request with drafts 11, 12, 13 in flight."""
     oracle = Oracle(CONFIG)

@@ -13,7 +13,6 @@ from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import STRICT, Profile, Quirk
 from blockstep.spec.vocabulary import (
     BlockId,
-    DeferredFree,
     KVLoadFailurePolicy,
     KVTransfers,
     Plan,
@@ -106,41 +105,7 @@ def test_where_no_load_can_come_between_blocks_are_free_at_once(fields: dict[str
     assert (waiting(oracle), free(oracle)[-2:]) == ((), (2, 1))
 
 
-def test_a_pipeline_without_placeholders_waits_likewise() -> None:
-    oracle = build(async_scheduling=False)
-    submit(oracle, "A", 4)
-    oracle.schedule()
-    oracle.abort("A")
-    assert waiting(oracle) == ((0, (1, 2)),)
-
-
 # For which frame, and in which order.
-
-
-def test_blocks_wait_for_the_newest_frame_with_a_row_of_their_request() -> None:
-    oracle = build()
-    submit(oracle, "A", 2)
-    first, second = oracle.schedule(), oracle.schedule()
-    oracle.abort("A")
-    assert waiting(oracle) == ((1, (1, 2)),)
-    answer(oracle, first)
-    assert waiting(oracle) == ((1, (1, 2)),)
-    answer(oracle, second)
-    assert waiting(oracle) == ()
-
-
-def test_a_frame_that_does_not_name_the_request_holds_nothing_of_it() -> None:
-    oracle = build(async_scheduling=False)
-    submit(oracle, "A", 2)
-    first = oracle.schedule()
-    submit(oracle, "B", 2)
-    second = oracle.schedule()
-    assert (run_names(first), run_names(second)) == (["A"], ["B"])
-    oracle.abort("A")
-    oracle.abort("B")
-    assert waiting(oracle) == ((0, (1,)), (1, (2,)))
-    answer(oracle, first)
-    assert (waiting(oracle), free(oracle)[-1]) == (((1, (2,)),), 1)
 
 
 def test_who_never_ran_waits_for_no_frame() -> None:
@@ -156,27 +121,6 @@ def test_who_never_ran_waits_for_no_frame() -> None:
     assert waiting(oracle) == ()
 
 
-def test_what_a_frame_held_is_free_before_anything_else_of_its_answer() -> None:
-    oracle = build()
-    submit(oracle, "A", 3)
-    submit(oracle, "B", 2, max_tokens=1)
-    plan = oracle.schedule()
-    oracle.abort("A")
-    answer(oracle, plan)
-    assert free(oracle)[-3:] == (2, 1, 3), "B ends by the answer, behind what it frees"
-
-
-def test_all_groups_are_given_back_together_the_last_block_first() -> None:
-    oracle = build(groups=(full(2), full(4)))
-    submit(oracle, "A", 5)
-    plan = oracle.schedule()
-    assert oracle.state.requests["A"].block_tables == ((1, 2, 3), (4, 5))
-    oracle.abort("A")
-    assert waiting(oracle) == ((0, (1, 2, 3, 4, 5)),)
-    answer(oracle, plan)
-    assert free(oracle)[-5:] == (5, 4, 3, 2, 1)
-
-
 def test_in_a_stack_they_are_taken_next() -> None:
     oracle = build(pool_order=PoolOrder.LIFO)
     submit(oracle, "A", 4)
@@ -187,31 +131,7 @@ def test_in_a_stack_they_are_taken_next() -> None:
     assert free(oracle)[:2] == (2, 1)
 
 
-def test_a_block_that_waits_can_be_hit_and_is_then_held_by_who_hit_it() -> None:
-    oracle = build(enable_prefix_caching=True)
-    submit(oracle, "A", 5)
-    first = oracle.schedule()
-    oracle.abort("A")
-    oracle.submit(Request("B", tuple(range(650, 655)), max_tokens=1))
-    second = oracle.schedule()
-    assert second.new[0].block_ids[0][:2] == (1, 2)
-    assert oracle.state.pool.ref_counts[1:4] == (2, 2, 1)
-    answer(oracle, first)
-    assert oracle.state.pool.ref_counts[1:4] == (1, 1, 0)
-
-
 # Whatever gave them up.
-
-
-def test_an_end_with_a_frame_behind_waits_for_that() -> None:
-    oracle = build()
-    oracle.submit(Request("A", (1, 2), max_tokens=9, eos_token_id=7))
-    first, second = oracle.schedule(), oracle.schedule()
-    answer(oracle, first)
-    assert "A" not in oracle.state.requests
-    assert waiting(oracle) == ((1, (1, 2)),)
-    answer(oracle, second)
-    assert waiting(oracle) == ()
 
 
 def test_an_end_in_the_newest_frame_waits_for_nothing() -> None:
@@ -232,21 +152,6 @@ def test_behind_the_end_of_a_transfer_they_wait_as_well() -> None:
     assert waiting(oracle) == ((0, (1, 2)),)
     answer(oracle, plan)
     assert waiting(oracle) == ()
-
-
-def test_what_a_window_leaves_waits_for_the_frame_that_reads_it() -> None:
-    oracle = build(num_blocks=14, groups=(full(2), window(2, 2)), max_num_batched_tokens=4)
-    submit(oracle, "A", 12)
-    first = oracle.schedule()
-    second = oracle.schedule()
-    left = oracle.state.requests["A"].block_tables[1][:2]
-    assert left == (0, 4), "the first block was left by the second plan"
-    assert waiting(oracle) == ((0, (3,)),)
-    answer(oracle, first)
-    assert waiting(oracle) == ()
-    oracle.schedule()
-    assert waiting(oracle) == ((1, (4, 7)),)
-    answer(oracle, second)
 
 
 def test_a_load_that_fails_leaves_blocks_to_the_frames_behind() -> None:
@@ -303,19 +208,6 @@ def test_a_victim_in_flight_is_not_preempted_before_its_answer(policy: Policy) -
     assert (waiting(oracle), oracle.state.requests["B"].status) == ((), Status.PREEMPTED)
 
 
-def test_nobody_is_admitted_while_one_that_runs_waits() -> None:
-    oracle = build(num_blocks=5, long_prefill_token_threshold=4, max_num_batched_tokens=5)
-    submit(oracle, "A", 8, max_tokens=1)
-    submit(oracle, "B", 1, max_tokens=2)
-    first = oracle.schedule()
-    submit(oracle, "C", 1, max_tokens=1)
-    second = oracle.schedule()
-    assert (run_names(first), run_names(second)) == (["A", "B"], [])
-    assert len(free(oracle)) == 1, "C would fit, and A lacks two"
-    answer(oracle, first)
-    assert run_names(oracle.schedule()) == ["A"]
-
-
 def test_a_session_in_flight_gives_its_blocks_once_it_was_answered() -> None:
     oracle = build(num_blocks=3)
     oracle.submit(Request("S", (1, 2), max_tokens=2, eos_token_id=7, resumable=True))
@@ -329,13 +221,3 @@ def test_a_session_in_flight_gives_its_blocks_once_it_was_answered() -> None:
     answer(oracle, second)
     assert run_names(oracle.schedule()) == ["B"]
     assert not any(oracle.state.requests["S"].block_tables)
-
-
-def test_the_snapshot_shows_what_waits() -> None:
-    oracle = build()
-    submit(oracle, "A", 4)
-    oracle.schedule()
-    oracle.abort("A")
-    shown = oracle.snapshot().transfers
-    assert shown is not None
-    assert shown.deferred_frees == (DeferredFree(0, (1, 2)),)

@@ -32,15 +32,10 @@ from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import (
-    EncoderEntry,
-    EncoderInputs,
     GroupKind,
     KVGroup,
     Plan,
-    RejectCode,
-    Rejected,
     RequestId,
-    Submit,
 )
 
 CONFIG = Config(
@@ -105,27 +100,6 @@ def made(plan: Plan) -> dict[RequestId, tuple[int, ...]]:
     return {one.request_id: one.item_indices for one in plan.scheduled_encoder_inputs}
 
 
-def code_of(oracle: Oracle, item: MultiModalItem) -> RejectCode | None:
-    """Return why a request with this item is refused, if it is."""
-    answer = oracle.apply(Submit(Request("new", (1,) * item.length, items=(item,))))
-    return answer.code if isinstance(answer, Rejected) else None
-
-
-def test_an_identifier_has_one_size_wherever_it_is_known() -> None:
-    """P22: among unfinished requests, in input that a session has yet to read, and in the cache."""
-    small, large = MultiModalItem("c", 0, 2), MultiModalItem("c", 0, 3)
-    waiting, idle, kept = (oracle_of() for _ in range(3))
-    waiting.submit(Request("A", (1, 1), items=(small,)))
-    idle.submit(Request("A", (1,), resumable=True))
-    idle.update(Request("A", (1, 1), items=(small,), resumable=True))
-    kept.submit(Request("A", (1, 1), max_tokens=1, items=(small,)))
-    step(kept)
-    assert not kept.state.requests
-    for oracle in (waiting, idle, kept):
-        assert code_of(oracle, large) is RejectCode.BAD_REQUEST
-        assert code_of(oracle, small) is None
-
-
 def holders(oracle: Oracle) -> dict[str, tuple[RequestId, ...]]:
     kept = oracle.snapshot().encoder
     assert kept is not None
@@ -135,89 +109,7 @@ def holders(oracle: Oracle) -> dict[str, tuple[RequestId, ...]]:
 # What a chunk reads.
 
 
-def test_a_chunk_stops_before_an_item_for_which_there_is_no_compute() -> None:
-    oracle = oracle_of(encoder_compute_budget=4)
-    oracle.submit(request("A", "ccctdd"))
-    plans = [step(oracle), step(oracle)]
-    assert [amounts(plan) for plan in plans] == [{"A": 4}, {"A": 2}]
-    assert [made(plan) for plan in plans] == [{"A": (0,)}, {"A": (1,)}]
-
-
-def test_it_stops_before_an_item_for_which_there_is_no_room() -> None:
-    oracle = oracle_of(encoder_cache_size=4)
-    oracle.submit(request("A", "ccctdd"))
-    plans = [step(oracle), step(oracle)]
-    assert [amounts(plan) for plan in plans] == [{"A": 4}, {"A": 2}]
-    assert [plan.free_encoder_mm_hashes for plan in plans] == [(), ("c",)]
-    assert holders(oracle) == {"d": ()}
-
-
-def test_who_waits_for_an_item_is_not_overtaken() -> None:
-    oracle = oracle_of(encoder_cache_size=3, max_num_batched_tokens=2)
-    oracle.submit(request("A", "cccttt"))
-    assert amounts(step(oracle)) == {"A": 2}
-    assert holders(oracle) == {"c": ("A",)}
-    oracle.submit(request("B", "dd"))
-    oracle.submit(request("C", "tt"))
-    plan = step(oracle)
-    assert amounts(plan) == {"A": 2}
-    assert amounts(step(oracle)) == {"A": 2}
-
-
-def test_an_item_is_made_once_for_all_who_bring_it() -> None:
-    oracle = oracle_of()
-    oracle.submit(request("A", "ccc"))
-    oracle.submit(request("B", "tccc"))
-    plan = step(oracle)
-    assert made(plan) == {"A": (0,)}
-    assert amounts(plan) == {"A": 3, "B": 4}
-    oracle.submit(request("C", "ttccc"))
-    assert made(step(oracle)) == {}
-
-
-def test_what_a_connector_holds_takes_room_and_no_compute() -> None:
-    oracle = oracle_of(encoder_compute_budget=3, encoder_cache_size=5)
-    oracle.offer("c")
-    oracle.submit(request("A", "ccctdd"))
-    plan = step(oracle)
-    assert plan.external_encoder_inputs == (EncoderInputs("A", (0,)),)
-    assert made(plan) == {"A": (1,)}
-    oracle.offer()
-    oracle.submit(request("B", "eee"))
-    assert made(step(oracle)) == {"B": (0,)}
-
-
-def test_nothing_is_made_for_tokens_of_an_item_that_are_no_embeddings() -> None:
-    oracle = oracle_of(max_num_batched_tokens=2)
-    oracle.submit(request("A", "CCccCC"))
-    plans = [step(oracle) for _ in range(3)]
-    assert [made(plan) for plan in plans] == [{}, {"A": (0,)}, {}]
-    kept = oracle.snapshot().encoder
-    assert kept is not None
-    assert kept.entries == (EncoderEntry("c", 2),)
-
-
-def test_a_head_reads_one_token_ahead() -> None:
-    oracle = oracle_of(max_num_batched_tokens=2, **HEAD)
-    oracle.submit(request("A", "ttcc"))
-    assert made(step(oracle)) == {"A": (0,)}
-    assert holders(oracle) == {"c": ("A",)}
-
-
-def test_a_chunk_under_a_head_stops_one_token_before() -> None:
-    oracle = oracle_of(encoder_cache_size=3, encoder_compute_budget=3, **HEAD)
-    oracle.submit(request("A", "ccctdd"))
-    plans = [step(oracle), step(oracle)]
-    assert [amounts(plan) for plan in plans] == [{"A": 3}, {"A": 3}]
-
-
 WHOLE: dict[str, Any] = {"disable_chunked_mm_input": True}
-
-
-def test_whole_items_are_not_begun_by_a_chunk_that_ends_within() -> None:
-    oracle = oracle_of(max_num_batched_tokens=3, **WHOLE)
-    oracle.submit(request("A", "ttcct"))
-    assert [amounts(step(oracle)) for _ in range(2)] == [{"A": 2}, {"A": 3}]
 
 
 def test_a_whole_item_waits_for_a_step_that_takes_all_of_it() -> None:
@@ -226,34 +118,6 @@ def test_a_whole_item_waits_for_a_step_that_takes_all_of_it() -> None:
     oracle.submit(request("O", "tt"))
     oracle.submit(request("A", "cct"))
     assert [amounts(step(oracle)) for _ in range(2)] == [{"O": 2}, {"O": 1, "A": 2}]
-
-
-def test_a_whole_item_that_is_in_the_cache_is_not_split() -> None:
-    oracle = oracle_of(max_num_batched_tokens=4, **WHOLE)
-    oracle.submit(request("O", "cct", max_tokens=1))
-    step(oracle)
-    assert holders(oracle) == {"c": ()}
-    oracle.submit(request("A", "tttcct"))
-    assert [amounts(step(oracle)) for _ in range(2)] == [{"A": 3}, {"A": 3}]
-
-
-def test_the_second_place_of_a_whole_item_is_not_split() -> None:
-    oracle = oracle_of(max_num_batched_tokens=4, **WHOLE)
-    oracle.submit(request("A", "cctcc"))
-    assert [amounts(step(oracle)) for _ in range(2)] == [{"A": 3}, {"A": 2}]
-
-
-def test_the_rest_of_a_whole_item_behind_a_hit_is_not_split() -> None:
-    """The hit ends inside of the item: its KV is of the whole item, and so is what follows."""
-    oracle = oracle_of(block_size=2, max_num_batched_tokens=4, **WHOLE)
-    oracle.submit(request("A", "tcccct", max_tokens=1))
-    assert [amounts(step(oracle)) for _ in range(3)] == [{"A": 1}, {"A": 4}, {"A": 1}]
-    oracle.submit(request("O", "ttt", max_tokens=2))
-    again = request("A2", "tcccct")
-    oracle.submit(replace(again, prompt_token_ids=(*again.prompt_token_ids[:2], 9, 9, 9, 9)))
-    plans = [step(oracle), step(oracle)]
-    assert [amounts(plan) for plan in plans] == [{"O": 3}, {"O": 1, "A2": 3}]
-    assert plans[1].new[0].num_computed_tokens == 2
 
 
 def test_a_chunk_ends_before_a_whole_item_if_the_head_finds_no_room_for_the_next() -> None:
@@ -266,57 +130,6 @@ def test_a_chunk_ends_before_a_whole_item_if_the_head_finds_no_room_for_the_next
 # What is kept.
 
 
-def test_one_item_at_two_places_is_held_for_both() -> None:
-    oracle = oracle_of(max_num_batched_tokens=3)
-    oracle.submit(request("A", "cctcc"))
-    step(oracle)
-    assert holders(oracle) == {"c": ()}
-    oracle = oracle_of(max_num_batched_tokens=4)
-    oracle.submit(request("A", "cctcc"))
-    step(oracle)
-    assert holders(oracle) == {"c": ("A",)}
-    step(oracle)
-    assert holders(oracle) == {"c": ()}
-
-
-def test_what_became_freeable_first_is_evicted_first() -> None:
-    oracle = oracle_of(encoder_cache_size=3, encoder_compute_budget=3)
-    for name, prompt in (("A", "c"), ("B", "d"), ("C", "e")):
-        oracle.submit(request(name, prompt, max_tokens=1))
-        step(oracle)
-    oracle.submit(request("D", "tc", max_tokens=1))
-    step(oracle)
-    oracle.submit(request("E", "ff", max_tokens=1))
-    plan = step(oracle)
-    assert plan.free_encoder_mm_hashes == ("d", "e")
-    assert sorted(holders(oracle)) == ["c", "f"]
-
-
-@pytest.mark.parametrize("ends", ["abort", "reset"])
-def test_who_gives_up_holds_nothing(ends: str) -> None:
-    oracle = oracle_of(max_num_batched_tokens=2)
-    oracle.submit(request("A", "cccc"))
-    step(oracle)
-    assert holders(oracle) == {"c": ("A",)}
-    if ends == "abort":
-        oracle.abort("A")
-    else:
-        oracle.reset(reset_running_requests=True)
-    assert holders(oracle) == {"c": ()}
-    assert get_broken_invariants(oracle.state) == ()
-
-
-def test_after_a_reset_of_the_encoder_what_is_read_is_made_anew() -> None:
-    oracle = oracle_of(max_num_batched_tokens=2)
-    oracle.submit(request("A", "cccc"))
-    step(oracle)
-    oracle.reset_encoder()
-    assert holders(oracle) == {}
-    plan = step(oracle)
-    assert (amounts(plan), made(plan)) == ({"A": 2}, {"A": (0,)})
-    assert plan.free_encoder_mm_hashes == ()
-
-
 def test_events_about_an_encoder_change_nothing_where_there_is_none() -> None:
     oracle = Oracle(Config(num_blocks=4))
     before = oracle.state
@@ -324,12 +137,6 @@ def test_events_about_an_encoder_change_nothing_where_there_is_none() -> None:
     oracle.offer("c")
     assert oracle.state == before
     assert oracle.snapshot().encoder is None
-
-
-def test_where_there_is_no_encoder_an_item_keeps_nobody_waiting() -> None:
-    oracle = oracle_of(encoder_compute_budget=0, encoder_cache_size=0)
-    oracle.submit(request("A", "tcc"))
-    assert amounts(step(oracle)) == {"A": 3}
 
 
 # A step that changes its mind.
@@ -441,15 +248,6 @@ def test_nothing_is_loaded_for_an_encoder_decoder_model() -> None:
     oracle.offer("c")
     oracle.submit(request("A", "cc"))
     assert made(step(oracle)) == {"A": (0,)}
-
-
-def test_an_item_beside_the_prompt_is_made_with_it_and_dropped_behind_it() -> None:
-    oracle = oracle_of(**BESIDE)
-    oracle.submit(request("A", "cc"))
-    oracle.submit(request("B", "cc"))
-    plans = [step(oracle) for _ in range(3)]
-    assert [made(plan) for plan in plans] == [{"A": (0,), "B": (0,)}, {}, {}]
-    assert [plan.free_encoder_mm_hashes for plan in plans] == [(), ("c",), ()]
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ["B"]), (True, ["B", "C"])])
@@ -612,22 +410,6 @@ def test_a_head_ends_a_token_before_a_whole_item() -> None:
         assert amounts(step(oracle)) == {"A": expected}
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [("tt", "cct", {"O": 2, "A": 1}), ("cct", "tttcct", {"A": 4}), ("t", "cctcc", {"A": 4})],
-    ids=["begins with it", "in the cache", "second place"],
-)
-def test_whole_items_are_split(first: str, second: str, expected: dict[str, int]) -> None:
-    """As by 0.19.1: with what it begins with, with what is there, and with what it makes twice."""
-    budget = 3 if first == "tt" else 4
-    oracle = oracle_of(Quirk.WHOLE_ITEMS_ARE_SPLIT, max_num_batched_tokens=budget, **WHOLE)
-    oracle.submit(request("O", first, max_tokens=4 if first == "tt" else 1))
-    if first != "tt":
-        step(oracle)
-    oracle.submit(request("A", second))
-    assert amounts(step(oracle)) == expected
-
-
 @pytest.mark.parametrize("quirk", [Quirk.WHOLE_ITEMS_ARE_SPLIT, Quirk.RESTS_OF_ITEMS_ARE_SPLIT])
 def test_rests_of_items_are_split(quirk: Quirk) -> None:
     """A hit ends inside of the item, and the chunk behind it does, too."""
@@ -690,33 +472,6 @@ def test_who_waits_for_a_fresh_state_holds_no_item() -> None:
 
 
 # What 0.33.0 does otherwise.
-
-
-@pytest.mark.parametrize("quirk", [False, True])
-def test_items_held_until_the_answer(quirk: bool) -> None:
-    oracle = oracle_of(*([Quirk.ITEMS_HELD_UNTIL_THE_ANSWER] if quirk else []))
-    oracle.submit(request("A", "cct"))
-    plan = oracle.schedule()
-    assert holders(oracle) == {"c": ("A",) if quirk else ()}
-    oracle.commit(plan, {"A": [5]})
-    assert holders(oracle) == {"c": ()}
-
-
-def test_an_item_is_held_until_what_may_be_rejected_behind_it_is_answered() -> None:
-    ahead: dict[str, Any] = {"async_scheduling": True, "max_frames_in_flight": 2}
-    oracle = oracle_of(Quirk.ITEMS_HELD_UNTIL_THE_ANSWER, max_num_batched_tokens=2, **ahead)
-    oracle.submit(request("A", "cctdd"))
-    plans = [oracle.schedule(), oracle.schedule()]
-    assert holders(oracle) == {"c": ("A",), "d": ("A",)}
-    oracle.commit(plans[0], {})
-    assert holders(oracle) == {"c": (), "d": ("A",)}
-    plans.append(oracle.schedule())
-    oracle.commit(plans[1], {})
-    oracle.commit(plans[2], {"A": [5]})
-    assert holders(oracle) == {"c": (), "d": ("A",)}, "one token is still promised"
-    oracle.commit(oracle.schedule(), {"A": [5]})
-    assert holders(oracle) == {"c": (), "d": ()}
-    assert get_broken_invariants(oracle.state) == ()
 
 
 def test_an_answer_that_is_dropped_lets_nothing_go() -> None:

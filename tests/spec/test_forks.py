@@ -14,7 +14,6 @@ from blockstep.spec.vocabulary import (
     Ack,
     BlockCopy,
     BlockStored,
-    CachedRow,
     EncoderEntry,
     EncoderInputs,
     Event,
@@ -23,7 +22,6 @@ from blockstep.spec.vocabulary import (
     MultiModalItem,
     Observation,
     Plan,
-    PoolOrder,
     RejectCode,
     Rejected,
     RepetitionDetection,
@@ -213,88 +211,7 @@ def test_a_branch_stands_where_its_outputs_lead_in_its_grammar() -> None:
     }
 
 
-# F2: what a branch is.
-
-
-def test_a_branch_is_like_its_parent_and_waits_at_the_front() -> None:
-    oracle = build(max_num_seqs=2)
-    begin(oracle, 6, adapter="x", priority=3)
-    bring(oracle, "n", 3)
-    assert fork(oracle, "b", 7) == Ack()
-    assert fork(oracle, "c", 8) == Ack()
-    assert oracle.state.waiting == ("c", "b", "n")
-    parent, branch = oracle.state.requests["a"], oracle.state.requests["b"]
-    assert branch.request.prompt_token_ids == parent.request.prompt_token_ids
-    assert (branch.request.adapter, branch.request.priority) == ("x", 3)
-    assert shown(oracle, "b") == RequestSnapshot(
-        request_id="b",
-        status=Status.WAITING,
-        output_token_ids=(7,),
-        num_computed_tokens=6,
-        num_output_placeholders=0,
-        spec_token_ids=(),
-        is_prefill_chunk=False,
-        block_tables=((1, 2),),
-        num_cached_blocks=(1,),
-        num_cached_tokens=0,
-        num_preemptions=0,
-        grammar_ready=False,
-    )
-
-
-def test_under_priority_a_branch_stands_by_rank() -> None:
-    oracle = build(policy=Policy.PRIORITY, max_num_seqs=1)
-    begin(oracle, 6, priority=1)
-    bring(oracle, "n", 3, priority=0)
-    bring(oracle, "z", 3, priority=1)
-    fork(oracle, "b", 7)
-    assert oracle.state.waiting == ("n", "b", "z")
-
-
-def test_a_branch_has_no_drafts_of_its_parent() -> None:
-    oracle = build(spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
-    begin(oracle, 6)
-    oracle.propose({"a": (1, 2)})
-    fork(oracle, "b", 7)
-    assert shown(oracle, "a").spec_token_ids == (1, 2)
-    assert shown(oracle, "b").spec_token_ids == ()
-
-
 # F3: what it shares.
-
-
-SHARES = (
-    # prompt, the parent's outputs, the branch's, whether blocks are cached: what is shared
-    (6, 1, (7,), True, 6),
-    (6, 1, (), True, 5),
-    (6, 3, (7, 7, 7), True, 8),  # eight of eight: all that is computed
-    (6, 2, (7, 7), True, 7),
-    (6, 4, (7, 7, 7), True, 8),
-    (6, 4, (7, 7), True, 4),  # the second block is findable: not within it
-    (6, 4, (7, 7), False, 7),
-    (6, 4, (7, 9, 9), False, 7),
-    (6, 4, (9,), True, 4),
-    (6, 4, (9,), False, 6),
-    (6, 6, (7, 9), True, 4),
-    (6, 6, (7, 7, 7, 9), True, 9),  # within the block that is not full
-    (1, 1, (), True, 0),
-    (1, 1, (9,), True, 1),
-)
-
-
-@pytest.mark.parametrize(("num_prompt", "num_outputs", "outputs", "caches", "num_shared"), SHARES)
-def test_the_most_is_shared_that_both_have_computed(
-    num_prompt: int, num_outputs: int, outputs: tuple[int, ...], caches: bool, num_shared: int
-) -> None:
-    oracle = build(enable_prefix_caching=caches)
-    begin(oracle, num_prompt, num_outputs)
-    fork(oracle, "b", *outputs)
-    branch, (table,) = shown(oracle, "b"), tables(oracle, "a")
-    assert branch.num_computed_tokens == num_shared
-    assert branch.block_tables == (table[: -(-num_shared // 4)],)
-    assert branch.num_cached_blocks == (num_shared // 4 * caches,)
-    counts = oracle.state.pool.ref_counts
-    assert [counts[b] for b in table] == [1 + (4 * i < num_shared) for i in range(len(table))]
 
 
 def test_nothing_is_shared_of_who_was_preempted_but_its_hit_is_there() -> None:
@@ -321,19 +238,6 @@ def test_a_window_that_has_left_its_blocks_is_not_shared() -> None:
     assert branch.block_tables == (table[0][:6], table[1][:6])
     plan = step(oracle)
     assert [len(row.block_ids) for row in plan.new] == [2, 2]
-
-
-def test_each_group_allows_what_is_shared() -> None:
-    oracle = build(num_blocks=30, block_size=2, groups=(full(4), chunks(2, 4)))
-    begin(oracle, 6, 2)  # seven computed: the chunk from 4 on is there, a block of it findable
-    fork(oracle, "b", 9)  # six in common, within the block of four that is not full
-    assert shown(oracle, "b").num_computed_tokens == 6
-    fork(oracle, "c")  # five would be within a findable block of the second group
-    assert shown(oracle, "c").num_computed_tokens == 4
-    assert shown(oracle, "c").block_tables == (
-        tables(oracle, "a")[0][:1],
-        tables(oracle, "a")[1][:2],
-    )
 
 
 def test_who_goes_on_where_a_chunk_begins_reads_nothing_that_is_gone() -> None:
@@ -371,52 +275,6 @@ def test_what_drafts_filled_is_named_before_it_is_shared() -> None:
 # F5: who writes in a shared block is given a copy.
 
 
-def test_who_runs_copies_and_the_last_holder_does_not() -> None:
-    oracle = build()
-    begin(oracle, 6)
-    fork(oracle, "b", 7)
-    plan = step(oracle, 1, 2)
-    assert plan.block_copies == (BlockCopy(2, 3),)
-    assert plan.remapped_req_ids == ("a",)
-    assert plan.cached[0].new_block_ids == ((1, 3),)
-    assert (tables(oracle, "a"), tables(oracle, "b")) == (((1, 3),), ((1, 2),))
-    assert step(oracle).block_copies == ()
-
-
-def test_who_is_left_alone_with_a_block_writes_in_place() -> None:
-    oracle = build(max_num_batched_tokens=1)
-    begin(oracle, 1)
-    fork(oracle, "b", 7)
-    tell(oracle, Abort(("a",)))
-    plan = step(oracle)
-    assert [row.request_id for row in plan.new] == ["b"]
-    assert (plan.block_copies, plan.new[0].block_ids) == ((), ((1,),))
-
-
-def test_an_admitted_branch_copies_from_who_has_no_row() -> None:
-    oracle = build(max_num_seqs=4)
-    begin(oracle, 6)
-    fork(oracle, "b", 7)
-    fork(oracle, "c", 8)
-    fork(oracle, "d", 9)
-    plan = step(oracle)
-    # The parent first, then the admitted in order; the last one writes in place.
-    assert [row.request_id for row in plan.new] == ["d", "c", "b"]
-    assert plan.block_copies == (BlockCopy(2, 3), BlockCopy(2, 4), BlockCopy(2, 5))
-    assert [row.block_ids for row in plan.new] == [((1, 4),), ((1, 5),), ((1, 2),)]
-    assert [row.output_token_ids for row in plan.new] == [(9,), (8,), (7,)]
-
-
-def test_at_the_end_of_a_block_nothing_is_copied() -> None:
-    oracle = build()
-    begin(oracle, 8)
-    fork(oracle, "b", 7)
-    plan = step(oracle)
-    assert plan.block_copies == ()
-    assert plan.cached[0].new_block_ids == ((3,),)
-    assert plan.new[0].block_ids == ((1, 2, 4),)
-
-
 def test_a_copy_is_the_first_block_that_a_group_takes() -> None:
     oracle = build(num_blocks=30, block_size=2, groups=(full(2), window(2, 5)))
     begin(oracle, 3)
@@ -436,42 +294,6 @@ def test_a_copy_is_the_first_block_that_a_group_takes() -> None:
     assert plan.block_copies == ()  # at the end of a block there is none to copy
 
 
-def test_a_branch_copies_before_it_takes_what_is_new() -> None:
-    oracle = build(num_blocks=30, block_size=2, groups=(full(2), full(2)), max_num_batched_tokens=3)
-    begin(oracle, 3)
-    fork(oracle, "b", 5, 6)
-    fork(oracle, "c", 5, 6)
-    (first, second), head = tables(oracle, "a"), oracle.state.pool.free_queue
-    plan = step(oracle)  # one token for the parent, two for a branch
-    copies = zip((first[1], second[1]) * 2, (*head[:3], head[4]), strict=True)
-    assert plan.block_copies == tuple([BlockCopy(*copy) for copy in copies])
-    assert plan.new[0].block_ids == ((first[0], head[2], head[3]), (second[0], head[4], head[5]))
-
-
-def test_a_running_request_that_cannot_have_its_copy_preempts() -> None:
-    oracle = build(num_blocks=5, max_num_seqs=2)
-    begin(oracle, 5, max_tokens=5)
-    bring(oracle, "z", 7, max_tokens=5)
-    step(oracle)
-    fork(oracle, "b", 7, 7)
-    assert oracle.num_free_blocks == 0
-    plan = step(oracle)
-    assert plan.preempted_req_ids == ("z",)
-    assert [copy.source for copy in plan.block_copies] == [2]
-    assert plan.new == ()  # who preempts admits nobody
-
-
-def test_where_the_victim_held_the_block_nothing_is_copied() -> None:
-    oracle = build(num_blocks=4, max_num_seqs=2)
-    begin(oracle, 5, max_tokens=5)
-    fork(oracle, "b", 7)
-    step(oracle)
-    fork(oracle, "c", 7, 7, parent="a")
-    assert oracle.num_free_blocks == 0
-    plan = step(oracle)
-    assert (plan.preempted_req_ids, plan.block_copies) == (("b",), (BlockCopy(3, 2),))
-
-
 @pytest.mark.parametrize(("num_blocks", "names"), [(5, ["a"]), (6, ["a", "c"]), (7, ["a", "c"])])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_an_admission_counts_the_copy(num_blocks: int, names: list[str], is_gated: bool) -> None:
@@ -486,48 +308,6 @@ def test_an_admission_counts_the_copy(num_blocks: int, names: list[str], is_gate
     assert [row.request_id for row in plan.rows if row.request_id != "z"] == sorted(
         names, reverse=True
     )
-
-
-# F6: the plan.
-
-
-def test_a_victim_takes_its_copies_with_it() -> None:
-    oracle = build(num_blocks=6, policy=Policy.PRIORITY, max_num_seqs=2)
-    begin(oracle, 5, priority=2)
-    bring(oracle, "u", 7, priority=1)
-    step(oracle)
-    step(oracle)
-    fork(oracle, "b", 7, 7)  # it stays outside: there are two seats
-    assert oracle.state.pool.free_queue == (5,)
-    plan = step(oracle)
-    # The parent had taken 5 for its copy; who comes after it lacks a block, and takes that one.
-    assert (plan.preempted_req_ids, plan.block_copies, plan.remapped_req_ids) == (("a",), (), ())
-    assert [(row.request_id, row.new_block_ids) for row in plan.cached] == [("u", ((5,),))]
-    assert tables(oracle, "b") == ((1, 2),)
-
-
-def test_a_row_of_one_who_runs_without_a_copy_is_as_ever() -> None:
-    oracle = build()
-    begin(oracle, 6)
-    bring(oracle, "z", 3)
-    step(oracle)
-    fork(oracle, "b", 7, 7)
-    plan = step(oracle)
-    assert [row.new_block_ids for row in plan.cached] == [((1, 4),), ((),)]
-    assert plan.remapped_req_ids == ("a",)
-    assert all(isinstance(row, CachedRow) and not row.resumed for row in plan.cached)
-
-
-def test_a_branch_that_was_preempted_resumes_like_others() -> None:
-    oracle = build()
-    begin(oracle, 6)
-    fork(oracle, "b", 8)
-    step(oracle, 1, 2)
-    tell(oracle, Reset(reset_running_requests=True))
-    plan = step(oracle)
-    assert (plan.new, [row.resumed for row in plan.cached]) == ((), [True, True])
-    assert plan.cached[1].all_token_ids is not None
-    assert plan.cached[1].all_token_ids[6:] == (8, 2)
 
 
 # F7: a branch that waits holds blocks, and gives them up.
@@ -595,25 +375,6 @@ def test_each_frees_its_own_holds(first: str) -> None:
 # F9: the watermark.
 
 
-@pytest.mark.parametrize(("num_left", "is_admitted"), [(0, True), (1, True), (2, False)])
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("has_forks", [False, True])
-def test_an_admission_leaves_blocks_for_those_that_run(
-    num_left: int, is_admitted: bool, is_gated: bool, has_forks: bool
-) -> None:
-    oracle = build(
-        num_blocks=5,
-        max_model_len=16,
-        watermark_blocks=num_left,
-        scheduler_reserve_full_isl=is_gated,
-        enable_forks=has_forks,
-    )
-    begin(oracle, 5)  # two of four
-    bring(oracle, "z", 3)
-    plan = oracle.schedule()
-    assert [row.request_id for row in plan.new] == ["z"] * is_admitted
-
-
 def test_an_empty_engine_has_no_watermark() -> None:
     oracle = build(num_blocks=5, max_model_len=16, watermark_blocks=99)
     bring(oracle, "a", 13)
@@ -627,36 +388,6 @@ def test_who_runs_may_take_all_and_who_needs_nothing_new_waits_below_it() -> Non
     fork(oracle, "b", 7)
     assert step(oracle).new == ()  # it would write in place, but the parent's copy was the last
     assert oracle.num_free_blocks == 0
-
-
-# F10: the order of the pool.
-
-
-def queue(oracle: Oracle) -> tuple[int, ...]:
-    return oracle.state.pool.free_queue
-
-
-def test_what_was_freed_last_is_taken_first() -> None:
-    oracle = build(pool_order=PoolOrder.LIFO, enable_forks=False)
-    bring(oracle, "a", 9)
-    bring(oracle, "z", 5)
-    step(oracle)
-    assert queue(oracle) == (6, 7, 8, 9, 10, 11)
-    tell(oracle, Abort(("a",)))
-    assert queue(oracle) == (3, 2, 1, 6, 7, 8, 9, 10, 11)
-    tell(oracle, Abort(("z",)))
-    assert queue(oracle) == (5, 4, 3, 2, 1, 6, 7, 8, 9, 10, 11)
-    bring(oracle, "a", 9)
-    step(oracle)  # a hit takes from the middle
-    assert tables(oracle, "a") == ((1, 2, 5),)
-    assert queue(oracle) == (4, 3, 6, 7, 8, 9, 10, 11)
-
-
-def test_in_the_other_order_it_is_taken_last() -> None:
-    oracle = build(enable_forks=False)
-    begin(oracle, 9)
-    tell(oracle, Abort(("a",)))
-    assert queue(oracle) == (4, 5, 6, 7, 8, 9, 10, 11, 3, 2, 1)
 
 
 # F11: what they go with.

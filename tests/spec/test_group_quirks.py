@@ -161,12 +161,6 @@ def test_a_head_looks_behind_once() -> None:
     assert find(quirks, groups, 6, lost)[0] == find((), groups, 6, lost)[0] == 5, "without a head"
 
 
-def test_of_one_group_a_head_gives_back_the_last_block_that_was_found() -> None:
-    lost = [(0, 5)]
-    for quirks in ([], [Quirk.HEAD_LOOKS_BEHIND_ONCE, Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK]):
-        assert find(quirks, (window(1, 2),), 6, lost, has_head=True)[0] == 4
-
-
 def test_a_head_gives_back_the_last_block() -> None:
     groups = (full(2), window(2, 2))
     quirks = [Quirk.HEAD_LOOKS_BEHIND_ONCE, Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK]

@@ -15,7 +15,6 @@ from groups_support import (
     NONE,
     RECURRENT,
     WINDOW,
-    attends,
     chunks,
     full,
     recurrent,
@@ -23,13 +22,8 @@ from groups_support import (
 )
 
 from blockstep.spec import Config, Oracle, Policy, Rejected, Request, SpecMethod, Submit
-from blockstep.spec.core.block_pool import create_pool
-from blockstep.spec.core.prefix_cache import extend_block_keys
-from blockstep.spec.core.rules import STRICT_RULES
-from blockstep.spec.core.slots import compute_max_blocks, publish_slots, revoke_slots
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
-from blockstep.spec.features.groups.kinds import compute_max_held_blocks, compute_max_reach
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.releases.sessions import count_held_by_all
 from blockstep.spec.vocabulary import (
@@ -73,36 +67,6 @@ class TestFullAndWindow:
         oracle = Oracle(self.config)
         oracle.submit(Request("A", tuple(range(num_prompt)), max_tokens=2))
         return oracle
-
-    def test_each_group_has_a_table_in_the_order_of_the_groups(self) -> None:
-        oracle = self.start()
-        plan = step(oracle)
-        assert plan.new[0].block_ids == tables(oracle, "A") == ((1, 2), (3, 4))
-        assert oracle.num_free_blocks == 7
-
-    def test_what_the_window_left_is_null_and_free_before_the_step_takes_a_block(self) -> None:
-        """Before token 4 it reads 2 and 3; before token 8 it reads 6 and 7."""
-        oracle = self.start()
-        step(oracle)
-        plan = step(oracle)
-        assert tables(oracle, "A") == ((1, 2, 5, 6), (0, 4, 7, 8))
-        assert plan.cached[0].new_block_ids == ((5, 6), (7, 8))
-        assert oracle.state.pool.free_queue == (9, 10, 11, 3)
-        step(oracle)
-        assert tables(oracle, "A") == ((1, 2, 5, 6, 9), (0, 0, 0, 8, 10))
-        assert oracle.state.pool.free_queue == (11, 3, 7, 4)
-
-    def test_a_block_that_was_left_is_still_found(self) -> None:
-        oracle = self.start()
-        for _ in range(4):
-            step(oracle)
-        assert not oracle.state.requests
-        assert oracle.state.pool.free_queue == (11, 3, 7, 4, 9, 6, 5, 2, 1, 10, 8)
-        assert oracle.peek(Request("B", tuple(range(9)))) == 8
-        oracle.submit(Request("B", tuple(range(9)), max_tokens=2))
-        step(oracle)
-        assert tables(oracle, "B") == ((1, 2, 5, 6, 11), (0, 0, 0, 8, 3))
-        assert oracle.state.requests["B"].num_cached_tokens == 8
 
     def test_each_group_publishes_for_itself(self) -> None:
         oracle = self.start()
@@ -148,32 +112,6 @@ class TestFullAndWindow:
         assert len(set(taken)) == 4
 
 
-def test_tables_of_unequal_blocks_are_of_unequal_length() -> None:
-    config = Config(22, 1, max_num_batched_tokens=8, groups=(full(1), window(2, 3), chunks(4, 8)))
-    oracle = Oracle(config)
-    oracle.submit(Request("A", tuple(range(10)), max_tokens=3))
-    step(oracle)
-    assert tables(oracle, "A") == (tuple(range(1, 9)), (9, 10, 11, 12), (13, 14))
-    step(oracle)
-    assert tables(oracle, "A") == ((*range(1, 9), 15, 16), (0, 0, 0, 12, 17), (0, 0, 18))
-    assert oracle.state.pool.free_queue == (19, 20, 21, 11, 10, 9, 14, 13)
-    assert [holding.num_cached_blocks for holding in oracle.state.requests["A"].holdings] == [
-        10, 5, 2,
-    ]  # fmt: skip
-
-
-def test_what_a_window_leaves_spares_a_victim() -> None:
-    """The third step needs a block, and none is free but the one that the window leaves."""
-    config = Config(9, 2, max_num_batched_tokens=4, scheduler_reserve_full_isl=False,
-                    groups=(window(2, 2), full(4)))  # fmt: skip
-    oracle = Oracle(config)
-    oracle.submit(Request("A", (0,) * 9, max_tokens=1))
-    oracle.submit(Request("B", (1, 1), max_tokens=8))
-    step(oracle)
-    step(oracle)
-    assert step(oracle).preempted_req_ids == ()
-
-
 def test_a_window_is_left_even_by_who_then_has_to_go() -> None:
     """It frees what it does not read before anybody is preempted: that is queued first."""
     config = Config(10, 2, max_num_batched_tokens=4, enable_prefix_caching=False,
@@ -191,79 +129,10 @@ def test_a_window_is_left_even_by_who_then_has_to_go() -> None:
     assert oracle.state.pool.free_queue == (9, 3, 2, 1, 4)
 
 
-def test_drafts_in_flight_hold_the_window_back() -> None:
-    """Two drafts are on their way: if they are rejected, the next row starts before them."""
-    config = Config(
-        20, 1, max_num_batched_tokens=8, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
-        max_frames_in_flight=2, async_scheduling=True, groups=(window(1, 2),),
-    )  # fmt: skip
-    oracle = Oracle(config)
-    oracle.submit(Request("A", (0, 1, 2, 3), max_tokens=9))
-    first = oracle.schedule()
-    assert tables(oracle, "A") == ((1, 2, 3, 4),)
-    second = oracle.schedule()
-    assert second.cached[0].num_computed_tokens == 4
-    assert tables(oracle, "A") == ((0, 0, 0, 4, 5, 6, 7),)
-    oracle.commit(first, {"A": [9]})
-    third = oracle.schedule()
-    assert third.cached[0].num_computed_tokens == 7  # if both drafts are accepted
-    assert tables(oracle, "A") == ((0, 0, 0, 0, 5, 6, 7, 8, 9, 10),)  # it may go on at 5
-    oracle.commit(second, {"A": [9]})
-    assert oracle.state.requests["A"].num_computed_tokens == 8
-    oracle.commit(third, {"A": [9]})
-    assert oracle.state.requests["A"].num_computed_tokens == 6
-    assert oracle.schedule().cached[0].num_computed_tokens == 6
-    assert tables(oracle, "A")[0][:6] == (0, 0, 0, 0, 0, 6)
-    assert get_broken_invariants(oracle.state) == ()
-
-
-def test_a_block_that_is_left_before_its_token_is_known_is_never_published() -> None:
-    """Three plans ahead, each token reads itself alone: the null blocks get no key."""
-    config = Config(9, 1, max_frames_in_flight=3, async_scheduling=True, groups=(window(1, 1),))
-    oracle = Oracle(config)
-    oracle.submit(Request("A", (0, 1), max_tokens=4))
-    plans = [oracle.schedule() for _ in range(3)]
-    assert tables(oracle, "A") == ((0, 0, 0, 3),)
-    known = replace(oracle.state.requests["A"], output_token_ids=(7, 7))
-    keys = extend_block_keys(known, 1, STRICT_RULES)
-    pool, _ = publish_slots(config, oracle.state.pool, replace(known, block_keys=keys), [4])
-    assert pool.cached[keys[3]] == (3,)
-    assert keys[2] not in pool.cached
-    for plan in plans:
-        oracle.commit(plan, {"A": [7]})
-        assert get_broken_invariants(oracle.state) == ()
-    assert [key.index for key in oracle.state.pool.cached] == [1, 3]
-
-
-def test_a_victim_takes_back_what_it_published_in_blocks_of_each_size() -> None:
-    """Two of its four tokens were computed: of the larger blocks that is one."""
-    oracle = Oracle(Config(9, 1, groups=(full(1), full(2))))
-    oracle.submit(Request("A", (0, 1, 2, 3), max_tokens=2))
-    oracle.schedule()
-    victim = replace(oracle.state.requests["A"], num_computed_tokens=2)
-    pool = revoke_slots(oracle.state.pool, victim, (1, 2), STRICT_RULES)
-    assert [(key.group, key.index) for key in pool.cached] == [(0, 0), (0, 1), (1, 1)]
-    assert len(pool.free_queue) == 8
-
-
 class TestWhatAWindowIsCharged:
     """#39734: the gate and the check at submission count what a window holds, not the prompt."""
 
     config = Config(13, 1, max_num_batched_tokens=2, groups=(window(1, 3), chunks(2, 4)))
-
-    def test_a_prompt_of_twenty_tokens_fits_where_all_of_it_never_would(self) -> None:
-        """Two tokens of the window and two of the step; of chunks two blocks, and a third for a
-        row that begins with the last token of one: that it never does with all of the budget."""
-        oracle = Oracle(self.config)
-        request = Request("A", (0,) * 20, max_tokens=4)
-        assert compute_max_blocks(self.config, request, oracle.state.rules) == 4 + 3
-        oracle.submit(request)
-        assert step(oracle).new
-        held = []
-        while oracle.state.requests:
-            step(oracle)
-            held.append(oracle.state.config.num_usable_blocks - oracle.num_free_blocks)
-        assert max(held) == 6
 
     def test_with_a_block_less_it_is_refused_at_once(self) -> None:
         oracle = Oracle(replace(self.config, num_blocks=7))
@@ -287,42 +156,6 @@ class TestWhatAWindowIsCharged:
         assert tables(oracle, "A")[0].count(0) == 2
         assert tables(oracle, "A")[1] == (0, 0, 8)
         assert oracle.state.requests["B"].status == status
-
-
-@pytest.mark.parametrize(
-    "group",
-    [window(s, w) for s in (1, 2, 3, 4) for w in range(1, 8)]
-    + [chunks(s, k) for s in (1, 2, 3, 4) for k in range(1, 8)],
-)
-def test_the_most_that_a_group_holds_is_reached_and_never_passed(group: KVGroup) -> None:
-    """Of every place where a request can be, and every number of slots from there on."""
-    size = group.block_size
-    for reach in range(1, 6):
-        held = [
-            len(
-                {
-                    p // size
-                    for p in range(c + reach)
-                    if p >= c or any(attends(group, r, p) for r in range(c, c + 9))
-                }
-            )
-            for c in range(40)
-        ]
-        assert max(held) == compute_max_held_blocks(group, 99, reach)
-        assert compute_max_held_blocks(group, size, reach) == 1
-
-
-def test_the_reach_of_a_request_is_a_row_its_lookahead_and_the_drafts_in_flight() -> None:
-    config = Config(9, max_num_batched_tokens=10, groups=(full(16),))
-    assert compute_max_reach(config) == 10
-    assert compute_max_reach(replace(config, long_prefill_token_threshold=4)) == 4
-    assert compute_max_reach(replace(config, long_prefill_token_threshold=40)) == 10
-    drafts = replace(config, spec_method=SpecMethod.EAGLE, num_speculative_tokens=3)
-    assert compute_max_reach(drafts) == 13
-    assert compute_max_reach(replace(drafts, max_frames_in_flight=3)) == 13
-    ahead = replace(drafts, max_frames_in_flight=3, async_scheduling=True)
-    assert compute_max_reach(ahead) == 19
-    assert compute_max_reach(replace(ahead, max_num_batched_tokens=2)) == 2 + 3 + 2
 
 
 @pytest.mark.parametrize("method", [SpecMethod.NONE, SpecMethod.EAGLE])
@@ -445,23 +278,6 @@ class TestCommonPrefix:
         oracle.submit(Request("C", (1, 2, 3, 4, 5, 6, 6), max_tokens=9))
         return oracle
 
-    def test_it_is_that_of_all_who_run_in_each_group_under_full_attention(self) -> None:
-        oracle = self.start(self.config)
-        plan = oracle.schedule()
-        assert plan.num_common_prefix_blocks == (2, 0, 1), "a hit is whole blocks of four"
-        oracle.commit(plan, {row.request_id: [0] for row in plan.rows})
-        oracle.abort("C")
-        assert oracle.schedule().num_common_prefix_blocks == (4, 0, 2)
-
-    def test_who_runs_counts_though_the_step_has_no_row_of_it(self) -> None:
-        oracle = self.start(replace(self.config, max_frames_in_flight=3))
-        plan = oracle.schedule()
-        assert {row.request_id for row in plan.rows} == {"A", "B", "C"}
-        oracle.submit(Request("D", (9, 9), max_tokens=2))
-        behind = oracle.schedule()
-        assert [row.request_id for row in behind.rows] == ["D"]
-        assert behind.num_common_prefix_blocks == (0, 0, 0)
-
     def test_without_caching_and_where_nobody_runs_there_is_none(self) -> None:
         assert Oracle(self.config).schedule().num_common_prefix_blocks == (0, 0, 0)
         oracle = self.start(replace(self.config, enable_prefix_caching=False))
@@ -487,9 +303,6 @@ class TestCommonPrefix:
         assert count_held_by_all(step, (3, 2)) == 1
         who.parts["kv_transfer"].held["E"] = SimpleNamespace(block_tables=((), (2,)))
         assert count_held_by_all(step, (3, 2)) == 0
-
-    def test_two_plans_are_equal_without_it(self) -> None:
-        assert Plan(0, num_common_prefix_blocks=(3,)) == Plan(0)
 
 
 def test_groups_of_one_kind_may_differ_in_size() -> None:
@@ -561,10 +374,3 @@ class TestInvariants:
         keys[7] = keys[5]
         pool = replace(state.pool, block_keys=tuple(keys))
         assert "is_every_settled_block_keyed" in get_broken_invariants(replace(state, pool=pool))
-
-
-def test_kinds_are_all_of_a_pool_with_one_null_block() -> None:
-    assert create_pool(3).free_queue == (1, 2)
-    assert [kind.value for kind in GroupKind] == [
-        *("full", "sliding_window", "chunked_local", "recurrent", "cross_attention")
-    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from random import Random
 
 import pytest
@@ -29,10 +28,7 @@ from blockstep.spec.core.state import State
 from blockstep.spec.features.structured_output import get_verifiable_drafts
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
-    Stand,
-    get_mask,
     get_next_stand,
-    get_stand_behind,
     get_stands,
 )
 from blockstep.spec.invariants import get_broken_invariants
@@ -47,7 +43,6 @@ from blockstep.spec.vocabulary import (
     Rejected,
     RequestSnapshot,
     RowTokens,
-    Status,
     TokenIds,
 )
 
@@ -57,7 +52,6 @@ ONE_TWO = Grammar((((1, 1), (EOS, 2)), ((2, 0),), ()))
 CONFIG = Config(num_blocks=20, block_size=2, max_model_len=24, max_num_batched_tokens=16)
 DRAFTING = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=3)
 ASYNC = replace(DRAFTING, async_scheduling=True, max_frames_in_flight=3)
-REASONING = replace(DRAFTING, reasoning_end_token_id=7)
 
 
 def constrained(name: str = "A", grammar: Grammar = ONE_TWO, **more: object) -> Request:
@@ -88,77 +82,7 @@ def shown(oracle: Oracle, name: str = "A") -> RequestSnapshot:
     return found
 
 
-# The machine alone.
-
-
-def follow(tokens: TokenIds, stand: Stand, config: Config = CONFIG) -> Stand | None:
-    return get_stand_behind(config, ONE_TWO, stand, tokens, get_next_stand)
-
-
-def test_tokens_lead_from_state_to_state() -> None:
-    assert follow((1, 2, 1), Stand()) == Stand(1)
-    assert follow((1, 1), Stand()) is None
-    assert follow((1, 2, EOS), Stand()) == Stand(2)
-    assert follow((4, 4, 4), Stand(2)) == Stand(2), "a complete text constrains nothing"
-
-
-def test_the_longest_accepted_prefix_of_drafts() -> None:
-    for drafts in product((1, 2, 3, EOS, -1), repeat=3):
-        stands = get_stands(CONFIG, ONE_TWO, Stand(), drafts, get_next_stand)
-        accepted = drafts[: len(stands) - 1]
-        assert follow(accepted, Stand()) == stands[-1]
-        if accepted != drafts:
-            refused = drafts[len(accepted)]
-            assert refused not in [token for token, _ in ONE_TWO.edges[stands[-1].state]]
-
-
-def test_a_complete_text_accepts_no_draft() -> None:
-    assert get_stands(CONFIG, ONE_TWO, Stand(2), (1, 2), get_next_stand) == (Stand(2),)
-
-
-def test_reasoning_is_held_by_nothing_up_to_its_last_token() -> None:
-    assert follow((3, 7, 1), Stand(), REASONING) == Stand(1, reasoning_ended=True)
-    assert follow((3, 7, 2), Stand(), REASONING) is None
-    wanted = replace(REASONING, enable_in_reasoning=True)
-    assert follow((3,), Stand(), wanted) is None
-    assert follow((1, 2), Stand(), wanted) == Stand(0), "nothing is ended"
-
-
-def test_reasoning_does_not_go_on_behind_a_placeholder() -> None:
-    assert get_stands(REASONING, ONE_TWO, Stand(), (3, -1, 3), get_next_stand) == (Stand(),) * 2
-
-
-def test_a_mask_repeats_itself_behind_a_placeholder() -> None:
-    mask = get_mask(CONFIG, ONE_TWO, Stand(), (1, -1, -1), get_next_stand)
-    assert mask == ((1, EOS), (2,), (2,), (2,))
-    mask = get_mask(CONFIG, ONE_TWO, Stand(), (EOS, -1), get_next_stand)
-    assert mask == ((1, EOS), None, None), "the text is complete there"
-    mask = get_mask(REASONING, ONE_TWO, Stand(), (3, 7, 1), get_next_stand)
-    assert mask == (None, None, (1, EOS), (2,))
-
-
 # A request with a grammar.
-
-
-def test_a_mask_has_rows_of_those_that_sample_and_have_a_grammar() -> None:
-    free = Request("B", (5,), structured_output=True)
-    long = constrained("C", prompt_token_ids=tuple(range(16)))
-    oracle = begin(CONFIG, constrained(), free, long)
-    plan = oracle.schedule()
-    assert [row.request_id for row in plan.rows] == ["A", "B", "C"]
-    assert plan.has_structured_output_requests
-    assert not plan.pending_structured_output_tokens
-    assert oracle.mask(plan) == (GrammarRow("A", ((1, EOS),)),)
-    oracle.commit(plan, {"A": (1,), "B": (8,)})
-    assert shown(oracle).grammar_state == 1
-    assert shown(oracle, "B").grammar_state == 0
-
-
-def test_nothing_is_masked_where_nobody_has_a_grammar() -> None:
-    oracle = begin(CONFIG, Request("B", (5,), structured_output=True))
-    plan = oracle.schedule()
-    assert not plan.has_structured_output_requests
-    assert oracle.mask(plan) == ()
 
 
 def test_a_forbidden_token_is_no_result() -> None:
@@ -186,32 +110,6 @@ def test_drafts_are_cut_when_they_come() -> None:
     assert oracle.mask(plan) == (GrammarRow("A", (None,)),)
     oracle.commit(plan, {"A": (4,), "B": (3,)})
     assert shown(oracle).grammar_state == 2
-
-
-def test_the_token_that_stops_leads_no_further_than_others() -> None:
-    """With min_tokens the text goes on behind its end, and nothing holds it."""
-    oracle = begin(CONFIG, constrained(eos_token_id=EOS, min_tokens=2))
-    step(oracle, A=(EOS,))
-    assert shown(oracle).grammar_state == 2
-    outputs = oracle.commit(oracle.schedule(), {"A": (EOS,)})
-    assert outputs.rows[0].finish_reason is FinishReason.STOP
-
-
-def test_reasoning_ends_in_the_prompt_or_amid_a_step() -> None:
-    oracle = begin(REASONING, constrained(), constrained("B", prompt_token_ids=(7, 5)))
-    assert not shown(oracle).reasoning_ended
-    assert shown(oracle, "B").reasoning_ended
-    plan = oracle.schedule()
-    assert plan.has_structured_output_requests
-    assert oracle.mask(plan) == (GrammarRow("A", (None,)), GrammarRow("B", ((1, EOS),)))
-    oracle.commit(plan, {"A": (2,), "B": (1,)})
-    oracle.propose({"A": (7, 1, 1)})
-    plan = oracle.schedule()
-    assert oracle.mask(plan)[0] == GrammarRow("A", (None, (1, EOS), (2,)), (7, 1))
-    oracle.commit(plan, {"A": (7, 1, 2), "B": (2,)})
-    assert shown(oracle).reasoning_ended
-    assert shown(oracle).grammar_state == 0
-    assert get_broken_invariants(oracle.state) == ()
 
 
 # Asynchronous scheduling: only the worker knows the drafts.
@@ -260,18 +158,6 @@ def test_without_a_mask_a_commit_is_held_to_the_grammar_all_the_same() -> None:
     oracle.commit(second, {"A": (2, 1)})
 
 
-def test_a_mask_of_others_need_not_wait() -> None:
-    """Nor does one whose older frame was a chunk of its prompt."""
-    config = replace(ASYNC, max_num_batched_tokens=4)
-    oracle = begin(config, constrained("A", prompt_token_ids=(5,) * 6))
-    first, second = oracle.schedule(), oracle.schedule()
-    assert not first.has_structured_output_requests
-    assert oracle.mask(first) == ()
-    assert second.has_structured_output_requests
-    assert not second.pending_structured_output_tokens
-    assert oracle.mask(second) == (GrammarRow("A", ((1, EOS),)),)
-
-
 def test_what_a_mask_is_refused_for() -> None:
     oracle = begin(DRAFTING, constrained())
     plan = oracle.schedule()
@@ -316,20 +202,6 @@ def test_a_grammar_that_fails_ends_its_request_wherever_it_is(where: str) -> Non
 def test_a_grammar_of_one_without_cannot_fail() -> None:
     oracle = begin(CONFIG, Request("B", (5,)))
     assert oracle.apply(GrammarFailed("B")) == Rejected(RejectCode.NOT_STRUCTURED)
-
-
-def test_a_grammar_outlives_preemption_and_takes_tokens_that_come_later() -> None:
-    oracle = begin(ASYNC, constrained())
-    first, second = oracle.schedule(), oracle.schedule()
-    oracle.commit(first, {"A": (1,)})
-    oracle.reset(reset_running_requests=True)
-    assert shown(oracle).status is Status.PREEMPTED
-    assert shown(oracle).grammar_state == 1
-    assert oracle.mask(second, {"A": (2, 1, 2)})[0].allowed == ((2,), (1, EOS), (2,), (1, EOS))
-    oracle.commit(second, {"A": (2, 1)})
-    assert shown(oracle).grammar_state == 1
-    third = oracle.schedule()
-    assert oracle.mask(third) == (GrammarRow("A", ((2,),)),)
 
 
 # Random walks.

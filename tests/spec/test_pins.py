@@ -23,7 +23,6 @@ from blockstep.spec.vocabulary import (
     PinEstimate,
     PinsSnapshot,
     Plan,
-    Rejected,
     Reset,
     ResetDone,
     Schedule,
@@ -101,17 +100,6 @@ def ends(oracle: Oracle) -> dict[str, int]:
 # A turn ends.
 
 
-def test_what_can_be_found_stays_and_the_rest_is_free() -> None:
-    oracle = build()
-    tell(oracle, Clock(5))
-    keep(oracle, "a", 5, "j", ttl=3)
-    assert kept(oracle) == PinsSnapshot(5, (Pin("j", ((1, 2),), 8),), (PinEstimate("j", 3),))
-    assert oracle.snapshot().free_queue == (4, 5, 6, 7, 8, 3)
-    keep(oracle, "b", 7, "j", ttl=3)
-    assert kept(oracle).pins == (Pin("j", ((1, 2, 4),), 8),)
-    assert oracle.snapshot().stats.prefix_cache_hits == 4
-
-
 def test_windows_leave_null_blocks() -> None:
     oracle = build(num_blocks=17, groups=(full(2), window(2, 3)), max_num_batched_tokens=4)
     bring(oracle, "a", 8, "j", max_tokens=2)
@@ -155,70 +143,7 @@ def test_a_turn_that_leaves_nothing_takes_no_older_pin(num_tokens: int, ttl: int
     assert kept(oracle).pins == (Pin("j", ((1, 2),), ttl),)
 
 
-def test_the_last_turn_ends_the_pin() -> None:
-    oracle = build()
-    keep(oracle, "a", 5, "j", ttl=4)
-    keep(oracle, "b", 7, "j", ttl=4, is_last_step=True)
-    assert kept(oracle) == PinsSnapshot()
-    assert oracle.snapshot().free_queue[-2:] == (2, 1)
-
-
-# Time.
-
-
-def test_time_does_not_go_back_and_an_estimate_counts_from_now() -> None:
-    oracle = build()
-    keep(oracle, "a", 5, "j", ttl=4)
-    keep(oracle, "b", 5, "k", ttl=4)
-    tell(oracle, Clock(3))
-    tell(oracle, Clock(1))
-    tell(oracle, PinEstimate("j", 4))
-    tell(oracle, PinEstimate("l", 4))  # nobody's
-    assert list(ends(oracle).items()) == [("j", 7), ("k", 4)]
-    assert kept(oracle).estimates == (PinEstimate("j", 4), PinEstimate("k", 4))
-    tell(oracle, PinEstimate("j", 0))
-    assert ends(oracle) == {"j": 3, "k": 4}
-    plan(oracle)
-    assert ends(oracle) == {"k": 4}
-
-
-@pytest.mark.parametrize("pause", list(PauseState))
-def test_a_step_begins_with_what_has_had_its_time(pause: PauseState) -> None:
-    oracle = build()
-    keep(oracle, "a", 5, "j", ttl=4)
-    keep(oracle, "b", 5, "k", ttl=4)
-    tell(oracle, SetPause(pause))
-    tell(oracle, Clock(4))
-    assert len(kept(oracle).pins) == 2
-    plan(oracle)
-    assert kept(oracle) == PinsSnapshot(4)
-    assert oracle.snapshot().free_queue[-4:] == (2, 1, 5, 4)
-
-
-def test_a_step_that_is_refused_changes_nothing() -> None:
-    oracle = build()
-    keep(oracle, "a", 5, "j", ttl=4)
-    bring(oracle, "b", 5)
-    plan(oracle)
-    tell(oracle, Clock(9))
-    assert isinstance(tell(oracle, Schedule()), Rejected)
-    assert ends(oracle) == {"j": 4}
-
-
 # In a step.
-
-
-def test_who_is_warm_goes_ahead_and_the_line_stays_so() -> None:
-    oracle = build(max_num_seqs=1)
-    keep(oracle, "a", 3, "j", ttl=4)
-    for name, job in (("x", None), ("b", "j"), ("y", "k"), ("c", "j")):
-        bring(oracle, name, 3, job)
-    tell(oracle, SetPause(PauseState.PAUSED_ALL))
-    plan(oracle)
-    assert oracle.snapshot().waiting == ("b", "c", "x", "y")
-    tell(oracle, Clock(9))
-    plan(oracle)
-    assert oracle.snapshot().waiting == ("b", "c", "x", "y")
 
 
 def test_null_blocks_of_a_pin_do_not_stand_against_a_reset() -> None:
@@ -247,36 +172,6 @@ def test_who_was_preempted_stays_before_who_is_warm() -> None:
     assert oracle.snapshot().waiting == ("x", "c")
 
 
-def test_where_all_are_warm_the_last_is_preempted() -> None:
-    oracle = build(num_blocks=7)
-    for job in "ab":
-        keep(oracle, job, 3, job, ttl=9)
-    for name, job in ("ca", "db"):
-        bring(oracle, name, 3, job, max_tokens=9)
-    step(oracle)
-    step(oracle)
-    bring(oracle, "e", 3)
-    assert step(oracle).preempted_req_ids == ()
-    step(oracle)
-    assert step(oracle).preempted_req_ids == ("d",)
-
-
-def test_who_is_warm_is_preempted_last_even_for_one_with_a_row() -> None:
-    """x | 3 blocks: scheduled, taken back |   b | 2 blocks, lacks one |   of 5 that there are"""
-    oracle = build(num_blocks=6)
-    keep(oracle, "a", 3, "j", ttl=9)
-    bring(oracle, "x", 3, max_tokens=6)
-    step(oracle)
-    bring(oracle, "b", 3, "j", max_tokens=6)
-    step(oracle)
-    step(oracle)
-    bring(oracle, "c", 3, "j")
-    planned = plan(oracle)
-    assert planned.preempted_req_ids == ("x",)
-    assert [row.request_id for row in planned.cached] == ["b"]
-    assert oracle.snapshot().waiting == ("x", "c")
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "job", "left"),
     [
@@ -297,16 +192,6 @@ def test_while_nobody_runs_pins_give_way(num_tokens: int, job: str | None, left:
     bring(oracle, "x", num_tokens, job)
     assert [row.request_id for row in plan(oracle).new] == ["x"]
     assert list(ends(oracle)) == left
-
-
-def test_while_somebody_runs_pins_stay() -> None:
-    oracle = build(num_blocks=7)
-    keep(oracle, "a", 5, "j", ttl=9)
-    bring(oracle, "x", 3, max_tokens=9)
-    step(oracle)
-    bring(oracle, "y", 7)
-    assert plan(oracle).new == ()
-    assert ends(oracle) == {"j": 9}
 
 
 # Resets, and other policies.

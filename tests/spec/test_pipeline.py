@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blockstep.spec import Config, ConfigError, Oracle, Plan, Request, SpecMethod, Status
+from blockstep.spec import Config, ConfigError, Oracle, Plan, Request, SpecMethod
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.vocabulary import RequestId
 
@@ -21,23 +21,6 @@ def names(plan: Plan) -> list[RequestId]:
 def test_asynchronous_scheduling_needs_a_pipeline() -> None:
     with pytest.raises(ConfigError, match="needs room for a plan ahead"):
         Oracle(Config(num_blocks=9, async_scheduling=True))
-
-
-def test_a_request_waits_for_its_own_token_and_others_go_on() -> None:
-    oracle = make()
-    oracle.submit(Request("A", (1, 2)))
-    first = oracle.schedule()
-    oracle.submit(Request("B", (3, 4)))
-    assert names(oracle.schedule()) == ["B"]
-    assert names(oracle.schedule()) == []
-    assert oracle.state.requests["A"].num_output_placeholders == 0
-    oracle.commit(first, {"A": [7]})
-    plan = oracle.schedule()
-    assert names(plan) == ["A"]
-    (row,) = plan.cached
-    assert row.num_computed_tokens == 2
-    assert row.all_token_ids == (1, 2, 7), "it was not in the plan before"
-    assert not get_broken_invariants(oracle.state)
 
 
 def test_chunks_of_one_prompt_are_in_flight_together() -> None:
@@ -67,20 +50,6 @@ def test_the_preempted_wait_for_their_token_in_flight() -> None:
     assert outputs.rows[0].new_token_ids == (8,)
     plan = oracle.schedule()
     assert [row.num_scheduled_tokens for row in plan.rows] == [6]
-    assert not get_broken_invariants(oracle.state)
-
-
-def test_a_forced_reset_in_flight_loses_no_token() -> None:
-    oracle = make()
-    oracle.submit(Request("A", (1, 2)))
-    first = oracle.schedule()
-    oracle.reset(reset_running_requests=True)
-    assert oracle.state.requests["A"].status is Status.PREEMPTED
-    assert names(oracle.schedule()) == [], "its token is in flight"
-    outputs = oracle.commit(first, {"A": [7]})
-    assert outputs.rows[0].new_token_ids == (7,)
-    plan = oracle.schedule()
-    assert plan.total_num_scheduled_tokens == 3
     assert not get_broken_invariants(oracle.state)
 
 

@@ -25,23 +25,6 @@ from blockstep.spec.vocabulary import BlockKey, DeferredFree
 K1, K2 = BlockKey(None, (1, 2)), BlockKey(None, (3, 4))
 
 
-def test_null_block_is_never_queued() -> None:
-    assert create_pool(4).free_queue == (1, 2, 3)
-
-
-def test_blocks_come_from_the_head_and_return_to_the_tail_in_reverse() -> None:
-    pool, taken = allocate_blocks(create_pool(6), 3)
-    assert taken == (1, 2, 3)
-    assert free_blocks(pool, taken).free_queue == (4, 5, 3, 2, 1)
-
-
-def test_touch_takes_a_block_out_of_the_middle() -> None:
-    pool = touch_blocks(create_pool(5), (2, 3))
-    assert pool.free_queue == (1, 4)
-    assert pool.ref_counts == (0, 0, 1, 1, 0)
-    assert touch_blocks(pool, (2,)).ref_counts == (0, 0, 2, 1, 0)
-
-
 def test_free_blocks_of_a_hit_are_counted_and_null_ones_are_not() -> None:
     pool = touch_blocks(create_pool(5), (2, 3))
     assert count_free(pool, (0, 1, 2, 4)) == 2
@@ -51,21 +34,6 @@ def test_blocks_of_a_fenced_request_wait_although_one_group_has_none() -> None:
     pool = give_up_blocks(touch_blocks(create_pool(4), (1, 2)), ((1, 2), ()), STRICT_RULES, fence=7)
     assert pool.deferred_frees == (DeferredFree(7, (1, 2)),)
     assert pool.free_queue == (3,)
-
-
-def test_a_shared_block_stays_until_its_last_holder_goes() -> None:
-    pool, (block,) = allocate_blocks(create_pool(3), 1)
-    shared = touch_blocks(pool, (block,))
-    assert free_blocks(shared, (block,)).free_queue == (2,)
-    assert free_blocks(free_blocks(shared, (block,)), (block,)).free_queue == (2, 1)
-
-
-def test_keys_stay_on_free_blocks_until_they_are_taken_again() -> None:
-    pool, taken = allocate_blocks(create_pool(3), 2)
-    pool = free_blocks(publish_blocks(pool, taken, (K1, K2)), taken)
-    assert (find_block(pool, K1), find_block(pool, K2)) == (1, 2)
-    pool, _ = allocate_blocks(pool, 1)
-    assert (find_block(pool, K1), find_block(pool, K2)) == (1, None)
 
 
 @pytest.mark.parametrize("num_blocks", [-1, 3])
@@ -80,12 +48,6 @@ def test_equal_blocks_are_hit_in_order_of_publication() -> None:
     assert pool.cached[K1] == (2, 1)
     assert find_block(withdraw_blocks(pool, (2,)), K1) == 1
     assert withdraw_blocks(pool, taken) == replace(withdraw_all(pool), ref_counts=pool.ref_counts)
-
-
-def test_withdrawing_keeps_the_order_of_the_queue() -> None:
-    pool, taken = allocate_blocks(create_pool(4), 2)
-    pool = free_blocks(publish_blocks(pool, taken, (K1, K2)), taken)
-    assert withdraw_all(pool).free_queue == pool.free_queue == (3, 2, 1)
 
 
 @pytest.mark.parametrize(

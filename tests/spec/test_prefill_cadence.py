@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from blockstep.spec import Commit, Config, Oracle, Outputs, Request
 from blockstep.spec.features.prefill_cadence import PREFILL_WAIT
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.vocabulary import Abort, Ack, KVOffer, Plan, RowTokens, config_problems
+from blockstep.spec.vocabulary import Ack, KVOffer, Plan, RowTokens, config_problems
 
 CONFIG = Config(
     40,
@@ -59,59 +57,6 @@ def test_admission_and_chunks_wait_for_their_step() -> None:
     assert run(oracle, 8) == ["A1", "A1", "B3 A1", "A1", "A1", "A1 B3", "A1", "A1"]
 
 
-@pytest.mark.parametrize("interval", [1, 2, 3, 4])
-def test_the_interval_is_counted_from_the_last_prompt(interval: int) -> None:
-    oracle = Oracle(replace(CONFIG, prefill_schedule_interval=interval))
-    oracle.submit(A)
-    run(oracle, 1)
-    oracle.submit(B)
-    has_prompt = ["B" in told for told in run(oracle, 6)]
-    assert has_prompt == [step % interval == 0 for step in range(1, 7)]
-
-
-def test_a_prompt_runs_at_once_if_nothing_decodes() -> None:
-    oracle = Oracle(CONFIG)
-    oracle.submit(request("B", 9, 10, max_tokens=1))
-    assert run(oracle, 3) == ["B4", "B4", "B1"], "its own chunks are not held"
-    oracle.submit(request("C", 2, 20, max_tokens=1))
-    assert PREFILL_WAIT.of(oracle.state) == 2
-    assert run(oracle, 1) == ["C2"]
-
-
-def test_a_prompt_runs_once_the_last_decode_has_gone() -> None:
-    oracle = Oracle(CONFIG)
-    oracle.submit(A)
-    run(oracle, 1)
-    oracle.submit(B)
-    assert run(oracle, 1) == ["A1"]
-    oracle.apply(Abort(("A",)))
-    assert run(oracle, 1) == ["B4"]
-
-
-def test_a_hit_of_all_but_one_token_is_admitted_and_is_no_prompt() -> None:
-    oracle = Oracle(CONFIG)
-    oracle.submit(A)
-    run(oracle, 3)
-    assert PREFILL_WAIT.of(oracle.state) == 0
-    oracle.submit(request("B", 4, 10, max_tokens=9))
-    assert run(oracle, 1) == ["B3 A1"]
-    assert PREFILL_WAIT.of(oracle.state) == 2
-    oracle.submit(request("C", 3, 0))
-    oracle.submit(request("D", 3, 10))
-    assert run(oracle, 1) == ["C1 D1 A1"], "each hits two tokens of three"
-    assert PREFILL_WAIT.of(oracle.state) == 1
-
-
-def test_the_first_prompt_ends_the_waiting_phase() -> None:
-    oracle = Oracle(CONFIG)
-    oracle.submit(A)
-    run(oracle, 1)
-    oracle.submit(B)
-    oracle.submit(request("C", 3, 0))
-    assert run(oracle, 1) == ["A1"]
-    assert oracle.state.waiting == ("B", "C")
-
-
 def test_a_load_begins_while_prompts_are_held() -> None:
     oracle = Oracle(replace(CONFIG, kv_connector=True))
     oracle.submit(A)
@@ -121,16 +66,6 @@ def test_a_load_begins_while_prompts_are_held() -> None:
     plan = oracle.schedule()
     assert tell(plan) == "A1"
     assert [load.request_id for load in plan.kv_loads] == ["B"]
-
-
-def test_a_decode_whose_token_is_in_flight_holds_nothing() -> None:
-    """Ours: with upstream's question the plan would be empty (P15)."""
-    oracle = Oracle(AHEAD)
-    oracle.submit(A)
-    run(oracle, 1)
-    oracle.submit(B)
-    assert tell(oracle.schedule()) == "A1"
-    assert tell(oracle.schedule()) == "B4"
 
 
 def test_a_plan_without_rows_is_not_counted() -> None:

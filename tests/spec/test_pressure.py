@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
 
 from blockstep.spec import Config, ConfigError, Oracle, RejectedEvent, Request
-from blockstep.spec.features.admission_control import is_closed
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.vocabulary import KVTransfers, PauseState, Plan, RequestId, Status
 
@@ -40,56 +38,6 @@ def names(plan: Plan) -> list[RequestId]:
 
 def closed(oracle: Oracle) -> bool:
     return oracle.snapshot().admission_closed
-
-
-def test_it_is_closed_below_low_until_high_is_free_again() -> None:
-    oracle = build()
-    submit(oracle, "A", 2, max_tokens=8)
-    submit(oracle, "B", 4, max_tokens=3)
-    assert names(step(oracle)) == ["A", "B"]
-    assert not closed(oracle), "what was free before anybody was admitted was enough"
-    submit(oracle, "C", 1)
-    plan = step(oracle)
-    assert (names(plan), oracle.num_free_blocks) == (["A", "B"], 2)
-    assert closed(oracle)
-    assert oracle.state.waiting == ("C",)
-    step(oracle)
-    assert oracle.state.running == ("A",), "B has come to its end"
-    assert oracle.num_free_blocks == 10 - 4
-    step(oracle)
-    assert oracle.num_free_blocks == 5, "no fewer than low, but fewer than high"
-    assert closed(oracle)
-    assert oracle.state.waiting == ("C",)
-    oracle.abort("A")
-    assert closed(oracle), "nothing is decided between two plans"
-    assert names(step(oracle)) == ["C"], "nobody runs"
-    assert not closed(oracle)
-
-
-def test_it_opens_at_high_while_others_run() -> None:
-    oracle = build(admission_high_blocks=5)
-    submit(oracle, "A", 2, max_tokens=8)
-    submit(oracle, "B", 6, max_tokens=2)
-    step(oracle)
-    submit(oracle, "C", 1)
-    assert names(step(oracle)) == ["A", "B"]
-    assert closed(oracle)
-    assert names(step(oracle)) == ["A", "C"]
-    assert not closed(oracle)
-
-
-def test_a_step_that_preempts_closes_however_much_that_frees() -> None:
-    oracle = build(num_blocks=9, admission_low_blocks=0, admission_high_blocks=3)
-    submit(oracle, "A", 2, max_tokens=6)
-    submit(oracle, "B", 6, max_tokens=2)
-    step(oracle)
-    assert not closed(oracle)
-    plan = step(oracle)
-    assert plan.preempted_req_ids == ("B",)
-    assert (closed(oracle), oracle.num_free_blocks) == (True, 5)
-    plan = step(oracle)
-    assert not closed(oracle), "there is as much free as it takes"
-    assert names(plan) == ["A"], "and B does not fit"
 
 
 def test_without_a_high_one_it_never_closes() -> None:
@@ -138,24 +86,6 @@ def test_a_plan_that_is_refused_decides_nothing() -> None:
     with pytest.raises(RejectedEvent):
         oracle.schedule()
     assert not closed(oracle)
-
-
-def test_every_case_by_the_words() -> None:
-    """Against a table of what is said: who runs, whether anybody was preempted, and what is free.
-
-    Without a distance between the two one number decides.
-    """
-    for was, running, victims, free in product((False, True), (0, 1, 2), (False, True), range(6)):
-        for low, high in ((0, 0), (1, 3), (3, 3), (0, 2)):
-            now = is_closed(was, running, victims, free, low, high)
-            if high == 0 or running == 0:
-                assert not now
-            elif victims or free < low:
-                assert now
-            elif free >= high:
-                assert not now
-            else:
-                assert now is was
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from blockstep.spec import (
 from blockstep.spec.profiles import (
     PROFILES,
     QUIRKS,
-    RELEASES,
     STRICT,
     Profile,
     Quirk,
@@ -65,13 +64,6 @@ def test_every_quirk_has_a_story_and_a_profile() -> None:
     assert STRICT.quirks == frozenset()
     assert get_profile("no such") is None
     assert set().union(*(profile.quirks for profile in PROFILES)) == set(Quirk)
-
-
-@pytest.mark.parametrize("profile", RELEASES, ids=lambda profile: profile.name)
-def test_a_quirk_was_seen_in_the_releases_that_have_it(profile: Profile) -> None:
-    seen = {story.quirk for story in QUIRKS if profile.name[5:] in story.seen_in.split()}
-    assert seen <= profile.quirks
-    assert profile.spares
 
 
 def test_unwritten_keys_stay() -> None:
@@ -447,13 +439,6 @@ def test_admitted_with_padding(quirk: bool, budget: int, expected: int) -> None:
     answer(oracle, plan)
     if expected:
         assert oracle.state.requests["B"].num_computed_tokens == 1, "they are rejected"
-
-
-def test_nobody_is_padded_beside_a_prompt() -> None:
-    config = replace(PADDING, max_num_batched_tokens=6, long_prefill_token_threshold=3)
-    requests = Request("A", (1, 2, 3, 4, 5)), Request("B", (2,), max_tokens=4)
-    _, plan = padded({Quirk.ADMITTED_WITH_PADDING}, config, *requests)
-    assert [row.num_scheduled_tokens for row in plan.rows] == [1, 2]
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, [1]), (True, [])])

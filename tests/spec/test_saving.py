@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from groups_support import full, window
 
-from blockstep.spec import Config, ConfigError, Oracle, Policy, Request
+from blockstep.spec import Config, ConfigError, Oracle, Request
 from blockstep.spec.features.offload import compute_break_even, compute_num_saved
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import STRICT, Profile, Quirk
@@ -115,49 +115,6 @@ def test_what_a_store_was_given_is_offered_and_loaded_as_anything_else_is() -> N
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (4, 1)
 
 
-def test_victims_stand_in_the_order_of_preemption_and_each_is_floored_for_itself() -> None:
-    oracle = build(num_blocks=7, long_prefill_token_threshold=6, scheduler_reserve_full_isl=False)
-    submit(oracle, "A", 12, max_tokens=1)
-    submit(oracle, "B", 3)
-    submit(oracle, "C", 2)
-    assert run_names(step(oracle)) == ["A", "B", "C"]
-    plan = oracle.schedule()
-    assert (run_names(plan), plan.preempted_req_ids) == (["A"], ("B", "C"))
-    assert plan.kv_saves == (KVSave("C", ((6,),), 2), KVSave("B", ((4,),), 2)), "B had computed 3"
-
-
-def test_who_was_planned_in_the_same_step_is_saved_as_it_was_before() -> None:
-    oracle = build(block_size=1, num_blocks=10, policy=Policy.PRIORITY, max_model_len=8)
-    submit(oracle, "A", 3, priority=1)
-    step(oracle)
-    submit(oracle, "B", 4, priority=0)
-    step(oracle)
-    assert oracle.state.running == ("A", "B")
-    plan = oracle.schedule()
-    assert (run_names(plan), plan.preempted_req_ids) == (["B"], ("A",))
-    assert plan.kv_saves == (KVSave("A", ((1, 2, 3, 4),), 4),), "not the fifth, of this step"
-
-
-def test_tokens_that_frames_in_flight_promise_are_not_saved() -> None:
-    oracle = build(UNFENCED, block_size=1, num_blocks=9, **AHEAD)
-    submit(oracle, "A", 3)
-    submit(oracle, "B", 3)
-    first = oracle.schedule()
-    second = oracle.schedule()
-    answer(oracle, first)
-    request = oracle.state.requests["B"]
-    assert (request.num_computed_tokens, request.num_known_tokens) == (4, 4)
-    assert run_names(second) == ["A", "B"]
-    third = oracle.schedule()
-    assert third.kv_saves == (KVSave("B", ((4, 5, 6, 8),), 4),), "its row in flight writes the last"
-    oracle = build(UNFENCED, block_size=1, num_blocks=8, **AHEAD)
-    submit(oracle, "A", 3)
-    submit(oracle, "B", 3)
-    oracle.schedule()
-    plan = oracle.schedule()
-    assert plan.kv_saves == (KVSave("B", ((4, 5, 6),), 3),)
-
-
 def test_a_victim_in_flight_is_saved_once_its_row_is_answered() -> None:
     oracle = build(block_size=1, num_blocks=8, **AHEAD)
     submit(oracle, "A", 3)
@@ -195,22 +152,6 @@ def test_what_a_window_left_behind_is_absent_also_where_it_left_it_in_this_very_
     plan = oracle.schedule()
     assert plan.kv_saves == (KVSave("B", ((5, 6), (0, 8)), 4),)
     assert 7 in oracle.state.pool.free_queue
-
-
-def test_a_plan_without_rows_saves_as_well() -> None:
-    oracle = build(
-        UNFENCED,
-        max_frames_in_flight=2,
-        max_num_batched_tokens=6,
-        scheduler_reserve_full_isl=False,
-    )
-    submit(oracle, "A", 4)
-    submit(oracle, "B", 6, max_tokens=1)
-    step_of_both = oracle.schedule()
-    assert run_names(step_of_both) == ["A", "B"]
-    plan = oracle.schedule()
-    assert (plan.rows, plan.preempted_req_ids) == ((), ("B",))
-    assert plan.kv_saves == (KVSave("B", ((3,),), 2),)
 
 
 def test_what_a_reset_preempts_is_void_and_nobody_saves_it_later() -> None:

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from blockstep.spec import (
     Config,
     Drafts,
@@ -15,8 +13,7 @@ from blockstep.spec import (
     SpecMethod,
     Status,
 )
-from blockstep.spec.core.queues import select_victim
-from blockstep.spec.core.slots import compute_max_slots, compute_num_blocks
+from blockstep.spec.core.slots import compute_max_slots
 from blockstep.spec.core.token_budget import compute_share
 from blockstep.spec.vocabulary import RowTokens
 
@@ -37,33 +34,10 @@ def step(oracle: Oracle, token: int = 99) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        ((10, 4, 0, 100, 100), 6),
-        ((10, 4, 3, 100, 100), 3),
-        ((10, 4, 0, 2, 100), 2),
-        ((10, 4, 0, 100, 8), 3),
-        ((10, 10, 0, 100, 100), 0),
-        ((13, 9, 0, 100, 10), 0),
-    ],
-    ids=["gap", "threshold", "budget", "model length", "nothing to do", "at the model length"],
-)
-def test_caps_of_a_running_request(args: tuple[int, int, int, int, int], expected: int) -> None:
-    num_wanted, num_computed, threshold, budget, max_model_len = args
-    share = compute_share(num_wanted, num_computed, threshold, budget, max_model_len - 1)
-    assert share == expected
-
-
 def test_a_gap_that_must_be_taken_whole_gets_all_or_nothing() -> None:
     assert compute_share(9, 2, 0, 7, 9, is_whole=True) == 7
     assert compute_share(9, 2, 0, 6, 9, is_whole=True) == 0
     assert compute_share(9, 2, 5, 6, 9, is_whole=True) == 5, "the threshold comes first"
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_blocks_for_tokens(tokens: int, blocks: int) -> None:
-    assert compute_num_blocks(tokens, 4) == blocks
 
 
 def test_the_last_output_needs_no_slot_but_drafts_and_lookahead_do() -> None:
@@ -73,16 +47,6 @@ def test_the_last_output_needs_no_slot_but_drafts_and_lookahead_do() -> None:
     assert compute_max_slots(10, 1, 3, 0, 100) == 10, "no output before the last: no drafts"
     assert compute_max_slots(10, 50, 3, 0, 20) == 19
     assert compute_max_slots(10, 50, 3, 3, 20) == 20
-
-
-def test_running_requests_come_before_waiting_ones() -> None:
-    oracle = Oracle(replace(CONFIG, max_num_batched_tokens=8))
-    oracle.submit(Request("A", tuple(range(6)), cache_salt="A"))
-    step(oracle)
-    oracle.submit(Request("B", tuple(range(20)), cache_salt="B"))
-    assert amounts(step(oracle)) == {"A": 1, "B": 7}
-    assert amounts(step(oracle)) == {"A": 1, "B": 7}
-    assert amounts(step(oracle)) == {"A": 1, "B": 6}
 
 
 def test_without_chunking_a_prompt_waits_for_a_budget_that_holds_it() -> None:
@@ -95,15 +59,6 @@ def test_without_chunking_a_prompt_waits_for_a_budget_that_holds_it() -> None:
     oracle.submit(Request("C", (1,), max_tokens=1))
     assert amounts(step(oracle)) == {"A": 40}, "nobody overtakes B"
     assert amounts(step(oracle)) == {"B": 30, "C": 1}
-
-
-def test_no_more_seats_than_configured() -> None:
-    oracle = Oracle(replace(CONFIG, max_num_seqs=1))
-    oracle.submit(Request("A", (1,), max_tokens=2))
-    oracle.submit(Request("B", (2,), max_tokens=1))
-    assert amounts(step(oracle)) == {"A": 1}
-    assert amounts(step(oracle)) == {"A": 1}
-    assert amounts(step(oracle)) == {"B": 1}
 
 
 def test_the_gate_looks_at_all_known_tokens_and_not_at_the_first_chunk() -> None:
@@ -123,20 +78,6 @@ def test_the_gate_looks_at_all_known_tokens_and_not_at_the_first_chunk() -> None
     assert admitted(gate=False)
 
 
-def test_a_refused_admission_changes_nothing() -> None:
-    """P7; upstream counts the prefix query of each failed attempt."""
-    oracle = Oracle(replace(CONFIG, num_blocks=5))
-    oracle.submit(Request("A", tuple(range(8)), max_tokens=5))
-    step(oracle)
-    oracle.submit(Request("B", (0, 1, 2, 3, *range(50, 58)), max_tokens=2))
-    before = oracle.state
-    plan = oracle.schedule()
-    assert amounts(plan) == {"A": 1}
-    assert oracle.state.requests["B"] == before.requests["B"]
-    assert oracle.state.stats == before.stats
-    assert oracle.state.pool.ref_counts[:3] == before.pool.ref_counts[:3]
-
-
 def test_fully_cached_prompt_recomputes_its_last_block() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(Request("A", tuple(range(8)), max_tokens=1))
@@ -154,16 +95,6 @@ def test_hidden_state_drafting_gives_the_last_hit_block_back() -> None:
     oracle.submit(Request("B", (*range(12), 50), max_tokens=1))
     (row,) = oracle.schedule().new
     assert row.num_computed_tokens == 8
-
-
-def test_a_request_may_decline_the_cache() -> None:
-    oracle = Oracle(CONFIG)
-    oracle.submit(Request("A", tuple(range(12)), max_tokens=1))
-    step(oracle)
-    oracle.submit(Request("B", tuple(range(12)), skip_reading_prefix_cache=True))
-    (row,) = oracle.schedule().new
-    assert row.num_computed_tokens == 0
-    assert oracle.state.stats.prefix_cache_queries == 12, "it did not ask"
 
 
 def test_a_hit_within_the_same_step() -> None:
@@ -219,17 +150,6 @@ def test_priority_orders_both_queues_by_rank() -> None:
     oracle.apply(GrammarReady("g"))
     assert oracle.state.waiting == ("a", "b", "late", "low")
     assert [row.request_id for row in oracle.schedule().new] == ["g", "a", "b"]
-
-
-def test_victims() -> None:
-    oracle = Oracle(replace(CONFIG, policy=Policy.PRIORITY))
-    for name, priority, arrival in (("a", 1, 5), ("b", 2, 3), ("c", 2, 7), ("d", 2, 7)):
-        oracle.submit(Request(name, (1,), priority=priority, arrival_time=arrival))
-    oracle.schedule()
-    running = list(oracle.state.running)
-    assert running == ["a", "b", "c", "d"]
-    assert running[select_victim(Policy.PRIORITY, running, oracle.state.requests)] == "d"
-    assert running[select_victim(Policy.FCFS, running, oracle.state.requests)] == "d"
 
 
 def test_equals_do_not_preempt_each_other_for_ever() -> None:

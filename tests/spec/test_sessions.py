@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +20,7 @@ from blockstep.spec import (
     Request,
     SpecMethod,
 )
-from blockstep.spec.core.block_pool import allocate_blocks, create_pool, touch_blocks
-from blockstep.spec.core.requests import Holding, RequestState
-from blockstep.spec.features.groups.kinds import count_reserved_blocks
-from blockstep.spec.features.sessions import UPDATES
+from blockstep.spec.core.requests import RequestState
 from blockstep.spec.features.structured_output.grammar import STAND
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import Profile, Quirk
@@ -119,26 +115,6 @@ def test_a_session_rests_with_its_blocks_and_goes_on_behind_all_but_its_last_tok
     assert oracle.schedule().finished_req_ids == ("A",)
 
 
-def test_input_that_came_before_the_stop_is_taken_at_the_stop() -> None:
-    oracle = Oracle(CONFIG)
-    oracle.submit(session(1, 2))
-    oracle.update(session(3, max_tokens=1))
-    oracle.update(end())
-    oracle.submit(Request("B", (1,), max_tokens=9))
-    assert UPDATES.of(state_of(oracle)) == (session(3, max_tokens=1), end())
-    step(oracle)
-    step(oracle)
-    assert state_of(oracle).status is Status.WAITING
-    assert oracle.state.waiting == ("A",)
-    assert state_of(oracle).request.prompt_token_ids == (1, 2, 9, 3)
-    shown = oracle.snapshot().request("A")
-    assert shown is not None
-    assert shown.num_streaming_updates == 1
-    step(oracle)
-    assert "A" not in oracle.state.requests, "the end had come, so it does not rest"
-    assert oracle.state.finished_req_ids == ("A",)
-
-
 def code_of(oracle: Oracle, update: Request) -> RejectCode | None:
     before = oracle.state
     seen = oracle.apply(StreamingUpdate(update))
@@ -176,22 +152,6 @@ def test_the_limits_hold_for_the_whole() -> None:
     assert code_of(oracle, session(3, 4, max_tokens=3)) is RejectCode.NEVER_FITS
     assert code_of(oracle, session(3, max_tokens=3)) is None
     assert code_of(oracle, session(3, max_tokens=1)) is RejectCode.NEVER_FITS, "behind the other"
-
-
-def test_a_chunk_says_when_it_ends_and_its_items_lie_behind_all_else() -> None:
-    oracle = Oracle(CONFIG)
-    first = MultiModalItem("x", 0, 1)
-    oracle.submit(session(1, 2, max_tokens=1, items=(first,), stop_token_ids=(9,), min_tokens=1))
-    step(oracle, 9)
-    chunk = session(3, 4, max_tokens=3, items=(MultiModalItem("y", 1, 1),), stop_token_ids=(8,))
-    oracle.update(chunk)
-    asked = state_of(oracle).request
-    assert asked.items == (first, MultiModalItem("y", 3, 1))
-    assert (asked.max_tokens, asked.min_tokens, asked.stop_token_ids) == (3, 0, (8,))
-    step(oracle, 9)
-    oracle.schedule()
-    (row,) = answer(oracle, 8)
-    assert (row.finish_reason, row.stop_token_id) == (FinishReason.STOP, 8)
 
 
 @pytest.mark.parametrize("quirk", [False, True])
@@ -248,20 +208,6 @@ def test_sessions_keep_their_promises(quirk: bool) -> None:
     frame = oracle.state.frames[0]
     outputs = oracle.apply(Commit(frame.frame_id, (RowTokens("A", (3,)),)))
     assert outputs == Outputs((OutputRow("A", (3,)),) if quirk else ())
-
-
-def test_a_session_goes_on_while_its_old_row_is_in_flight() -> None:
-    oracle = Oracle(replace(CONFIG, **AHEAD))
-    oracle.submit(session(1, max_tokens=4, eos_token_id=9))
-    oracle.schedule()
-    oracle.schedule()
-    answer(oracle, 9)
-    oracle.update(session(2, max_tokens=1))
-    (new,) = oracle.schedule().new
-    assert (new.num_computed_tokens, new.request.prompt_token_ids) == (1, (1, 2))
-    assert answer(oracle, 3) == ()
-    (row,) = answer(oracle, 4)
-    assert row.new_token_ids == (4,)
 
 
 def test_a_session_that_stops_after_it_was_preempted_rests_without_blocks() -> None:
@@ -336,15 +282,6 @@ def test_one_that_runs_alone_takes_blocks_before_it_preempts_itself() -> None:
     assert state_of(oracle).num_computed_tokens == 0
 
 
-def test_while_others_run_nobody_takes_blocks_from_a_session() -> None:
-    oracle = Oracle(replace(CONFIG, num_blocks=4))
-    rest(oracle, 1, 2, 3)
-    oracle.submit(Request("B", (4,), max_tokens=2))
-    oracle.submit(Request("C", (4, 4), max_tokens=2))
-    assert [row.request_id for row in oracle.schedule().rows] == ["B"]
-    assert state_of(oracle).num_computed_tokens == 3
-
-
 def test_priority_places_a_session_anew_when_its_input_came() -> None:
     oracle = Oracle(replace(CONFIG, policy=Policy.PRIORITY))
     rest(oracle, 1)
@@ -372,34 +309,6 @@ def test_a_window_that_has_gone_on_and_a_state_behind_drafts_are_computed_again(
     oracle = Oracle(replace(CONFIG, groups=(recurrent(2, num_speculative=1),), **drafting))
     rest(oracle, 1, 2)
     assert state_of(oracle).num_computed_tokens == 0
-
-
-def test_who_goes_on_is_charged_what_its_window_lacks_and_nobody_gives_for_more() -> None:
-    config = replace(CONFIG, num_blocks=6, groups=(window(2, 3),), max_num_batched_tokens=4)
-    oracle = Oracle(config)
-    rest(oracle, 1, 2, name="B")
-    rest(oracle, *range(11, 19))
-    rest(oracle, 3, 4, name="C")
-    assert not oracle.state.pool.free_queue
-    oracle.update(session(5))
-    # It leaves two blocks and lacks one, though it could hold four at once, and has one.
-    assert [row.request_id for row in oracle.schedule().new] == ["A"]
-    assert all(state_of(oracle, name).block_tables != ((),) for name in "BC")
-
-
-def test_a_session_is_charged_no_more_than_its_table_lacks() -> None:
-    config = replace(CONFIG, groups=(window(2, 3),), max_num_batched_tokens=4)
-    (group,) = config.groups
-    pool, blocks = allocate_blocks(create_pool(9), 2)
-
-    def charge(num_slots: int, holding: Holding) -> int:
-        return count_reserved_blocks(config, pool, group, num_slots, (), holding)
-
-    assert charge(10, Holding((0, 0, 0, *blocks))) == 0, "it may run in a pool that is full"
-    assert charge(12, Holding((0, 0, 0, *blocks))) == 1
-    assert charge(40, Holding((0, 0, 0, *blocks))) == 4 - 2, "it gives back both of them"
-    pool = touch_blocks(pool, blocks[:1])
-    assert charge(40, Holding((0, 0, 0, *blocks))) == 4 - 1, "others keep one"
 
 
 @pytest.mark.parametrize("quirk", [False, True])
@@ -442,22 +351,6 @@ def test_refused_sessions_give_back(quirk: bool) -> None:
     assert [table[0] == 0 for table in state_of(oracle).block_tables] == [False, quirk]
 
 
-def test_an_abort_ends_a_session_wherever_it_is() -> None:
-    oracle = Oracle(CONFIG)
-    rest(oracle, 1)
-    assert oracle.abort("A") == ("A",)
-    assert oracle.num_free_blocks == 19
-    rest(oracle, 1)
-    oracle.update(session(2, max_tokens=1))
-    assert oracle.abort("A") == ("A",)
-    oracle.submit(session(1))
-    oracle.update(session(2, max_tokens=1))
-    oracle.schedule()
-    assert oracle.abort("A") == ("A",)
-    assert oracle.num_free_blocks == 19
-    assert get_broken_invariants(oracle.state) == ()
-
-
 @pytest.mark.parametrize("quirk", [False, True])
 def test_sessions_keep_their_grammar(quirk: bool) -> None:
     """P23: each chunk begins the grammar anew; upstream's is complete, and holds nothing more."""
@@ -498,17 +391,6 @@ def test_reasoning_is_sought_in_the_next_chunk(sampled: int, waiting: int, stops
         oracle.apply(Commit(0, (RowTokens("A", (sampled,)),)))
         ended.append(STAND.of(oracle.state.requests["A"]).reasoning_ended)
     assert ended == [sampled == 7, waiting == 7 if stops else sampled == 7]
-
-
-@pytest.mark.parametrize("quirk", [False, True])
-def test_session_tells_its_last_stop_token(quirk: bool) -> None:
-    quirks = {Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN} if quirk else set()
-    oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
-    oracle.submit(session(1, stop_token_ids=(9,)))
-    step(oracle)
-    oracle.update(session(2))
-    oracle.schedule()
-    assert answer(oracle, 5) == (OutputRow("A", (5,), stop_token_id=9 if quirk else None),)
 
 
 def test_a_repetition_has_a_session_forget_its_last_stop_token() -> None:
@@ -629,12 +511,6 @@ def resting_session(**fields: Any) -> Oracle:
     return oracle
 
 
-def test_every_field_of_a_chunk_is_tried() -> None:
-    names = {part.name for part in dataclasses.fields(Request)}
-    assert names == {*ANOTHER, "request_id", "resumable"}
-    assert set(SESSION_FIELDS) < names
-
-
 @pytest.mark.parametrize("name", ANOTHER)
 @pytest.mark.parametrize("rests", [True, False])
 def test_every_field_of_a_chunk_is_used_or_refused(name: str, rests: bool) -> None:
@@ -653,22 +529,6 @@ def test_every_field_of_a_chunk_is_used_or_refused(name: str, rests: bool) -> No
         return
     other.update(changed)
     assert other.state.requests["S"] != plain.state.requests["S"]
-
-
-def test_a_chunk_may_repeat_what_its_session_has_or_leave_it_out() -> None:
-    settled: dict[str, Any] = {
-        "priority": 2,
-        "adapter": "l",
-        "cache_salt": "x",
-        "skip_reading_prefix_cache": True,
-        "job_id": "j",
-        "is_last_step": True,
-    }
-    for chunk in (CHUNK, replace(CHUNK, **settled)):
-        oracle = resting_session(**settled)
-        oracle.update(chunk)
-        asked = oracle.state.requests["S"].request
-        assert {name: getattr(asked, name) for name in settled} == settled
 
 
 def test_the_end_of_input_brings_nothing_whatever_it_says() -> None:

@@ -50,42 +50,6 @@ def test_chunks_round_by_the_smallest_block() -> None:
     assert amounts == [4, 5]
 
 
-@pytest.mark.parametrize(("quirk", "expected"), [(False, ["A", "B", "C"]), (True, ["A"])])
-def test_fresh_states_are_waited_for(quirk: bool, expected: list[str]) -> None:
-    """B shares its first block with A, C nothing; neither is admitted beside A."""
-    config = Config(30, 2, max_model_len=16, groups=(recurrent(2),))
-    oracle = oracle_of(config, *([Quirk.FRESH_STATES_ARE_WAITED_FOR] if quirk else []))
-    for name, prompt in (("A", (1, 1)), ("B", (1, 1, 2)), ("C", (5,))):
-        oracle.submit(Request(name, prompt, max_tokens=2))
-    plan = oracle.schedule()
-    assert [row.request_id for row in plan.rows] == expected
-    assert all(row.num_computed_tokens == 0 for row in plan.new)
-    answer(oracle, plan)
-    if quirk:
-        admitted = oracle.schedule().new
-        assert [(row.request_id, row.num_computed_tokens) for row in admitted] == [
-            ("B", 2),
-            ("C", 0),
-        ]
-
-
-def test_a_state_that_is_named_again_is_fresh() -> None:
-    """The block of A, free and findable, is taken by B for the same tokens, and written anew."""
-    config = Config(4, 2, max_model_len=16, groups=(recurrent(2),))
-    oracle = oracle_of(config, Quirk.FRESH_STATES_ARE_WAITED_FOR)
-    oracle.submit(Request("A", (1, 1), max_tokens=1))
-    answer(oracle, oracle.schedule())
-    oracle.submit(Request("X", (7,), max_tokens=1))
-    oracle.submit(Request("Y", (8,), max_tokens=9))
-    answer(oracle, oracle.schedule())
-    assert oracle.state.pool.free_queue == (1, 2)
-    oracle.submit(Request("B", (1, 1), max_tokens=1))
-    oracle.submit(Request("C", (1, 1, 2), max_tokens=1))
-    plan = oracle.schedule()
-    assert [(row.request_id, row.block_ids) for row in plan.new] == [("B", ((1,),))]
-    assert oracle.state.waiting == ("C",)
-
-
 @pytest.mark.parametrize(("quirk", "expected"), [(False, (1, 2, 3, 4)), (True, (1, 2))])
 def test_only_full_attention_is_zeroed(quirk: bool, expected: tuple[int, ...]) -> None:
     config = Config(20, 1, max_model_len=16, groups=(full(1), window(1, 2), recurrent(1)))

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from blockstep.spec.features.kv_events import get_stored
 from blockstep.spec.oracle import Oracle
 from blockstep.spec.profiles import Profile, get_profile
 from blockstep.spec.releases import Quirk
@@ -21,14 +20,12 @@ from blockstep.spec.vocabulary import (
     KVEvent,
     KVGroup,
     MambaCacheMode,
-    Policy,
     Request,
     Reset,
     ResetDone,
 )
 
 CONFIG = Config(num_blocks=6, block_size=2, max_model_len=12, enable_kv_cache_events=True)
-AHEAD = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
 A = Request("A", (1, 2, 3, 4, 5), max_tokens=2)
 FIRST = BlockKey(None, (1, 2))
 SECOND = BlockKey(FIRST, (3, 4))
@@ -48,55 +45,6 @@ def told_by_reset(oracle: Oracle, forced: bool = False) -> tuple[KVEvent, ...]:
     return done.kv_events
 
 
-def test_blocks_are_told_with_their_parent_and_their_tokens() -> None:
-    oracle = Oracle(CONFIG)
-    oracle.submit(A)
-    assert step(oracle, A=7) == (BlockStored((FIRST, SECOND), None, (1, 2, 3, 4), 2),)
-    assert step(oracle, A=8) == (BlockStored((THIRD,), SECOND, (5, 7), 2),)
-
-
-def test_who_asks_for_no_log_is_told_nothing() -> None:
-    oracle = Oracle(replace(CONFIG, enable_kv_cache_events=False))
-    oracle.submit(A)
-    assert step(oracle, A=7) == ()
-    assert oracle.state.pool.journal is None
-    oracle.abort("A")
-    assert told_by_reset(oracle) == ()
-
-
-def test_what_is_evicted_is_told_before_what_takes_its_place() -> None:
-    oracle = Oracle(CONFIG)
-    oracle.submit(A)
-    step(oracle, A=7)
-    step(oracle, A=8)
-    oracle.submit(Request("B", (9,) * 8, max_tokens=1))
-    events = step(oracle, B=9)
-    assert events[:2] == (BlockRemoved((THIRD,)), BlockRemoved((SECOND,)))
-    assert isinstance(events[2], BlockStored)
-    assert len(events[2].keys) == 4
-    assert len(events) == 3
-
-
-def test_an_adapter_is_told_and_other_names_are_in_the_key() -> None:
-    oracle = Oracle(CONFIG)
-    oracle.submit(replace(A, adapter="x", cache_salt="s"))
-    (event,) = step(oracle, A=7)
-    assert isinstance(event, BlockStored)
-    assert event.adapter == "x"
-    assert event.keys[0] == BlockKey(None, (1, 2), "x", "s")
-
-
-def test_a_plan_in_flight_is_told_with_the_commit_before_it() -> None:
-    """Its blocks can be found, so whoever follows the log must know of them."""
-    oracle = Oracle(replace(AHEAD, long_prefill_token_threshold=2))
-    oracle.submit(A)
-    first, _ = oracle.schedule(), oracle.schedule()
-    assert oracle.commit(first, {}).kv_events == (
-        BlockStored((FIRST,), None, (1, 2), 2),
-        BlockStored((SECOND,), FIRST, (3, 4), 2),
-    )
-
-
 def test_each_copy_is_told_and_each_is_removed() -> None:
     oracle = Oracle(replace(CONFIG, num_blocks=9, max_num_batched_tokens=4))
     for name in "AB":
@@ -104,22 +52,6 @@ def test_each_copy_is_told_and_each_is_removed() -> None:
     events = step(oracle, A=5, B=6)
     assert events == (BlockStored((FIRST,), None, (1, 2), 2),) * 2
     assert len(oracle.state.pool.cached[FIRST]) == 2
-
-
-def test_what_a_step_takes_back_is_told_to_be_gone_in_the_same_batch() -> None:
-    """An urgent row preempts one that was planned before it, whose blocks nobody will write."""
-    config = replace(CONFIG, num_blocks=9, block_size=1, max_model_len=9, policy=Policy.PRIORITY)
-    oracle = Oracle(replace(config, long_prefill_token_threshold=2))
-    oracle.submit(Request("A", (1, 2, 3, 4, 5, 6, 7), max_tokens=1, priority=1))
-    step(oracle)
-    oracle.submit(Request("B", (7, 8), max_tokens=2))
-    for tokens in ({"B": 5}, {"B": 6}):
-        events = step(oracle, **tokens)
-    assert oracle.state.waiting == ("A",)
-    stored = [key for event in events if isinstance(event, BlockStored) for key in event.keys]
-    gone = [key for event in events if isinstance(event, BlockRemoved) for key in event.keys]
-    assert stored[0] in gone
-    assert stored[0] not in oracle.state.pool.cached
 
 
 def follow(copies: Counter[BlockKey], events: tuple[KVEvent, ...]) -> None:
@@ -185,16 +117,6 @@ def test_a_release_tells_a_reset_with_the_next_commit() -> None:
 WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, 4, sliding_window=4)
 
 
-def test_keys_of_several_groups_name_their_group_and_larger_blocks_all_of_their_tokens() -> None:
-    full = KVGroup(GroupKind.FULL, 2)
-    oracle = Oracle(replace(CONFIG, num_blocks=12, groups=(full, WINDOW)))
-    oracle.submit(A)
-    assert step(oracle, A=7) == (
-        BlockStored((FIRST, SECOND), None, (1, 2, 3, 4), 2),
-        BlockStored((SECOND.in_group(1),), None, (1, 2, 3, 4), 4),
-    )
-
-
 @pytest.mark.parametrize("num_steps", [8])
 def test_what_a_window_has_left_behind_is_not_told_again(num_steps: int) -> None:
     """Behind a hit some blocks of a window are null: what follows has a parent all the same."""
@@ -211,42 +133,6 @@ def test_what_a_window_has_left_behind_is_not_told_again(num_steps: int) -> None
                 assert event.parent == event.keys[0].parent
         follow(copies, events)
         assert copies == {key: len(held) for key, held in oracle.state.pool.cached.items()}
-
-
-def test_blocks_on_both_sides_of_a_null_one_are_two_events() -> None:
-    oracle = Oracle(CONFIG)
-    oracle.submit(replace(A, prompt_token_ids=(1, 2, 3, 4, 5, 6, 7, 8, 9)))
-    told = get_stored(CONFIG, oracle.state.requests["A"], 0, (2, 0, 3, 4), 0)
-    third = BlockKey(SECOND, (5, 6))
-    assert told == (
-        BlockStored((FIRST,), None, (1, 2), 2),
-        BlockStored((third, BlockKey(third, (7, 8))), SECOND, (5, 6, 7, 8), 2),
-    )
-
-
-@pytest.mark.parametrize("quirk", [False, True])
-def test_where_all_that_is_verified_has_slid_out_of_a_window_a_release_tells_of_no_block(
-    quirk: bool,
-) -> None:
-    window = KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=1)
-    config = Config(
-        num_blocks=4,
-        block_size=1,
-        max_model_len=8,
-        max_frames_in_flight=2,
-        async_scheduling=True,
-        groups=(window,),
-        enable_kv_cache_events=True,
-    )
-    quirks = frozenset({Quirk.NULL_BLOCKS_ARE_TOLD} if quirk else ())
-    oracle = Oracle(config, Profile("one", quirks))
-    oracle.submit(Request("A", (0,), max_tokens=3))
-    plans = [oracle.schedule(), oracle.schedule()]
-    oracle.commit(plans[0], {"A": (6,)})
-    oracle.schedule()
-    told = oracle.commit(plans[1], {"A": (7,)}).kv_events
-    nothing = BlockStored((), BlockKey(None, (0,)), (6,), 1)
-    assert told == ((nothing,) if quirk else ())
 
 
 @pytest.mark.parametrize("quirk", [False, True])

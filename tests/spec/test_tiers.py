@@ -43,15 +43,6 @@ def test_a_text_longer_than_a_tier_goes_on_in_the_next_and_ends_where_none_has_r
     assert count_held(tiers, ("a", "b", "c", "d")) == 3
 
 
-def test_what_cannot_be_read_is_lost_and_hides_what_is_behind_it() -> None:
-    tiers = Tiers((3,), (("c", "b", "a"),))
-    tiers, found = fetch(tiers, ("a", "b", "c"), unreadable={"b"})
-    assert found == ("a",)
-    assert tiers.tiers == (("c", "a"),), "b is lost, and c stays for who brings b again"
-    assert fetch(tiers, ("a", "b", "c"))[1] == ("a",)
-    assert fetch(keep(tiers, ("a", "b"), 1), ("a", "b", "c"))[1] == ("a", "b", "c")
-
-
 def test_who_has_kept_nothing_finds_nothing() -> None:
     tiers = keep(create_tiers((2, 2)), ("a", "b", "c"))
     assert fetch(clear(tiers), ("a", "b", "c")) == (create_tiers((2, 2)), ())

@@ -9,7 +9,6 @@ from groups_support import ALL, full, recurrent
 
 from blockstep.spec import Config, Oracle, Plan, Request
 from blockstep.spec.profiles import Profile, Quirk
-from blockstep.spec.releases.transfers import compute_num_loaded
 from blockstep.spec.vocabulary import (
     FinishReason,
     GroupKind,
@@ -82,83 +81,6 @@ def test_skipped_reading_counts_as_asked(quirk: bool) -> None:
 
 
 @both
-def test_the_last_token_is_loaded_and_computed_again(quirk: bool) -> None:
-    oracle = create(CONFIG, *[Quirk.LAST_TOKEN_IS_LOADED] * quirk)
-    (load,) = park(oracle, Request("A", (1, 2, 3, 4)), 4).kv_loads
-    assert load.num_external_tokens == (4 if quirk else 3)
-    oracle.report(finished_recving=["A"])
-    assert rows_of(oracle.schedule()) == {"A": (3, 1)}
-    oracle.submit(Request("B", (1, 2, 3, 4, 5)))
-    assert is_findable(oracle, 2), "by its row, or by the load before"
-
-
-@pytest.mark.parametrize("num_offered", [4, 9])
-def test_a_load_at_once_leaves_the_last_token_under_the_quirk_too(num_offered: int) -> None:
-    oracle = create(CONFIG, Quirk.LAST_TOKEN_IS_LOADED)
-    oracle.submit(Request("A", (1, 2, 3, 4)))
-    oracle.offer_kv("A", num_offered)
-    assert rows_of(oracle.schedule()) == {"A": (3, 1)}
-
-
-def test_a_prompt_of_one_token_is_loaded_for_ever() -> None:
-    """It comes back with its token to compute, so with nothing computed, and asks anew."""
-    oracle = create(CONFIG, Quirk.LAST_TOKEN_IS_LOADED)
-    plan = park(oracle, Request("A", (1,)), 1)
-    for _ in range(3):
-        assert plan.kv_loads
-        oracle.report(finished_recving=["A"])
-        plan = oracle.schedule()
-        assert not plan.rows
-
-
-@both
-def test_loads_publish_at_once(quirk: bool) -> None:
-    """P19: another request shares what then turns out not to have come."""
-    oracle = create(RECOMPUTE, *[Quirk.LOADS_PUBLISH_AT_ONCE] * quirk)
-    oracle.submit(A)
-    oracle.offer_kv("A", 4)
-    oracle.submit(replace(A, request_id="B"))
-    plan = oracle.schedule()
-    assert rows_of(plan) == {"A": (4, 1), "B": (4, 1) if quirk else (0, 5)}
-    assert is_findable(oracle, 1) is quirk
-    assert oracle.snapshot().transfers.unsettled == (() if quirk else ("A",))  # type: ignore[union-attr]
-
-
-@both
-def test_who_returned_has_returned_though_it_was_refused(quirk: bool) -> None:
-    """P7: B takes the block that A lacks once its load has come."""
-    config = replace(CONFIG, num_blocks=5, scheduler_reserve_full_isl=False, max_num_seqs=2)
-    oracle = create(config, *[Quirk.RETURNED_THOUGH_REFUSED] * quirk)
-    park(oracle, A, 4)
-    oracle.submit(Request("B", (6, 7, 8), max_tokens=2))
-    plan = oracle.schedule()
-    assert rows_of(plan) == {"B": (0, 3)}
-    oracle.report(finished_recving=["A"])
-    before = oracle.state.requests["A"]
-    answer(oracle, plan)
-    assert rows_of(oracle.schedule()) == {"B": (3, 1)}
-    after = oracle.state.requests["A"]
-    assert (after == before) is not quirk
-    assert (after.status is PARKED) is not quirk
-    assert after.num_cached_tokens == (4 if quirk else -1)
-    assert is_findable(oracle, 1) is quirk
-
-
-def test_what_did_not_come_is_not_told_as_cached_before_it_runs() -> None:
-    config = replace(RECOMPUTE, num_blocks=5, scheduler_reserve_full_isl=False)
-    oracle = create(config, Quirk.RETURNED_THOUGH_REFUSED, Quirk.LOADED_KEEP_THEIR_BLOCKS)
-    park(oracle, A, 4)
-    oracle.submit(Request("B", (6, 7, 8), max_tokens=2))
-    plan = oracle.schedule()
-    oracle.report(["A"], invalid_block_ids=[2])
-    answer(oracle, plan)
-    oracle.offer_kv("A", 0)
-    oracle.abort("B")
-    assert rows_of(oracle.schedule()) == {"A": (2, 3)}
-    assert oracle.state.requests["A"].num_cached_tokens == 2
-
-
-@both
 def test_loaded_wait_behind_the_head(quirk: bool) -> None:
     """P10, upstream #57841: the head lacks the blocks of one whose load has come."""
     config = replace(CONFIG, num_blocks=6)
@@ -223,18 +145,6 @@ def test_only_the_first_of_those_that_share_a_block_goes_back(
     assert [row.finish_reason for row in outputs.rows] == ended
     assert rows_of(oracle.schedule()) == rows
     assert is_findable(oracle, 1) is bool(rows), "what is there to be computed can be found"
-
-
-@both
-def test_whoever_has_an_invalid_block_goes_back_for_a_load_of_nobody(quirk: bool) -> None:
-    """P18: nobody loads the block."""
-    oracle = create(RECOMPUTE, *[Quirk.ONLY_THE_FIRST_GOES_BACK] * quirk)
-    oracle.submit(replace(A, max_tokens=5))
-    answer(oracle, oracle.schedule())
-    before = oracle.state
-    oracle.report(invalid_block_ids=[2])
-    assert (oracle.state == before) is not quirk
-    assert oracle.state.requests["A"].num_computed_tokens == (2 if quirk else 5)
 
 
 def test_who_goes_back_keeps_what_frames_promise_and_deliver() -> None:
@@ -318,17 +228,6 @@ def test_what_is_answered_is_left_first_and_what_is_in_flight_stays(quirk: bool)
         assert held.block_tables == (((0, 0, 3),) if quirk and is_answered else ((1, 2, 3),))
 
 
-@both
-def test_what_was_offered_is_told_as_cached_though_none_of_it_came(quirk: bool) -> None:
-    oracle = create(RECOMPUTE, *[Quirk.CACHED_TOKENS_OF_THE_OFFER] * quirk)
-    park(oracle, A, 4)
-    oracle.report(finished_recving=["A"], invalid_block_ids=[2])
-    plan = oracle.schedule()
-    assert rows_of(plan) == {"A": (2, 3)}
-    (row,) = answer(oracle, plan).rows
-    assert row.num_cached_tokens == (4 if quirk else 2)
-
-
 def test_who_asks_again_is_told_what_is_offered_then() -> None:
     oracle = create(RECOMPUTE, Quirk.CACHED_TOKENS_OF_THE_OFFER)
     park(oracle, A, 4)
@@ -383,30 +282,6 @@ def test_a_group_that_skips_all_that_is_loaded_takes_no_block_for_it() -> None:
     oracle.offer_kv("A", 3)
     oracle.schedule()
     assert oracle.state.requests["A"].block_tables == ((0, 3), (1, 2))
-
-
-def test_a_hit_that_is_longer_than_the_load_takes_no_block_for_it() -> None:
-    """The second full group is not cut to the window's hit of a token, and has found four blocks;
-    of two tokens a store loads one. 0.19.1 asks its pool for -2 blocks, the specification for 0."""
-    groups = (
-        KVGroup(GroupKind.FULL, 1),
-        KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=2),
-        KVGroup(GroupKind.FULL, 2),
-    )
-    assert [compute_num_loaded(group, 2, 4) for group in groups] == [0, 0, 0]
-    assert [compute_num_loaded(group, 4, 1) for group in groups] == [3, 3, 1]
-    assert compute_num_loaded(groups[0], 4, 4) == 0
-
-
-@both
-def test_a_store_forgets_though_the_pool_does_not(quirk: bool) -> None:
-    oracle = create(CONFIG, *[Quirk.POOL_AND_STORE_RESET_APART] * quirk)
-    oracle.submit(A)
-    answer(oracle, oracle.schedule())
-    oracle.submit(replace(A, request_id="B", prompt_token_ids=(6,) * 5))
-    oracle.offer_kv("B", 4)
-    assert not oracle.reset(reset_connector=True)
-    assert rows_of(oracle.schedule())["B"] == ((0, 5) if quirk else (4, 1))
 
 
 @both

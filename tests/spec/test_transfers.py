@@ -8,26 +8,23 @@ from typing import Any
 import pytest
 from groups_support import ALIGN, ALL, NONE, full, recurrent, window
 
-from blockstep.spec import Config, Oracle, Outputs, Policy, RejectedEvent, Request, SpecMethod
+from blockstep.spec import Config, Oracle, Outputs, Policy, RejectedEvent, Request
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.vocabulary import (
     FinishReason,
     HeldBlocks,
-    KVLoad,
     KVLoadFailurePolicy,
     KVTransfers,
     MambaCacheMode,
     OutputRow,
     Plan,
     RejectCode,
-    Stats,
     Status,
     TransfersReported,
     TransfersSnapshot,
     config_problems,
 )
 
-CONFIG = Config(num_blocks=12, block_size=2, max_model_len=16, kv_connector=True)
 RECOMPUTE = {"kv_load_failure_policy": KVLoadFailurePolicy.RECOMPUTE}
 AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
 PARKED = Status.WAITING_FOR_REMOTE_KVS
@@ -74,65 +71,6 @@ def park(oracle: Oracle, name: str, num_tokens: int, num_offered: int, **more: A
 
 
 # At once.
-
-
-def test_a_load_at_once_is_computed_behind_and_findable_once_it_is_answered() -> None:
-    oracle = build()
-    submit(oracle, "A", 6)
-    oracle.offer_kv("A", 20)
-    plan = oracle.schedule()
-    (row,) = plan.new
-    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (5, 1)
-    assert plan.kv_loads == (KVLoad("A", ((1, 2, 3),), 0, 5),)
-    assert moving(oracle).unsettled == ("A",)
-    assert oracle.peek(Request("B", (0, 1, 2, 3, 4, 5, 6))) == 0
-    answer(oracle, plan)
-    assert moving(oracle).unsettled == ()
-    assert oracle.peek(Request("B", (0, 1, 2, 3, 4, 5, 6))) == 6
-    assert oracle.snapshot().stats == Stats(
-        prefix_cache_queries=6, external_prefix_cache_queries=6, external_prefix_cache_hits=5
-    )
-
-
-def test_what_is_loaded_begins_behind_the_hit() -> None:
-    oracle = build()
-    submit(oracle, "A", 4, max_tokens=1)
-    step(oracle)
-    submit(oracle, "B", 8)
-    oracle.offer_kv("B", 6)
-    (load,) = oracle.schedule().kv_loads
-    assert (load.num_computed_tokens, load.num_external_tokens) == (4, 2)
-    assert load.block_ids == ((1, 2, 3),)
-    stats = oracle.snapshot().stats
-    assert (stats.external_prefix_cache_queries, stats.external_prefix_cache_hits) == (4 + 4, 2)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 4, None])
-def test_an_offer_of_no_more_than_the_hit_is_none_and_who_must_wait_is_passed_over(
-    num_tokens: int | None,
-) -> None:
-    oracle = build()
-    submit(oracle, "A", 4, max_tokens=1)
-    step(oracle)
-    submit(oracle, "B", 8)
-    oracle.offer_kv("B", num_tokens, is_async=True)
-    before = oracle.snapshot().stats
-    plan = oracle.schedule()
-    assert plan.kv_loads == ()
-    if num_tokens is None:
-        assert oracle.state.skipped_waiting == ("B",)
-        assert oracle.snapshot().stats == before
-        return
-    assert [row.num_computed_tokens for row in plan.new] == [4]
-
-
-def test_who_may_not_read_the_cache_asks_no_store_either() -> None:
-    oracle = build()
-    submit(oracle, "A", 4, skip_reading_prefix_cache=True)
-    oracle.offer_kv("A", None)
-    plan = oracle.schedule()
-    assert [row.num_computed_tokens for row in plan.new] == [0]
-    assert oracle.snapshot().stats == Stats()
 
 
 def test_a_request_goes_back_behind_what_was_loaded_and_rows_on_more_deliver_nothing() -> None:
@@ -214,54 +152,6 @@ def test_what_became_of_one_stops_no_other_load_of_its_frame() -> None:
 # Later.
 
 
-def test_a_parked_one_takes_neither_tokens_nor_seat_and_comes_back_behind_its_load() -> None:
-    oracle = build(max_num_seqs=1, max_num_batched_tokens=4)
-    submit(oracle, "A", 6)
-    submit(oracle, "B", 4, max_tokens=1)
-    oracle.offer_kv("A", 20, is_async=True)
-    plan, _ = step(oracle)
-    assert plan.kv_loads == (KVLoad("A", ((1, 2, 3),), 0, 5, is_async=True),)
-    assert [row.request_id for row in plan.rows] == ["B"]
-    assert oracle.schedule().rows == ()
-    oracle.report(["A", "A"])
-    assert moving(oracle).received == ("A",)
-    (row,) = oracle.schedule().new
-    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (5, 1)
-    shown = oracle.snapshot().request("A")
-    assert shown is not None
-    assert (shown.num_cached_tokens, shown.num_cached_blocks) == (5, (3,))
-
-
-def test_one_that_comes_back_and_is_refused_is_parked_and_not_findable() -> None:
-    oracle = build(num_blocks=6, max_frames_in_flight=2, scheduler_reserve_full_isl=False)
-    oracle.submit(Request("R", (7,) * 5, max_tokens=2))
-    step(oracle)
-    park(oracle, "A", 6, 3, max_tokens=1)
-    assert oracle.num_free_blocks == 0
-    oracle.report(["A"])
-    before = oracle.snapshot()
-    assert oracle.schedule().rows == (), "R waits for its token"
-    after = oracle.snapshot()
-    assert (after.request("A"), after.cached) == (before.request("A"), before.cached)
-    assert moving(oracle).received == ("A",)
-
-
-def test_of_a_parked_one_that_failed_what_came_is_kept_or_it_ends_and_holds() -> None:
-    oracle = build(**RECOMPUTE)
-    park(oracle, "A", 8, 7)
-    assert oracle.report(invalid_block_ids=[3, 2, 99]).rows == ()
-    oracle.report(["A"])
-    (row,) = oracle.schedule().new
-    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (2, 6)
-    oracle = build()
-    park(oracle, "A", 8, 7)
-    (ended,) = oracle.report(invalid_block_ids=[4]).rows
-    assert ended.finish_reason is FinishReason.ERROR
-    assert moving(oracle).held == (HeldBlocks("A", ((1, 2, 3, 4),), is_recving=True),)
-    oracle.report(["A"])
-    assert oracle.num_free_blocks == 11
-
-
 def test_one_of_whose_load_nothing_came_asks_anew() -> None:
     oracle = build(**RECOMPUTE)
     park(oracle, "A", 8, 7)
@@ -291,22 +181,6 @@ def test_who_has_come_goes_on_behind_a_head_that_does_not_fit(policy: Policy) ->
     assert [*oracle.state.skipped_waiting] == ["H"]
 
 
-def test_of_those_who_have_come_behind_a_head_the_first_goes_on_first() -> None:
-    oracle = build(num_blocks=9, max_num_seqs=2)
-    submit(oracle, "R", 2, max_tokens=8)
-    submit(oracle, "H", 12, max_tokens=1)
-    oracle.offer_kv("H", None)
-    for name in ("Z", "A"):
-        submit(oracle, name, 4, max_tokens=1)
-        oracle.offer_kv(name, 3, is_async=True)
-    step(oracle)
-    assert oracle.state.skipped_waiting == ("H", "Z", "A")
-    oracle.offer_kv("H", 0)
-    oracle.report(["Z", "A"])
-    assert [row.request_id for row in oracle.schedule().new] == ["Z"]
-    assert [*oracle.state.skipped_waiting] == ["H", "A"]
-
-
 def test_loads_that_have_come_give_their_blocks_to_the_first_in_line() -> None:
     """Each lacks what the other holds, and nobody runs."""
     oracle = build(num_blocks=5, scheduler_reserve_full_isl=False)
@@ -321,75 +195,6 @@ def test_loads_that_have_come_give_their_blocks_to_the_first_in_line() -> None:
     oracle.report(["B"])
     assert [row.request_id for row in oracle.schedule().new] == ["A"]
     assert (status(oracle, "B"), moving(oracle).received) == (Status.WAITING, ())
-
-
-def test_behind_a_head_that_does_not_fit_nobody_is_parked_without_budget() -> None:
-    tight: dict[str, Any] = {"num_blocks": 11, "max_num_batched_tokens": 2, "max_model_len": 32}
-    oracle = build(**tight, **RECOMPUTE)
-    for name, num_tokens in (("H", 7), ("B", 5), ("C", 4)):
-        submit(oracle, name, num_tokens, 3, cache_salt=name)
-        oracle.offer_kv(name, 4, is_async=True)
-    oracle.schedule()
-    submit(oracle, "R", 5, 4, cache_salt="R")
-    oracle.offer_kv("R", 0)
-    for _ in range(3):
-        step(oracle)
-    failed = oracle.state.requests["C"].block_tables[0]
-    oracle.report(["B", "C", "H"], invalid_block_ids=failed)
-    plan = oracle.schedule()
-    assert [row.request_id for row in plan.new] == ["B"]
-    assert plan.kv_loads == ()
-    assert moving(oracle).received == ("C", "H")
-
-
-def test_one_that_asks_anew_and_does_not_fit_keeps_its_blocks() -> None:
-    oracle = build(num_blocks=9, max_model_len=32, scheduler_reserve_full_isl=False, **RECOMPUTE)
-    submit(oracle, "A", 13, 3)
-    step(oracle, token=7)
-    oracle.reset(reset_running_requests=True)
-    oracle.offer_kv("A", 6, is_async=True)
-    oracle.schedule()
-    submit(oracle, "B", 3, 3, cache_salt="B")
-    plan = oracle.schedule()
-    failed = oracle.state.requests["A"].block_tables[0]
-    oracle.report(["A"], invalid_block_ids=failed)
-    assert oracle.state.requests["A"].num_computed_tokens == 0
-    answer(oracle, plan)
-    oracle.offer_kv("A", 0)
-    before = oracle.snapshot()
-    plan = oracle.schedule()
-    after = oracle.snapshot()  # it needs 7 blocks, and would have 6
-    assert after.request("A") == before.request("A")
-    assert (after.free_queue, after.ref_counts) == (before.free_queue, before.ref_counts)
-    assert moving(oracle).received == ("A",)
-    answer(oracle, plan)
-    oracle.abort("B")
-    assert oracle.schedule().cached[0].resumed
-
-
-@pytest.mark.parametrize("samples", [True, False])
-@pytest.mark.parametrize("policy", KVLoadFailurePolicy)
-def test_one_preempted_since_its_load_fails_only_if_the_row_would_sample(
-    policy: KVLoadFailurePolicy, samples: bool
-) -> None:
-    budget = 5 if samples else 3
-    oracle = build(
-        **AHEAD, max_num_batched_tokens=budget, kv_load_failure_policy=policy, max_model_len=32
-    )
-    submit(oracle, "A", 9)
-    oracle.offer_kv("A", 4)
-    plan = oracle.schedule()
-    oracle.reset(reset_running_requests=True)
-    oracle.offer_kv("A", 6)
-    outputs = answer(oracle, plan, 1)
-    if samples and policy is KVLoadFailurePolicy.FAIL:
-        assert outputs.rows == (OutputRow("A", (), FinishReason.ERROR, None, 4),)
-        return
-    assert outputs.rows == ()
-    request = oracle.state.requests["A"]
-    assert (request.status, request.output_token_ids) == (Status.PREEMPTED, ())
-    assert request.num_output_placeholders == 0
-    assert oracle.schedule().kv_loads[0].num_external_tokens == 6
 
 
 def test_a_session_whose_load_has_come_is_new_to_the_worker() -> None:
@@ -460,27 +265,6 @@ def test_a_reset_waits_for_transfers_and_takes_what_has_come() -> None:
 # Groups.
 
 
-def test_a_window_holds_nothing_of_a_load_that_it_does_not_attend_to() -> None:
-    oracle = build(groups=(full(2), window(2, 3)), **RECOMPUTE)
-    submit(oracle, "A", 8)
-    oracle.offer_kv("A", 7)
-    plan = oracle.schedule()
-    (load,) = plan.kv_loads
-    assert load.block_ids == ((1, 2, 3, 4), (0, 0, 5, 6))
-    answer(oracle, plan, 0)
-    assert moving(oracle).unsettled == ()
-    assert status(oracle) is Status.RUNNING, "a null block is nobody's"
-    oracle = build(groups=(full(2), window(2, 3)), **RECOMPUTE)
-    submit(oracle, "A", 8)
-    oracle.offer_kv("A", 7)
-    plan = oracle.schedule()
-    answer(oracle, plan, 6)
-    assert (status(oracle), oracle.num_free_blocks) == (Status.PREEMPTED, 11)
-    assert oracle.state.stats.preemptions == 1
-    (row,) = oracle.schedule().cached
-    assert (row.resumed, row.all_token_ids) == (True, tuple(range(8)))
-
-
 def test_who_begins_anew_for_a_window_is_the_only_one_that_the_worker_forgets() -> None:
     oracle = build(num_blocks=40, groups=(full(2), window(2, 3)), **RECOMPUTE)
     for name in "ABC":
@@ -489,14 +273,6 @@ def test_who_begins_anew_for_a_window_is_the_only_one_that_the_worker_forgets() 
     plan = oracle.schedule()
     answer(oracle, plan, plan.kv_loads[0].block_ids[0][-1])
     assert oracle.snapshot().prev_scheduled_req_ids == ("A", "C")
-
-
-def test_no_group_counts_on_what_another_lacks() -> None:
-    oracle = build(groups=(full(2), full(4)), **RECOMPUTE)
-    park(oracle, "A", 12, 11, max_tokens=1)
-    (table, larger) = oracle.state.requests["A"].block_tables
-    oracle.report(["A"], invalid_block_ids=[table[5], larger[1]])
-    assert oracle.state.requests["A"].num_computed_tokens == 4
 
 
 # Beside recurrent groups.
@@ -513,35 +289,6 @@ def test_an_offer_is_loaded_up_to_its_end_where_the_states_are(
     (load,) = oracle.schedule().kv_loads
     assert (load.num_external_tokens, load.is_async) == (7, is_async)
     assert load.block_ids == ((1, 2, 3, 4), (0, 0, 0, 5))
-
-
-@pytest.mark.parametrize("num_offered", [8, 100])
-def test_an_offer_behind_the_last_but_one_token_has_no_state_to_go_on_from(
-    num_offered: int,
-) -> None:
-    oracle = build(groups=(full(2), recurrent(2)), max_model_len=32)
-    submit(oracle, "A", 8)
-    oracle.offer_kv("A", num_offered)
-    plan = oracle.schedule()
-    assert plan.kv_loads == ()
-    assert [row.num_computed_tokens for row in plan.new] == [0]
-    whole = build(groups=(full(2), full(2)))
-    submit(whole, "A", 8)
-    whole.offer_kv("A", num_offered)
-    assert whole.schedule().kv_loads[0].num_external_tokens == 7
-
-
-def test_an_offer_of_what_was_the_last_token_is_loaded_once_another_is_known() -> None:
-    oracle = build(
-        groups=(full(2), recurrent(8, NONE)), max_model_len=8, enable_prefix_caching=False
-    )
-    submit(oracle, "A", 3, max_tokens=4)
-    oracle.offer_kv("A", 3)
-    plan, _ = step(oracle)
-    assert plan.kv_loads == ()
-    assert oracle.reset(reset_running_requests=True)
-    (load,) = oracle.schedule().kv_loads
-    assert load.num_external_tokens == 3
 
 
 def test_one_state_is_loaded_where_none_is_cached() -> None:
@@ -571,19 +318,6 @@ def test_a_state_that_is_loaded_has_a_block_beside_that_of_the_chunk() -> None:
     assert [row.request_id for row in short.schedule().new] == ["B", "C"]
 
 
-def test_states_of_drafts_stand_behind_the_one_that_is_loaded() -> None:
-    oracle = build(
-        groups=(full(4), recurrent(4, ALIGN, 1)), block_size=4, spec_method=SpecMethod.NGRAM,
-        num_speculative_tokens=1, max_model_len=32,
-    )  # fmt: skip
-    park(oracle, "A", 9, 5)
-    assert oracle.state.requests["A"].block_tables == ((1, 2), (0, 3, 4))
-    oracle.report(["A"])
-    (row,) = oracle.schedule().new
-    assert row.block_ids == ((1, 2), (0, 3, 4))
-    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (5, 3)
-
-
 def test_a_loaded_state_is_found_once_it_has_come_if_it_ends_a_block() -> None:
     oracle = build(groups=(full(2), recurrent(2)), num_blocks=40, max_model_len=32)
     park(oracle, "A", 8, 4)
@@ -596,38 +330,6 @@ def test_a_loaded_state_is_found_once_it_has_come_if_it_ends_a_block() -> None:
     submit(oracle, "C", 5)
     plan, _ = step(oracle)
     assert [(row.request_id, row.num_computed_tokens) for row in plan.new] == [("A", 4), ("C", 4)]
-
-
-@pytest.mark.parametrize("policy", KVLoadFailurePolicy)
-def test_an_invalid_block_that_is_spare_fails_no_load(policy: KVLoadFailurePolicy) -> None:
-    """It is for the state of a draft, so no load writes it; another load may have failed in it."""
-    oracle = build(
-        groups=(full(2), recurrent(2, ALL, 2)), num_blocks=20, max_model_len=32,
-        spec_method=SpecMethod.NGRAM, num_speculative_tokens=2, kv_load_failure_policy=policy,
-    )  # fmt: skip
-    plan = park(oracle, "A", 8, 5)
-    *_, spare = oracle.state.requests["A"].block_tables[1]
-    assert spare not in plan.kv_loads[0].block_ids[1]
-    assert oracle.report(invalid_block_ids=[spare]).rows == ()
-    assert oracle.state.requests["A"].num_computed_tokens == 5
-
-
-def test_nothing_is_left_of_a_failed_load_beside_states() -> None:
-    oracle = build(groups=(full(2), recurrent(2)), max_model_len=32, **RECOMPUTE)
-    park(oracle, "A", 8, 7)
-    last = oracle.state.requests["A"].block_tables[0][-1]
-    oracle.report(["A"], invalid_block_ids=[last])
-    assert oracle.state.requests["A"].num_computed_tokens == 0
-
-
-def test_blocks_of_a_later_load_are_not_zeroed() -> None:
-    oracle = build(groups=(full(2), recurrent(2)), max_model_len=32)
-    plan = park(oracle, "A", 8, 7)
-    assert plan.new_block_ids_to_zero == ()
-    now = build(groups=(full(2), recurrent(2)), max_model_len=32)
-    submit(now, "A", 8)
-    now.offer_kv("A", 6)
-    assert now.schedule().new_block_ids_to_zero == (1, 2, 3, 4)
 
 
 def test_a_request_that_ends_holds_its_state_until_the_store_has_read_it() -> None:
