@@ -15,6 +15,7 @@ from groups_support import (
     NONE,
     RECURRENT,
     WINDOW,
+    attends,
     chunks,
     full,
     recurrent,
@@ -24,6 +25,7 @@ from groups_support import (
 from blockstep.spec import Config, Oracle, Policy, Rejected, Request, SpecMethod, Submit
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
+from blockstep.spec.features.groups.kinds import compute_max_held_blocks, compute_max_reach
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.releases.sessions import count_held_by_all
 from blockstep.spec.vocabulary import (
@@ -156,6 +158,42 @@ class TestWhatAWindowIsCharged:
         assert tables(oracle, "A")[0].count(0) == 2
         assert tables(oracle, "A")[1] == (0, 0, 8)
         assert oracle.state.requests["B"].status == status
+
+
+@pytest.mark.parametrize(
+    "group",
+    [window(s, w) for s in (1, 2, 3, 4) for w in range(1, 8)]
+    + [chunks(s, k) for s in (1, 2, 3, 4) for k in range(1, 8)],
+)
+def test_the_most_that_a_group_holds_is_reached_and_never_passed(group: KVGroup) -> None:
+    """Of every place where a request can be, and every number of slots from there on."""
+    size = group.block_size
+    for reach in range(1, 6):
+        held = [
+            len(
+                {
+                    p // size
+                    for p in range(c + reach)
+                    if p >= c or any(attends(group, r, p) for r in range(c, c + 9))
+                }
+            )
+            for c in range(40)
+        ]
+        assert max(held) == compute_max_held_blocks(group, 99, reach)
+        assert compute_max_held_blocks(group, size, reach) == 1
+
+
+def test_the_reach_of_a_request_is_a_row_its_lookahead_and_the_drafts_in_flight() -> None:
+    config = Config(9, max_num_batched_tokens=10, groups=(full(16),))
+    assert compute_max_reach(config) == 10
+    assert compute_max_reach(replace(config, long_prefill_token_threshold=4)) == 4
+    assert compute_max_reach(replace(config, long_prefill_token_threshold=40)) == 10
+    drafts = replace(config, spec_method=SpecMethod.EAGLE, num_speculative_tokens=3)
+    assert compute_max_reach(drafts) == 13
+    assert compute_max_reach(replace(drafts, max_frames_in_flight=3)) == 13
+    ahead = replace(drafts, max_frames_in_flight=3, async_scheduling=True)
+    assert compute_max_reach(ahead) == 19
+    assert compute_max_reach(replace(ahead, max_num_batched_tokens=2)) == 2 + 3 + 2
 
 
 @pytest.mark.parametrize("method", [SpecMethod.NONE, SpecMethod.EAGLE])
@@ -303,6 +341,9 @@ class TestCommonPrefix:
         assert count_held_by_all(step, (3, 2)) == 1
         who.parts["kv_transfer"].held["E"] = SimpleNamespace(block_tables=((), (2,)))
         assert count_held_by_all(step, (3, 2)) == 0
+
+    def test_two_plans_are_equal_without_it(self) -> None:
+        assert Plan(0, num_common_prefix_blocks=(3,)) == Plan(0)
 
 
 def test_groups_of_one_kind_may_differ_in_size() -> None:

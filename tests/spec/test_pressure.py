@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 
 from blockstep.spec import Config, ConfigError, Oracle, RejectedEvent, Request
+from blockstep.spec.features.admission_control import is_closed
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.vocabulary import KVTransfers, PauseState, Plan, RequestId, Status
 
@@ -86,6 +88,24 @@ def test_a_plan_that_is_refused_decides_nothing() -> None:
     with pytest.raises(RejectedEvent):
         oracle.schedule()
     assert not closed(oracle)
+
+
+def test_every_case_by_the_words() -> None:
+    """Against a table of what is said: who runs, whether anybody was preempted, and what is free.
+
+    Without a distance between the two one number decides.
+    """
+    for was, running, victims, free in product((False, True), (0, 1, 2), (False, True), range(6)):
+        for low, high in ((0, 0), (1, 3), (3, 3), (0, 2)):
+            now = is_closed(was, running, victims, free, low, high)
+            if high == 0 or running == 0:
+                assert not now
+            elif victims or free < low:
+                assert now
+            elif free >= high:
+                assert not now
+            else:
+                assert now is was
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from blockstep.spec import (
 from blockstep.spec.profiles import (
     PROFILES,
     QUIRKS,
+    RELEASES,
     STRICT,
     Profile,
     Quirk,
@@ -64,6 +65,13 @@ def test_every_quirk_has_a_story_and_a_profile() -> None:
     assert STRICT.quirks == frozenset()
     assert get_profile("no such") is None
     assert set().union(*(profile.quirks for profile in PROFILES)) == set(Quirk)
+
+
+@pytest.mark.parametrize("profile", RELEASES, ids=lambda profile: profile.name)
+def test_a_quirk_was_seen_in_the_releases_that_have_it(profile: Profile) -> None:
+    seen = {story.quirk for story in QUIRKS if profile.name[5:] in story.seen_in.split()}
+    assert seen <= profile.quirks
+    assert profile.spares
 
 
 def test_unwritten_keys_stay() -> None:

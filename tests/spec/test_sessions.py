@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -509,6 +510,12 @@ def resting_session(**fields: Any) -> Oracle:
     oracle.submit(replace(Request("S", (1, 2, 3), max_tokens=1, resumable=True), **fields))
     oracle.commit(oracle.schedule(), {"S": [7]})
     return oracle
+
+
+def test_every_field_of_a_chunk_is_tried() -> None:
+    names = {part.name for part in dataclasses.fields(Request)}
+    assert names == {*ANOTHER, "request_id", "resumable"}
+    assert set(SESSION_FIELDS) < names
 
 
 @pytest.mark.parametrize("name", ANOTHER)

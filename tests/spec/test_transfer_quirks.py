@@ -9,6 +9,7 @@ from groups_support import ALL, full, recurrent
 
 from blockstep.spec import Config, Oracle, Plan, Request
 from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.releases.transfers import compute_num_loaded
 from blockstep.spec.vocabulary import (
     FinishReason,
     GroupKind,
@@ -282,6 +283,19 @@ def test_a_group_that_skips_all_that_is_loaded_takes_no_block_for_it() -> None:
     oracle.offer_kv("A", 3)
     oracle.schedule()
     assert oracle.state.requests["A"].block_tables == ((0, 3), (1, 2))
+
+
+def test_a_hit_that_is_longer_than_the_load_takes_no_block_for_it() -> None:
+    """The second full group is not cut to the window's hit of a token, and has found four blocks;
+    of two tokens a store loads one. 0.19.1 asks its pool for -2 blocks, the specification for 0."""
+    groups = (
+        KVGroup(GroupKind.FULL, 1),
+        KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=2),
+        KVGroup(GroupKind.FULL, 2),
+    )
+    assert [compute_num_loaded(group, 2, 4) for group in groups] == [0, 0, 0]
+    assert [compute_num_loaded(group, 4, 1) for group in groups] == [3, 3, 1]
+    assert compute_num_loaded(groups[0], 4, 4) == 0
 
 
 @both
