@@ -399,6 +399,16 @@ def test_a_request_goes_on_from_the_state_behind_its_last_right_draft(num_right:
     assert worker.execute(v.Plan(2, cached=(row,))) == []
 
 
+def test_a_block_of_two_groups_is_of_nobody() -> None:
+    row = v.NewRow(v.Request("B", (1, 2)), ((1,), (1,)), 0, 2)
+    findings = make_worker(**GROUPED).execute(v.Plan(0, new=(row,)))
+    assert (
+        findings[0].message
+        == "block 1 is of 'B' at index 0 of group 0 and 'B' at index 0 of group 1"
+    )
+    assert {found.property_id for found in findings} == {"P2", "P3"}
+
+
 def test_what_is_attended_to_no_more_may_be_anybodys() -> None:
     """No plan tells that A gave block 4 back: its table here names it to the end."""
     worker = in_groups((1, 2, 3), (4, 5, 6))
@@ -833,10 +843,59 @@ def test_of_tables_that_no_plan_has_told_yet_only_the_length_is_asked() -> None:
     assert worker.check_view(shown(worker, block_tables=((1, 2, 4),)), ()) == []
 
 
+def test_every_wrong_request_of_a_state_is_told() -> None:
+    worker = started()
+    wrong = shown(worker, num_computed_tokens=6)
+    stranger = replace(wrong.requests[0], request_id="0")
+    findings = worker.check_view(replace(wrong, requests=(stranger, *wrong.requests)))
+    assert [found.sentence for found in findings] == ["running_request_is_known", REBUILT]
+
+
 def test_a_block_need_not_stay_published() -> None:
     worker = started()
     assert publish(worker, 1, FIRST) == []
     assert worker.check_published(EMPTY) == []
+
+
+def test_tokens_are_the_same_only_to_their_first_one() -> None:
+    """That tells what is wrong with a slot: what shaped its KV beside the tokens, or the text."""
+    known = names.PrefixNames(2)
+
+    def name(*tokens: int, adapter: str | None = None) -> int:
+        chain: list[int] = []
+        known.extend(chain, known.root(adapter, None), tokens, {}, 0)
+        return chain[-1]
+
+    assert known.same_tokens(name(1, 2, 3), name(1, 2, 3, adapter="x"))
+    assert known.same_tokens(name(4), name(4, adapter="x"))
+    for left, right in (((9, 3), (8, 3)), ((2, 3), (1, 2, 3)), ((2, 3), (0, 2, 3))):
+        assert not known.same_tokens(name(*left), name(*right))
+        assert not known.same_tokens(name(*right), name(*left))
+        assert not known.same_tokens(name(*left), name(*right, adapter="x"))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "others"),
+    [
+        ((1, 2, 10), ["table_holds_the_scheduled_tokens"]),
+        ((0, 1, 2), ["table_holds_the_scheduled_tokens"]),
+        ((0, 1, 2, 3), []),
+    ],
+)
+def test_blocks_that_are_none_are_left_out(blocks: tuple[int, ...], others: list[str]) -> None:
+    findings = make_worker().execute(v.Plan(0, new=(v.NewRow(A, (blocks,), 0, 5),)))
+    assert [found.sentence for found in findings] == ["plan_names_real_blocks", *others]
+
+
+def test_another_text_that_is_sent_is_gone_on_with() -> None:
+    """So what is read for it is not what was written."""
+    row = cached("A", 5, 1, all_token_ids=(9, 2, 3, 4, 5, 6))
+    worker = started()
+    assert [found.sentence for found in worker.execute(v.Plan(1, cached=(row,)))] == [
+        "sent_tokens_are_those_of_the_worker",
+        "attended_slot_holds_the_right_prefix",
+    ]
+    assert worker.views["A"].tokens[:6] == [9, 2, 3, 4, 5, 6]
 
 
 def test_a_counting_worker_knows_a_name_that_comes_again_and_every_text() -> None:
@@ -852,3 +911,28 @@ def test_a_counting_worker_knows_a_name_that_comes_again_and_every_text() -> Non
 
 
 # What was in flight when a request was resumed.
+
+
+def test_after_a_text_without_what_is_in_flight_the_plans_are_followed() -> None:
+    """It is told once; later rows are of the text that was sent."""
+    worker = started(max_frames_in_flight=3)
+    assert worker.execute(v.Plan(1, cached=(cached("A", 5, 1),))) == []
+    text = tuple(worker.views["A"].tokens[:6])
+    assert worker.execute(v.Plan(2, preempted_req_ids=("A",))) == []
+    assert "resumed_request_has_no_token_in_flight" in [
+        found.sentence for found in resume(worker, text, 2)
+    ]
+    worker.commit(v.Commit(1, worker.answer(1)))
+    worker.commit(v.Commit(9, worker.answer(9)))
+    assert worker.views["A"].tokens[:6] == list(text)
+    assert worker.execute(v.Plan(10, cached=(cached("A", 6, 2),))) == []
+
+
+def test_one_in_flight_may_be_resumed_without_its_tokens_and_is_accused_of_both() -> None:
+    worker = waiting_for_its_token()
+    assert worker.execute(v.Plan(2, preempted_req_ids=("A",))) == []
+    row = cached("A", 0, 1, resumed=True, new_block_ids=((4, 5, 6),), num_scheduled_tokens=5)
+    assert [found.sentence for found in worker.execute(v.Plan(3, cached=(row,)))][:2] == [
+        "resumed_request_has_no_token_in_flight",
+        "tokens_are_sent_after_a_gap",
+    ]

@@ -49,6 +49,31 @@ def test_executing_a_plan_twice_does_nothing_more() -> None:
     assert worker.execute(plan) == worker.execute(plan) == []
 
 
+def test_a_commit_counts_more_than_the_answer() -> None:
+    worker = make_worker()
+    worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),)))
+    worker.answer(0)
+    worker.commit(v.Commit(0, (v.RowTokens("A", (42,)),)))
+    assert worker.views["A"].output_token_ids == (42,)
+    worker.commit(v.Commit(0, (v.RowTokens("A", (43,)),)))
+    assert worker.views["A"].output_token_ids == (42,)
+
+
+def test_without_commits_its_own_answer_counts_and_any_resumption_is_possible() -> None:
+    worker = make_worker()
+    worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),)))
+    tokens = (1, 2, 3, 4, 5, *worker.answer(0)[0].token_ids)
+    row = cached("A", 0, 1, resumed=True, new_block_ids=((4, 5, 6),), num_scheduled_tokens=6)
+    assert worker.execute(v.Plan(1, cached=(replace(row, all_token_ids=tokens),))) == []
+
+
+def test_a_commit_that_it_observes_counts_more_than_the_answer() -> None:
+    worker = make_worker()
+    worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),)))
+    assert worker.observe(v.Commit(0, (v.RowTokens("A", (42,)),)), v.Outputs()) == []
+    assert worker.views["A"].output_token_ids == (42,)
+
+
 def test_it_follows_the_exchanges_of_an_engine() -> None:
     worker = make_worker()
     plan = v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),))
@@ -79,6 +104,18 @@ def test_the_same_tokens_with_other_extras_are_not_read(fields: dict[str, Any]) 
     other = replace(A, request_id="B", **fields)
     findings = started().execute(v.Plan(1, new=(v.NewRow(other, ((1, 2, 4),), 4, 1),)))
     assert said(findings) == [("P6", "attended_slot_is_of_the_same_adapter_salt_and_items")]
+
+
+def test_embeddings_tell_slots_apart_where_they_stand() -> None:
+    worker = make_worker()
+    first = replace(A, prompt_embeds=(1, 2, 3, 4, 5))
+    assert worker.execute(v.Plan(0, new=(v.NewRow(first, ((1, 2, 3),), 0, 5),))) == []
+    same = replace(first, request_id="B", prompt_embeds=(1, 2, 3, 4, 9))
+    assert worker.execute(v.Plan(1, new=(v.NewRow(same, ((1, 2, 4),), 4, 1),))) == []
+    other = replace(first, request_id="C", prompt_embeds=(1, 2, 9, 4, 5))
+    findings = worker.execute(v.Plan(2, new=(v.NewRow(other, ((1, 2, 5),), 4, 1),)))
+    assert said(findings) == [("P6", "attended_slot_is_of_the_same_adapter_salt_and_items")]
+    assert findings[0].differences[0].field == "kv[2][0]"
 
 
 def test_after_a_forced_reset_a_request_may_be_resumed() -> None:
@@ -131,6 +168,16 @@ def test_each_slot_of_a_block_has_its_own_writer(text: Any, slot: int, story: st
     findings = worker.execute(v.Plan(2, new=(v.NewRow(v.Request("C", text), ((1,),), 3, 1),)))
     place = f"read by 'C' at position {slot} in plan 2"
     assert note_of(findings) == f"{place}; written by {story}"
+
+
+def test_a_slot_written_in_a_later_plan_than_the_first_of_its_block_has_a_writer() -> None:
+    worker = started()
+    assert worker.execute(v.Plan(1, cached=(cached("A", 5, 1),))) == []
+    text = (1, 2, 3, 4, 9, 9, 9)
+    findings = worker.execute(
+        v.Plan(2, new=(v.NewRow(v.Request("B", text), ((1, 2, 3, 5),), 6, 1),))
+    )
+    assert note_of(findings) == "read by 'B' at position 4 in plan 2; written by 'A' in plan 0"
 
 
 def test_a_block_is_told_of_that_was_exchanged() -> None:
@@ -192,6 +239,14 @@ def test_right_drafts_are_accepted_and_the_next_is_not(num_right: int) -> None:
     assert worker.check_published(replace(snapshot, block_keys=tuple(keys))) == []
 
 
+def test_after_a_wrong_draft_no_other_is_right() -> None:
+    worker = started()
+    (right,) = worker.propose("A", 1, 1)
+    row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=(right ^ 1, right))
+    assert worker.execute(v.Plan(1, cached=(replace(row, new_block_ids=((4,),)),))) == []
+    assert worker.answer(1) == (v.RowTokens("A", (right,)),)
+
+
 def test_fewer_drafts_may_be_committed_than_it_accepted() -> None:
     worker = started()
     row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=worker.propose("A", 2, 2))
@@ -201,6 +256,10 @@ def test_fewer_drafts_may_be_committed_than_it_accepted() -> None:
     worker.commit(v.Commit(1, (v.RowTokens("A", answer.token_ids[:1]),)))
     assert worker.views["A"].output_token_ids[1:] == answer.token_ids[:1]
     assert worker.execute(v.Plan(2, cached=(cached("A", 6, 2),))) == []
+
+
+def test_drafts_for_a_stranger_are_still_drafts() -> None:
+    assert len(make_worker().propose("nobody", 3, 3)) == 3
 
 
 # The state.
@@ -314,6 +373,18 @@ def test_a_block_costs_little() -> None:
 # Several frames in flight.
 
 
+def test_the_worker_is_ahead_of_the_scheduler_by_the_frames_in_flight() -> None:
+    worker = pipelined()
+    view = worker.views["A"]
+    assert (len(view.tokens), view.num_unreported, view.num_promised) == (7, 2, 2)
+    assert view.output_token_ids == ()
+    assert worker.execute(v.Plan(2, cached=(cached("A", 6, 2, new_block_ids=((4,),)),))) == []
+    first = worker.answer(0)
+    worker.commit(v.Commit(0, first))
+    assert view.output_token_ids == first[0].token_ids
+    assert (view.num_unreported, view.num_promised) == (2, 2)
+
+
 def test_rejected_drafts_put_the_scheduler_ahead_until_it_hears_of_them() -> None:
     drafting = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 2}
     worker = make_worker(max_frames_in_flight=3, async_scheduling=True, **drafting)
@@ -351,6 +422,13 @@ def test_how_many_placeholders_are_right_is_set_from_outside() -> None:
     worker.commit(v.Commit(2, worker.answer(2)))
     worker.execute(v.Plan(3, cached=(replace(last, new_block_ids=((7,),)),)))
     assert len(worker.answer(3)[0].token_ids) == 3, "and from the start"
+
+
+def test_what_is_committed_does_not_change_a_text_that_has_gone_on() -> None:
+    worker = pipelined()
+    before = list(worker.views["A"].tokens)
+    worker.commit(v.Commit(0, (v.RowTokens("A", (before[5] ^ 1,)),)))
+    assert worker.views["A"].tokens == before
 
 
 def test_one_resumed_after_a_reset_goes_on_and_its_blocks_were_given_back() -> None:
