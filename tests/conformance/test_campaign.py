@@ -556,7 +556,6 @@ def kill_owners(store: Store, server: Server, done: threading.Event, killed: lis
             killed.append(0)
 
 
-@pytest.mark.sampled(one_in=5)  # a minute or more, of five processes
 def test_four_workers_of_ray_killed_for_a_minute_change_nothing(
     tmp_path: Path, server: Server
 ) -> None:
