@@ -653,6 +653,9 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
     Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK: (
         replace(HEADED, groups=(full(1), window(1, 2))), (*once("A", 5), *once("B", 5)),
     ),
+    Quirk.WINDOWS_RESERVE_A_WHOLE_STEP: (
+        v.Config(3, 1, 1, 1, 6, groups=(window(1, 2),)), once("A", 5),
+    ),
     Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT: (
         v.Config(3, 1, 1, 1, 6, groups=(window(1, 2),)), once("A", 5),
     ),

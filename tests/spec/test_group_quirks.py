@@ -169,22 +169,32 @@ def test_a_head_gives_back_the_last_block() -> None:
     assert find(quirks, groups, 6) == find((), groups, 6), "without a head"
 
 
+A_STEP, IN_FLIGHT = Quirk.WINDOWS_RESERVE_A_WHOLE_STEP, Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT
+
+
 @pytest.mark.parametrize(
-    ("group", "budget", "num_frames", "expected"),
+    ("quirk", "group", "budget", "num_frames", "expected"),
     [
-        (window(1, 2), 1, 1, 3),  # a token before it, one of the step, and a block
-        (window(1, 2), 2, 2, 6),
-        (window(2, 4), 3, 1, 4),
-        (chunks(1, 3), 2, 1, 5),  # a chunk, and a step
-        (full(1), 1, 1, 8),
-        (window(1, 2), 9, 1, 8),  # the prompt itself, which is shorter
+        *[
+            case
+            for quirk in (A_STEP, IN_FLIGHT)
+            for case in (
+                (quirk, window(1, 2), 1, 1, 3),  # a token before it, one of the step, and a block
+                (quirk, window(2, 4), 3, 1, 4),
+                (quirk, chunks(1, 3), 2, 1, 5),  # a chunk, and a step
+                (quirk, full(1), 1, 1, 8),
+                (quirk, window(1, 2), 9, 1, 8),  # the prompt itself, which is shorter
+            )
+        ],
+        (A_STEP, window(1, 2), 2, 2, 4),
+        (IN_FLIGHT, window(1, 2), 2, 2, 6),
     ],
 )
-def test_windows_reserve_steps_in_flight(
-    group: KVGroup, budget: int, num_frames: int, expected: int
+def test_windows_reserve_steps(
+    quirk: Quirk, group: KVGroup, budget: int, num_frames: int, expected: int
 ) -> None:
     """The least pool in which a prompt of 8 tokens is admitted."""
-    profile = Profile("some", frozenset({Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT}))
+    profile = Profile("some", frozenset({quirk}))
     admitted = []
     for num_usable in range(1, 10):
         config = Config(

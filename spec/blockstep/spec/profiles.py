@@ -159,8 +159,8 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ),
     (
         "0.20.0",
-        frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}),
-        frozenset({Quirk.EVENTS_NAME_NO_GROUP}),
+        frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT, Quirk.WINDOWS_RESERVE_A_WHOLE_STEP}),
+        frozenset({Quirk.EVENTS_NAME_NO_GROUP, Quirk.WINDOWS_RESERVE_EVERYTHING}),
     ),
     (
         "0.22.1",
@@ -170,7 +170,6 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED,
                 Quirk.HEAD_GIVES_BACK_BY_TURNS,
                 Quirk.WINDOW_HIT_CUT_BLINDLY,
-                Quirk.WINDOWS_RESERVE_EVERYTHING,
             }
         ),
     ),
@@ -202,7 +201,13 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.STATES_ARE_LEFT_AT_ONCE,
             }
         ),
-        frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT, Quirk.WINDOWS_FORGET_DOUBT}),
+        frozenset(
+            {
+                Quirk.CACHED_TOKENS_OF_THE_LAST_HIT,
+                Quirk.WINDOWS_FORGET_DOUBT,
+                Quirk.WINDOWS_RESERVE_A_WHOLE_STEP,
+            }
+        ),
     ),
     (
         "0.27.0",

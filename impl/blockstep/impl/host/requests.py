@@ -176,10 +176,9 @@ class Requests:
 
     def list_tables(self, slot: int, column: int) -> BlockTables:
         """Return the block tables of a request, up to the number in a column of its holdings."""
-        s, seat = self.state, self.state.requests[slot, c.SEAT]
-        lengths = s.holdings[slot, :, column].tolist()
-        pairs = zip(s.block_tables, lengths, strict=True)
-        return tuple([tuple(table[seat, :length].tolist()) for table, length in pairs])
+        s, lengths = self.state, self.state.holdings[slot, :, column].tolist()
+        tables = s.block_tables[:, s.requests[slot, c.SEAT], : max(lengths)].tolist()
+        return tuple([tuple(table[:length]) for table, length in zip(tables, lengths, strict=True)])
 
     def lend_names(self) -> NDArray[np.object_]:
         """Return [slots]: an array of ids that later requests do not change."""

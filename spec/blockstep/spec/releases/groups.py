@@ -225,9 +225,19 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(full_isl.count_reserved_blocks, count_reserved_blocks)
 
 
-def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
+def windows_reserve_a_whole_step(rules: Rules, config: Config) -> Rules:
+    """The check of the full length counts a window, the budget of a step, and a block."""
+    return windows_reserve(rules, config.max_num_batched_tokens)
+
+
+def windows_reserve_steps_in_flight(rules: Rules, config: Config) -> Rules:
     """The check of the full length counts a window, all steps that may be in flight, and a
     block."""
+    return windows_reserve(rules, config.max_num_batched_tokens * config.max_frames_in_flight)
+
+
+def windows_reserve(rules: Rules, num_more: int) -> Rules:
+    """The check of the full length counts a window, `num_more` tokens, and a block."""
 
     def count_reserved_blocks(
         config: Config,
@@ -242,8 +252,7 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
         is_window = group.kind is GroupKind.SLIDING_WINDOW
         if is_window or group.kind is GroupKind.CHUNKED_LOCAL:
             num_behind = group.sliding_window - 1 if is_window else group.attention_chunk_size
-            num_in_flight = config.max_num_batched_tokens * config.max_frames_in_flight
-            num_tokens = min(num_behind + num_in_flight, config.max_model_len)
+            num_tokens = min(num_behind + num_more, config.max_model_len)
             num_blocks = -(-num_tokens // group.block_size) + is_window
             num_slots = min(num_slots, num_blocks * group.block_size)
         return count_needed(pool, group, num_slots, len(holding.block_table), hit)
@@ -400,6 +409,16 @@ STORIES = (
         "a draft head, two groups in blocks of 1; 5 tokens are cached, and submitted again: 4 of "
         "them are hit, not 3",
         upon=(Quirk.HEAD_LOOKS_BEHIND_ONCE,),
+    ),
+    QuirkStory(
+        Quirk.WINDOWS_RESERVE_A_WHOLE_STEP,
+        windows_reserve_a_whole_step,
+        "the check of the full length counts a window, the budget of a step, and a block",
+        ("P10", "P11", "P15"),
+        "#39734 (named in its source)",
+        "0.24.0",
+        "blocks of 1, a budget of 1, a window of 2, 3 blocks: a prompt of 5 tokens, which never "
+        "holds more than 2 blocks, is never admitted",
     ),
     QuirkStory(
         Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT,

@@ -101,6 +101,7 @@ class Quirk(StrEnum):
     REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK = "reasoning_is_sought_in_the_next_chunk"
     HEAD_LOOKS_BEHIND_ONCE = "head_looks_behind_once"
     HEAD_GIVES_BACK_THE_LAST_BLOCK = "head_gives_back_the_last_block"
+    WINDOWS_RESERVE_A_WHOLE_STEP = "windows_reserve_a_whole_step"
     WINDOWS_RESERVE_STEPS_IN_FLIGHT = "windows_reserve_steps_in_flight"
     ALL_IN_FLIGHT_IS_IN_DOUBT = "all_in_flight_is_in_doubt"
     STATES_ARE_LEFT_AT_ONCE = "states_are_left_at_once"

@@ -255,6 +255,7 @@ def _build_table() -> Mapping[str, Release]:
         older[-1],
         version="0.20.0",
         has_prefill_stats=True,
+        has_group_gate=True,
         has_countable_attempts=False,  # not tried there, nor the others below
         has_recurrent_groups=False,
         has_sessions=False,
@@ -276,7 +277,7 @@ def _build_table() -> Mapping[str, Release]:
         loads_no_aligned_states=False,
     )
     r0250 = replace(r0240, version="0.25.0", pads_drafts=True)
-    r0260 = replace(r0250, version="0.26.0", keeps_doubtful_blocks=True, has_group_gate=True)
+    r0260 = replace(r0250, version="0.26.0", keeps_doubtful_blocks=True)
     r0270 = replace(
         r0260,
         version="0.27.0",
