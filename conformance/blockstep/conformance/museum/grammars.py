@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Part
 from blockstep.spec.core.preemption import get_preempted
@@ -32,7 +32,6 @@ from blockstep.spec.releases.grammars import padding_unmasks_what_follows
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Config,
-    GrammarBitmask,
     GrammarOutput,
     Rejected,
     RequestId,
@@ -156,19 +155,18 @@ def tokens_behind_reasoning_lost(rules: Rules, config: Config) -> Rules:
 @PAGE.exhibit(
     "computing a bitmask advances the grammar by the drafts", "vLLM 0.19.1 rule S4", "P23 P18"
 )
-def mask_moves_the_grammar(rules: Rules, _config: Config) -> Rules:
+@instead(process_bitmask)
+def mask_moves_the_grammar(
+    right: Right[tuple[State, GrammarOutput] | Rejected], state: State
+) -> tuple[State, GrammarOutput] | Rejected:
     """The drafts may be rejected; those accepted advance the grammar once more with the outputs."""
-
-    def make(state: State, bitmask: GrammarBitmask) -> tuple[State, GrammarOutput] | Rejected:
-        result = rules[process_bitmask](state, bitmask)
-        if isinstance(result, Rejected):
-            return result
-        state, answer = result
-        requests = state.requests.to_dict()
-        for row in answer.rows:
-            known = tuple([token for token in row.draft_token_ids if token != DRAFT_PLACEHOLDER])
-            request = requests[row.request_id]
-            requests[row.request_id] = get_advanced(state, request, known) or request
-        return replace(state, requests=FrozenMap(requests)), answer
-
-    return rules.replacing(process_bitmask, make)
+    result = right()
+    if isinstance(result, Rejected):
+        return result
+    state, answer = result
+    requests = state.requests.to_dict()
+    for row in answer.rows:
+        known = tuple([token for token in row.draft_token_ids if token != DRAFT_PLACEHOLDER])
+        request = requests[row.request_id]
+        requests[row.request_id] = get_advanced(state, request, known) or request
+    return replace(state, requests=FrozenMap(requests)), answer

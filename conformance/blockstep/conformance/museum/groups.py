@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
 from blockstep.spec.copies import replace
 from blockstep.spec.core.block_pool import (
     Pool,
@@ -19,7 +19,7 @@ from blockstep.spec.core.block_pool import (
     touch_blocks,
 )
 from blockstep.spec.core.prefix_cache import get_group_keys
-from blockstep.spec.core.requests import NO_HIT, Hit, Holding, RequestState, without_nulls
+from blockstep.spec.core.requests import Hit, Holding, RequestState, without_nulls
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import (
     Growth,
@@ -59,6 +59,7 @@ PAGE = Page(takes_groups=True)
 STATES = Page(takes_groups=True, takes_states=True)
 """Seeded bugs in recurrent groups; their episodes have such groups as well."""
 Granted = tuple[Pool, RequestState] | None
+Taken = tuple[Pool, list[Holding], list[tuple[BlockId, ...]]]
 MANY: Final = 1_000_000
 """More blocks than any pool has."""
 
@@ -67,25 +68,24 @@ def allocate_by_turns(
     rules: Rules, sort: Callable[[Config, Iterable[int]], Iterable[int]]
 ) -> Rules:
     """Return rules by which hits are touched and blocks are taken group by group, in this order."""
-    take_rightly = rules[take_blocks]
 
     def take(
+        right: Right[Taken],
         config: Config,
         pool: Pool,
         request: RequestState,
         hit: Hit,
         nums_new: Sequence[int],
-        rules: Rules,
-    ) -> tuple[Pool, list[Holding], list[tuple[BlockId, ...]]]:
+    ) -> Taken:
         if not any(map(any, hit.block_tables)):
-            return take_rightly(config, pool, request, hit, nums_new, rules)
+            return right()
         taken: list[tuple[BlockId, ...]] = [()] * len(nums_new)
         for index in sort(config, range(len(nums_new))):
             pool = touch_blocks(pool, without_nulls(hit.block_tables[index]))
             pool, taken[index] = allocate_blocks(pool, nums_new[index])
         return pool, [*request.holdings], taken
 
-    return rules.replacing(take_blocks, take)
+    return replacing(rules, take_blocks, take)
 
 
 @PAGE.exhibit(
@@ -142,24 +142,10 @@ def window_charged_whole(rules: Rules, config: Config) -> Rules:
     wrong_fix_of="window-charged-whole",
     invisible="efficiency: there are more preemptions, but all requests finish",
 )
-def window_not_charged(rules: Rules, _config: Config) -> Rules:
+@instead(count_reserved_blocks)
+def window_not_charged(right: Right[int], group: KVGroup) -> int:
     """Blocks for the window and for the tokens of a step are missing when they are needed."""
-
-    def count(
-        config: Config,
-        pool: Pool,
-        group: KVGroup,
-        num_slots: int,
-        hit: tuple[BlockId, ...],
-        holding: Holding,
-        num_copies: int = 0,
-    ) -> int:
-        if group.kind is not GroupKind.FULL:
-            return 0
-        count_rightly = rules[count_reserved_blocks]
-        return count_rightly(config, pool, group, num_slots, hit, holding, num_copies)
-
-    return rules.replacing(count_reserved_blocks, count)
+    return right() if group.kind is GroupKind.FULL else 0
 
 
 @PAGE.exhibit(
@@ -182,23 +168,17 @@ def window_without_its_step(rules: Rules, _config: Config) -> Rules:
 def nulls_count_as_held(rules: Rules, config: Config) -> Rules:
     """The check caps a window's blocks, but also counts the null blocks of its table as held."""
     reach, doubt = compute_max_reach(config), compute_max_doubt(config)
-    publish_rightly = rules[publish_slots]
 
     def count(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
         num_due = compute_max_held_blocks(group, growth.num_slots, reach, doubt)
         return max(num_due - num_held - num_hit, 0)
 
     def publish(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        nums_full: Sequence[int],
-        rules: Rules = rules,
+        right: Right[tuple[Pool, RequestState]], request: RequestState, nums_full: Sequence[int]
     ) -> tuple[Pool, RequestState]:
-        there = [*map(len, request.block_tables)]
-        return publish_rightly(config, pool, request, [*map(min, nums_full, there)], rules)
+        return right(nums_full=[*map(min, nums_full, map(len, request.block_tables))])
 
-    return rules.replacing(count_taken, count).replacing(publish_slots, publish)
+    return replacing(replacing(rules, count_taken, count), publish_slots, publish)
 
 
 def get_alone(config: Config) -> list[Config]:
@@ -297,13 +277,10 @@ def group_left_out_of_keys(rules: Rules, _config: Config) -> Rules:
     "vLLM 0.19.1, found here",
     "P3 P5",
 )
-def half_a_block_left(rules: Rules, _config: Config) -> Rules:
+@instead(compute_num_skipped_blocks)
+def half_a_block_left(group: KVGroup, num_computed: int) -> int:
     """A window begins within a block, and so may a chunk of chunked-local attention."""
-
-    def count(group: KVGroup, num_computed: int) -> int:
-        return compute_num_blocks(compute_num_skipped_tokens(group, num_computed), group.block_size)
-
-    return rules.replacing(compute_num_skipped_blocks, count)
+    return compute_num_blocks(compute_num_skipped_tokens(group, num_computed), group.block_size)
 
 
 # Recurrent states.
@@ -325,17 +302,12 @@ def chunk_cut_to_nothing(rules: Rules, config: Config) -> Rules:
     "P9 P15",
     wrong_fix_of="chunk-cut-to-nothing",
 )
-def chunk_run_on(rules: Rules, _config: Config) -> Rules:
+@instead(compute_aligned_end)
+def chunk_run_on(right: Right[int], num_computed: int, end: int, last: int, unit: int) -> int:
     """The request progresses, but exceeds the token budget of the step."""
-
-    def get_end(
-        num_computed: int, end: int, last: int, unit: int, block_sizes: Sequence[int]
-    ) -> int:
-        if end >= last:
-            return rules[compute_aligned_end](num_computed, end, last, unit, block_sizes)
-        return max(end // unit, num_computed // unit + 1) * unit
-
-    return rules.replacing(compute_aligned_end, get_end)
+    if end >= last:
+        return right()
+    return max(end // unit, num_computed // unit + 1) * unit
 
 
 def is_aligned(group: KVGroup) -> bool:
@@ -353,33 +325,18 @@ def is_admission(request: RequestState) -> bool:
     "#46892; ascend #11129",
     "P8 P1 P2 P12",
 )
-def states_charged_once(rules: Rules, config: Config) -> Rules:
+@instead(allocate_slots)
+def states_charged_once(
+    right: Right[Granted], config: Config, pool: Pool, request: RequestState
+) -> Granted:
     """The blocks for the draft states belong to another request."""
     num_drafts = sum([one.num_speculative_blocks for one in config.groups if is_aligned(one)])
-    allocate_rightly = rules[allocate_slots]
-
-    def allocate(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        num_new: int,
-        num_lookahead: int = 0,
-        hit: Hit = NO_HIT,
-        rules: Rules = rules,
-    ) -> Granted:
-        asked = num_new, num_lookahead, hit, rules
-        granted = allocate_rightly(config, pool, request, *asked)
-        if granted is not None or not is_admission(request):
-            return granted
-        held = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
-        more = replace(pool, free_queue=pool.free_queue + tuple(held[:num_drafts]))
-        granted = allocate_rightly(config, more, request, *asked)
-        if granted is None:
-            return None
-        pool, request = granted
-        return replace(pool, free_queue=()), request
-
-    return rules.replacing(allocate_slots, allocate)
+    granted = right()
+    if granted is not None or not is_admission(request):
+        return granted
+    held = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
+    granted = right(pool=replace(pool, free_queue=pool.free_queue + tuple(held[:num_drafts])))
+    return None if granted is None else (replace(granted[0], free_queue=()), granted[1])
 
 
 @STATES.exhibit(
@@ -390,18 +347,11 @@ def states_charged_once(rules: Rules, config: Config) -> Rules:
 )
 def states_charged_by_tokens(rules: Rules, _config: Config) -> Rules:
     """A chunk writes one state however long it is, so requests that would fit have to wait."""
-    allocate_rightly = rules[allocate_slots]
 
     def allocate(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        num_new: int,
-        num_lookahead: int = 0,
-        hit: Hit = NO_HIT,
-        rules: Rules = rules,
+        right: Right[Granted], config: Config, request: RequestState, num_new: int, hit: Hit
     ) -> Granted:
-        granted = allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
+        granted = right()
         if granted is None or not is_admission(request):
             return granted
         num_tokens = request.num_computed_tokens + hit.num_tokens + num_new
@@ -412,22 +362,21 @@ def states_charged_by_tokens(rules: Rules, _config: Config) -> Rules:
         return granted if num_more <= get_num_free_blocks(granted[0]) else None
 
     def count(
-        config: Config,
+        right: Right[int],
         pool: Pool,
         group: KVGroup,
         num_slots: int,
         hit: tuple[BlockId, ...],
         holding: Holding,
-        num_copies: int = 0,
+        num_copies: int,
     ) -> int:
-        if is_aligned(group):
-            num_blocks = compute_num_blocks(num_slots, group.block_size)
-            num_blocks += group.num_speculative_blocks
-            return count_lacking(pool, num_blocks, MANY, hit, holding, num_copies)
-        count_rightly = rules[count_reserved_blocks]
-        return count_rightly(config, pool, group, num_slots, hit, holding, num_copies)
+        if not is_aligned(group):
+            return right()
+        num_blocks = compute_num_blocks(num_slots, group.block_size) + group.num_speculative_blocks
+        return count_lacking(pool, num_blocks, MANY, hit, holding, num_copies)
 
-    return rules.replacing(allocate_slots, allocate).replacing(count_reserved_blocks, count)
+    changed = replacing(rules, allocate_slots, allocate)
+    return replacing(changed, count_reserved_blocks, count)
 
 
 @STATES.exhibit(

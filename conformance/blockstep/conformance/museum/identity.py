@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 from zlib import crc32
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, instead
 from blockstep.spec.core.block_pool import Pool, find_block
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.rules import Rules
@@ -88,11 +88,8 @@ def get_byte(key: BlockKey) -> int:
 
 
 @PAGE.exhibit("a block hash is cut to one byte", "LMCache #3301", "P6 P3 P15")
-def digest_in_one_byte(rules: Rules, _config: Config) -> Rules:
+@instead(find_block)
+def digest_in_one_byte(pool: Pool, key: BlockKey) -> BlockId | None:
     """Upstream cut hashes of images to two bytes; with one byte short runs meet a collision."""
-
-    def find(pool: Pool, key: BlockKey) -> BlockId | None:
-        wanted = get_byte(key)
-        return next((ids[0] for one, ids in pool.cached.items() if get_byte(one) == wanted), None)
-
-    return rules.replacing(find_block, find)
+    wanted = get_byte(key)
+    return next((ids[0] for one, ids in pool.cached.items() if get_byte(one) == wanted), None)

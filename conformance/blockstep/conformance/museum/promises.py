@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.async_ import get_fulfilled, is_held_by_frames, publish_verified
 from blockstep.spec.core.block_pool import Pool
@@ -137,28 +137,26 @@ def reset_eats_a_token(rules: Rules, _config: Config) -> Rules:
     "P12 P14",
     invisible_if_hidden="books: the counter is set again when the request is resumed",
 )
-def stale_frame_rolls_back(rules: Rules, _config: Config) -> Rules:
+@instead(get_rolled_back)
+def stale_frame_rolls_back(
+    request: RequestState, num_drafts: int, num_sampled: int
+) -> RequestState:
     """A preempted request has no computed tokens, so the counter becomes negative."""
-
-    def roll_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:
-        num_rejected = compute_num_rejected(num_drafts, num_sampled)
-        return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
-
-    return rules.replacing(get_rolled_back, roll_back)
+    num_rejected = compute_num_rejected(num_drafts, num_sampled)
+    return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
 
 
 @PAGE.exhibit(
     "a commit publishes a block whose last token is not computed", "#27648, #36052", "P4 P3"
 )
-def last_token_published(rules: Rules, _config: Config) -> Rules:
+@instead(publish_verified)
+def last_token_published(
+    right: Right[tuple[Pool, RequestState]], state: State, pool: Pool, request: RequestState
+) -> tuple[Pool, RequestState]:
     """Known tokens are taken as computed, but the last token's KV is written one step later."""
-
-    def publish(state: State, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
-        pool, request = rules[publish_verified](state, pool, request)
-        config, is_running = state.config, request.status is Status.RUNNING
-        if not (config.enable_prefix_caching and config.async_scheduling and is_running):
-            return pool, request
-        nums_full = [request.num_known_tokens // size for size in config.block_sizes]
-        return publish_slots(config, pool, request, nums_full, state.rules)
-
-    return rules.replacing(publish_verified, publish)
+    pool, request = right()
+    config, is_running = state.config, request.status is Status.RUNNING
+    if not (config.enable_prefix_caching and config.async_scheduling and is_running):
+        return pool, request
+    nums_full = [request.num_known_tokens // size for size in config.block_sizes]
+    return publish_slots(config, pool, request, nums_full, state.rules)
