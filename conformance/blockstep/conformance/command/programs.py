@@ -35,24 +35,17 @@ from blockstep.spec.vocabulary import ConfigError
 
 ProgramOption = Annotated[
     Path | None,
-    typer.Option(
-        help="Play this program (of --save) only; nothing is drawn.",
-        rich_help_panel=sections.PROGRAMS,
-    ),
+    sections.programs("Play this program (of --save) only; nothing is drawn."),
 ]
 CorpusOption = Annotated[
     Path | None,
-    typer.Option(
-        help="A folder of programs, all played before any is drawn.",
-        rich_help_panel=sections.PROGRAMS,
-    ),
+    sections.programs("A folder of programs, all played before any is drawn."),
 ]
 KnownOption = Annotated[
     Path | None,
-    typer.Option(
+    sections.programs(
+        "A program (of --save) or a folder of programs: failures like theirs are suppressed.",
         exists=True,
-        help="A program (of --save) or a folder of programs: failures like theirs are suppressed.",
-        rich_help_panel=sections.PROGRAMS,
     ),
 ]
 SaveOption = Annotated[
@@ -66,10 +59,9 @@ SaveOption = Annotated[
 
 StandaloneOption = Annotated[
     bool,
-    typer.Option(
+    sections.programs(
+        "With --save: write a script of the engine alone, without Blockstep, for an issue.",
         "--standalone",
-        help="With --save: write a script of the engine alone, without Blockstep, for an issue.",
-        rich_help_panel=sections.PROGRAMS,
     ),
 ]
 
