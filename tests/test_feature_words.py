@@ -39,19 +39,19 @@ PLACES = {
         "engine.py": "the capabilities that engines have",
         "protocol/features.py": "the table",
         "protocol/program.py": "the events that a program may have, and their text",
-        "protocol/states.py": "the parts of a state that an engine may show",
+        "protocol/codec.py": "the parts of a state that an engine may show",
         "recorded/steps.py": "the fields of records of another simulator",
     },
     "tiers": {
         "engine.py": "the capabilities that engines have",
-        "judge/properties/lacked.py": "the parts of a state that a config lacks",
+        "judge/properties/work.py": "the parts of a state that a config lacks",
         "protocol/feature.py": "the fields of a config that contradict others",
         "protocol/features.py": "the table",
         "report/vocabulary.py": "the title of a document",
     },
     "events": {
         "engine.py": "the capabilities that engines have",
-        "judge/properties/lacked.py": "the parts of an answer that a config lacks",
+        "judge/properties/work.py": "the parts of an answer that a config lacks",
     },
     "cadence": {
         "engine.py": "the capabilities that engines have",

@@ -14,8 +14,12 @@ from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.features import BY_NAME, UsageError
 from blockstep.conformance.protocol.settings import Settings, SettingsError, find_settings
 from blockstep.conformance.protocol.wishes import parse_features
-from blockstep.conformance.search.budget import read_budget
-from blockstep.conformance.search.options import check_settings, find_profile, search_first
+from blockstep.conformance.search.options import (
+    check_settings,
+    find_profile,
+    read_budget,
+    search_first,
+)
 from blockstep.spec import profiles
 
 

@@ -25,10 +25,10 @@ from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.report.view import make_page
 from blockstep.conformance.search.call import Call
 from blockstep.conformance.search.check import CheckResult, play_program
-from blockstep.conformance.search.corpus import find_programs
 from blockstep.conformance.search.film import Picture, make_film
 from blockstep.conformance.search.forgiving import Cause
 from blockstep.conformance.search.isolation import Isolation, LostError, RefusedError
+from blockstep.conformance.search.known import find_programs
 from blockstep.conformance.search.options import CheckOptions, find_profile, load
 from blockstep.conformance.search.standalone import tell_story, verify
 from blockstep.spec.vocabulary import ConfigError

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.feature import Situation, list_draws
+from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.protocol.program import Mistake
 from blockstep.spec import vocabulary as v

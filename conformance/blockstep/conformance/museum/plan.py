@@ -1,4 +1,6 @@
-"""Seeded bugs in plans and outputs: what the worker gets, and when a request finishes."""
+"""Seeded bugs in plans and outputs: what the worker gets, when a request finishes, and when the
+engine loop sleeps.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from blockstep.spec.core.requests import FrameRow
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
+from blockstep.spec.idle import has_work
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.endings import min_tokens_mask_length
 from blockstep.spec.vocabulary import CachedRow, Config, NewRow, Plan, Status
@@ -125,3 +128,24 @@ def uncached_chunk_repeats(rules: Rules, config: Config) -> Rules:
         return replace(state, requests=FrozenMap(requests))
 
     return rules if config.enable_prefix_caching else rules.replacing(process_advance, advance)
+
+
+LOOP = "vLLM 0.19.1 has_requests"
+SHOWN = "books: only the state shows whether the loop may sleep"
+
+
+@PAGE.exhibit("the engine loop sleeps while requests wait", LOOP, "P10", invisible_if_hidden=SHOWN)
+def waiting_are_no_work(rules: Rules, _config: Config) -> Rules:
+    """Only running requests count as work, so the last preempted one is never scheduled again."""
+    return rules.replacing(has_work, lambda state: bool(state.finished_req_ids or state.running))
+
+
+@PAGE.exhibit(
+    "the engine loop keeps running while everything is paused",
+    LOOP,
+    "P10",
+    invisible_if_hidden=SHOWN,
+)
+def paused_are_work(rules: Rules, _config: Config) -> Rules:
+    """It makes empty plans as fast as it can."""
+    return rules.replacing(has_work, lambda state: bool(state.finished_req_ids or state.requests))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from blockstep.conformance.museum.exhibit import Page, Right, instead
 from blockstep.spec.copies import replace
+from blockstep.spec.core.admission import get_verdict
 from blockstep.spec.core.async_ import publish_verified
 from blockstep.spec.core.block_pool import (
     Pool,
@@ -17,6 +18,7 @@ from blockstep.spec.core.block_pool import (
     withdraw_blocks,
 )
 from blockstep.spec.core.lifecycle import process_abort
+from blockstep.spec.core.parts import Note
 from blockstep.spec.core.requests import (
     NOTHING_HELD,
     Hit,
@@ -26,17 +28,23 @@ from blockstep.spec.core.requests import (
 )
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import (
+    Growth,
+    allocate_slots,
     compute_max_blocks,
     compute_num_blocks,
+    count_taken,
     publish_slots,
     revoke_slots,
     take_blocks,
 )
 from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.vocabulary import Aborted, BlockId, Config, RequestId
+from blockstep.spec.vocabulary import Aborted, BlockId, Config, KVGroup, RequestId
 
 PAGE = Page()
+LISTINGS = Page()
+"""Seeded bugs from the block manager's listings that fit no other page."""
 
 
 def get_shared(pool: Pool, block_ids: Sequence[BlockId]) -> tuple[BlockId, ...]:
@@ -171,3 +179,58 @@ def publisher_evicts_itself(
     if after is not request and get_num_free_blocks(pool) == 0:
         pool = withdraw_blocks(pool, after.block_tables[0][:1])
     return pool, after
+
+
+Granted = tuple[Pool, RequestState] | None
+
+
+@LISTINGS.exhibit(
+    "a partly filled last block is not allocated if full blocks are computed, too",
+    "the block manager: Prefix Cache Lookup, breaks its rule",
+    "P26 P8",
+)
+@instead(count_taken)
+def tail_block_left_out(
+    right: Right[int], group: KVGroup, growth: Growth, num_held: int, num_hit: int
+) -> int:
+    """The tail is allocated only if all full blocks of the request were hit."""
+    num_taken = right()
+    num_full, num_rest = divmod(growth.num_slots, group.block_size)
+    is_left_out = num_held == 0 and num_rest > 0 and num_full != num_hit
+    return num_taken - is_left_out
+
+
+@LISTINGS.exhibit(
+    "a block is published when it is allocated",
+    "the block manager: Prefix Cache Lookup, breaks its rule",
+    "P4 P3",
+)
+@instead(allocate_slots)
+def published_as_it_is_taken(right: Right[Granted], config: Config, rules: Rules) -> Granted:
+    """A chunk may end within the block, so the next request hits slots that are not computed."""
+    granted = right()
+    if granted is None or not config.enable_prefix_caching:
+        return granted
+    pool, request = granted
+    num_full = request.num_known_tokens // config.block_size
+    nums_full = [min(num_full, len(table)) for table in request.block_tables]
+    return publish_slots(config, pool, request, nums_full, rules)
+
+
+_SKIPS_NEXT = Note("skips_next", False)
+
+
+@LISTINGS.exhibit(
+    "every second waiting request is skipped",
+    "the block manager: in the Scheduling Loop, breaks its rule",
+    "P16 P15",
+    invisible="policy: which request is admitted first",
+)
+@instead(get_verdict)
+def every_second_is_passed_over(right: Right[Verdict], step: Step) -> Verdict:
+    """The queue is shortened during an iteration over it."""
+    skips, verdict = _SKIPS_NEXT.of(step), Verdict.PASSED_OVER
+    if not skips:
+        verdict = right()
+    _SKIPS_NEXT.set(step, verdict is Verdict.ADMITTED)
+    return verdict

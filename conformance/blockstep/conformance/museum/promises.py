@@ -1,4 +1,6 @@
-"""Seeded bugs in placeholders: output tokens of frames in flight under asynchronous scheduling."""
+"""Seeded bugs in placeholders, which stand for output tokens of frames in flight under asynchronous
+scheduling, and in draft tokens: how they are published, rolled back and dispatched.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.commit import get_rows_committed
 from blockstep.spec.core.parts import Part
 from blockstep.spec.core.preemption import get_preempted, process_preemption
+from blockstep.spec.core.prefix_cache import get_keyed
 from blockstep.spec.core.requests import Frame, RequestState
 from blockstep.spec.core.rules import Rules
-from blockstep.spec.core.slots import publish_slots
+from blockstep.spec.core.slots import allocate_slots, publish_slots
 from blockstep.spec.core.speculation import compute_num_rejected, get_rolled_back
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
@@ -160,3 +163,33 @@ def last_token_published(
         return pool, request
     nums_full = [request.num_known_tokens // size for size in config.block_sizes]
     return publish_slots(config, pool, request, nums_full, state.rules)
+
+
+Granted = tuple[Pool, RequestState] | None
+
+
+@PAGE.exhibit(
+    "blocks with unverified draft tokens are published in the prefix cache",
+    "vLLM V1: Draft tokens are never cached",
+    "P3",
+)
+@instead(allocate_slots)
+def cached_drafts(
+    right: Right[Granted], config: Config, request: RequestState, num_new: int, rules: Rules
+) -> Granted:
+    """A rejected draft can be hit as if it were part of the request's tokens."""
+    num_drafts = request.num_computed_tokens + num_new - request.num_known_tokens
+    known = request.output_token_ids
+    drafts = request.spec_token_ids[: max(num_drafts, 0)]
+    guessed = replace(request, output_token_ids=known + drafts)
+    granted = right(request=get_keyed(config, guessed, rules))
+    if granted is None:
+        return None
+    pool, after = granted
+    return pool, replace(after, output_token_ids=known, block_keys=request.block_keys)
+
+
+@PAGE.exhibit("rejected drafts count as computed", "vLLM V1: Rejection Clawback", "P14 P12 P4 P26")
+def lost_rollback(rules: Rules, _config: Config) -> Rules:
+    """The next step starts after tokens whose KV is not valid."""
+    return rules.replacing(get_rolled_back, lambda request, _num_drafts, _num_sampled: request)

@@ -14,8 +14,7 @@ from blockstep.conformance.judge.attended import count_unattended
 from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.amounts import blocks_for
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.life import order_of
+from blockstep.conformance.judge.properties.ledger import Ledger, order_of
 from blockstep.conformance.judge.properties.output import stop_of
 from blockstep.conformance.judge.properties.queue_replay import admits_nobody
 from blockstep.conformance.judge.properties.sentence import (
