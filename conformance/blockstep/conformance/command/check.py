@@ -42,14 +42,7 @@ def is_ours(engine: str) -> bool:
     return engine in TRUSTED or engine.startswith(MUSEUM)
 
 
-FolderOption = Annotated[
-    Path | None,
-    sections.engine("A folder to look in first for the engine.", exists=True, file_okay=False),
-]
-PolicyOption = Annotated[
-    Policy | None,
-    sections.runs("Fix the policy; both are drawn otherwise."),
-]
+PolicyOption = Annotated[Policy | None, sections.runs("Fix the policy; both are drawn otherwise.")]
 HideStateOption = Annotated[
     bool,
     sections.engine(
@@ -57,8 +50,7 @@ HideStateOption = Annotated[
     ),
 ]
 SentenceOption = Annotated[
-    str | None,
-    sections.runs("If several checks fail at once, show a program for this one."),
+    str | None, sections.runs("If several checks fail at once, show a program for this one.")
 ]
 InProcessOption = Annotated[
     bool,
@@ -76,25 +68,19 @@ EventSecondsOption = Annotated[
     ),
 ]
 
-PresetOption = Annotated[
-    str,
-    sections.runs(f"Scope of the runs: {', '.join(PRESETS)}."),
-]
+PresetOption = Annotated[str, sections.runs(f"Scope of the runs: {', '.join(PRESETS)}.")]
 BudgetOption = Annotated[
-    str,
-    sections.runs("How long: a number of events (repeatable), or 60s, 5m."),
+    str, sections.runs("How long: a number of events (repeatable), or 60s, 5m.")
 ]
 EpisodeOption = Annotated[
-    int | None,
-    sections.runs("Run this one episode only (to reproduce a failure).", min=0),
+    int | None, sections.runs("Run this one episode only (to reproduce a failure).", min=0)
 ]
 RecordOption = Annotated[
     Path | None,
     options.output("With --episode: write the run as a trace.", panel=sections.PROGRAMS),
 ]
 CoverageOption = Annotated[
-    bool,
-    sections.output("Show how often each coverage goal was reached.", "--coverage"),
+    bool, sections.output("Show how often each coverage goal was reached.", "--coverage")
 ]
 
 
@@ -107,7 +93,7 @@ def check_command(
     depth: options.Depth = MAX_DEPTH,
     with_features: options.With = None,
     without_features: options.Without = None,
-    path: FolderOption = None,
+    path: options.Folder = None,
     seed: options.Seed = 0,
     budget: BudgetOption = "150000",
     episode: EpisodeOption = None,

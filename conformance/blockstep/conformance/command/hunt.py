@@ -13,7 +13,6 @@ from rich.console import Console
 from blockstep.conformance.command import console, options, sections
 from blockstep.conformance.command.check import (
     EventSecondsOption,
-    FolderOption,
     HideStateOption,
     InProcessOption,
     PolicyOption,
@@ -37,8 +36,7 @@ from blockstep.conformance.search.options import CheckOptions, ExitCode, load
 from blockstep.spec.profiles import STRICT
 
 PresetOption = Annotated[
-    str | None,
-    sections.runs(f"One scope of the runs only, of {', '.join(PRESETS)}; else two."),
+    str | None, sections.runs(f"One scope of the runs only, of {', '.join(PRESETS)}; else two.")
 ]
 ForgiveOption = Annotated[
     list[str] | None,
@@ -54,17 +52,14 @@ SaveOption = Annotated[
 ]
 
 ProfileOption = Annotated[
-    str,
-    sections.engine("Release whose known quirks are not reported; strict: report all."),
+    str, sections.engine("Release whose known quirks are not reported; strict: report all.")
 ]
 BudgetOption = Annotated[int, sections.runs("Events in each scope.", min=1)]
 EpisodeOption = Annotated[
-    int | None,
-    sections.runs("Play this one episode only (to reproduce a defect).", min=0),
+    int | None, sections.runs("Play this one episode only (to reproduce a defect).", min=0)
 ]
 MarkdownOption = Annotated[
-    Path | None,
-    options.output("Also write a page of the documentation.", panel=sections.OUTPUT),
+    Path | None, options.output("Also write a page of the documentation.", panel=sections.OUTPUT)
 ]
 
 
@@ -77,7 +72,7 @@ def hunt_command(
     depth: options.Depth = MAX_DEPTH,
     with_features: options.With = None,
     without_features: options.Without = None,
-    path: FolderOption = None,
+    path: options.Folder = None,
     seed: options.Seed = 0,
     budget: BudgetOption = 100_000,
     episode: EpisodeOption = None,

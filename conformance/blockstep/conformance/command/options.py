@@ -103,10 +103,7 @@ Json = Annotated[
     Path | None,
     output("Also write the result to this file ('-': stdout).", "--json", panel=sections.OUTPUT),
 ]
-All = Annotated[
-    bool,
-    sections.output("Print every entry, not an overview.", "--all"),
-]
+All = Annotated[bool, sections.output("Print every entry, not an overview.", "--all")]
 Folder = Annotated[
     Path | None,
     sections.engine(
@@ -114,17 +111,12 @@ Folder = Annotated[
     ),
 ]
 Profile = Annotated[
-    str,
-    sections.engine("Release whose known quirks are followed (blockstep quirks)."),
+    str, sections.engine("Release whose known quirks are followed (blockstep quirks).")
 ]
 Depth = Annotated[
-    int,
-    sections.runs("Plans in flight at once, at most; drawn up to this.", min=1, max=MAX_DEPTH),
+    int, sections.runs("Plans in flight at once, at most; drawn up to this.", min=1, max=MAX_DEPTH)
 ]
-Seed = Annotated[
-    int,
-    sections.runs("Seed of all random choices.", min=0),
-]
+Seed = Annotated[int, sections.runs("Seed of all random choices.", min=0)]
 With = Annotated[
     list[str] | None,
     sections.runs(
@@ -132,16 +124,11 @@ With = Annotated[
     ),
 ]
 Without = Annotated[
-    list[str] | None,
-    sections.runs("A feature of no run; repeatable.", "--without"),
+    list[str] | None, sections.runs("A feature of no run; repeatable.", "--without")
 ]
-Jobs = Annotated[
-    int,
-    sections.runs("Parallel processes; 0: one per core.", min=0),
-]
+Jobs = Annotated[int, sections.runs("Parallel processes; 0: one per core.", min=0)]
 Brief = Annotated[
-    bool,
-    sections.output("Print a finding in at most five lines, for a log or a CI.", "--brief"),
+    bool, sections.output("Print a finding in at most five lines, for a log or a CI.", "--brief")
 ]
 JOBS_PER_CORE_MAX = 4
 JOBS_ALWAYS = 64

@@ -34,12 +34,10 @@ from blockstep.conformance.search.standalone import tell_story, verify
 from blockstep.spec.vocabulary import ConfigError
 
 ProgramOption = Annotated[
-    Path | None,
-    sections.programs("Play this program (of --save) only; nothing is drawn."),
+    Path | None, sections.programs("Play this program (of --save) only; nothing is drawn.")
 ]
 CorpusOption = Annotated[
-    Path | None,
-    sections.programs("A folder of programs, all played before any is drawn."),
+    Path | None, sections.programs("A folder of programs, all played before any is drawn.")
 ]
 KnownOption = Annotated[
     Path | None,

@@ -17,8 +17,7 @@ from blockstep.conformance.search.options import ExitCode, exit_code_of
 def validate_command(
     context: typer.Context,
     trace: Annotated[
-        Path,
-        typer.Argument(help="A recorded run (blockstep check --record), or records of steps."),
+        Path, typer.Argument(help="A recorded run (blockstep check --record), or records of steps.")
     ],
     brief: options.Brief = False,
     json_path: options.Json = None,
