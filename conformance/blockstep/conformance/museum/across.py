@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead
+from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
 from blockstep.spec.copies import replace
 from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.parts import Part
@@ -21,7 +21,7 @@ from blockstep.spec.features.encoder import (
     limit_to_items,
     process_items_taken,
 )
-from blockstep.spec.vocabulary import Config, FrameId, GroupKind, KVGroup
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup
 
 PAGE = Page(takes_groups=True, takes="encoder")
 
@@ -61,15 +61,12 @@ def across_as_long_as_the_text(right: Right[int], group: KVGroup, growth: Growth
 def across_is_kept(rules: Rules, config: Config) -> Rules:
     """A request that finishes or is preempted frees only its self-attention blocks."""
 
-    def release(
-        pool: Pool, request: RequestState, all_rules: Rules, fence: FrameId | None = None
-    ) -> Pool:
+    def release(right: Right[Pool], request: RequestState) -> Pool:
         pairs = zip(config.kv_groups, request.holdings, strict=True)
         freed = [held for group, held in pairs if group.kind is not GroupKind.CROSS_ATTENTION]
-        request = replace(request, holdings=tuple(freed))
-        return rules[release_slots](pool, request, all_rules, fence)
+        return right(request=replace(request, holdings=tuple(freed)))
 
-    return rules.replacing(release_slots, release)
+    return replacing(rules, release_slots, release)
 
 
 _IS_MADE: Final = Part("is_made", False)

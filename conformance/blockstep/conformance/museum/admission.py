@@ -304,13 +304,9 @@ def chunked_stays_queued(right: Right[None], step: Step) -> None:
     "P5",
     invisible="efficiency: blocks are computed again",
 )
-def hits_within_a_chunk(rules: Rules, config: Config) -> Rules:
+@instead(find_hit)
+def hits_within_a_chunk(right: Right[Hit], config: Config) -> Hit:
     """The prompt is cut to a chunk before the lookup, so no hit is longer than a chunk."""
-    num_blocks = compute_max_row(config) // config.block_size
-
-    def find(config: Config, pool: Pool, request: RequestState) -> Hit:
-        (table,) = rules[find_hit](config, pool, request).block_tables
-        table = table[:num_blocks]
-        return Hit(len(table) * config.block_size, (table,))
-
-    return rules.replacing(find_hit, find)
+    (table,) = right().block_tables
+    table = table[: compute_max_row(config) // config.block_size]
+    return Hit(len(table) * config.block_size, (table,))

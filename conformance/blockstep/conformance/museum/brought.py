@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead
+from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Part
 from blockstep.spec.core.requests import RequestState
@@ -18,7 +18,7 @@ from blockstep.spec.features.identity import name_content
 from blockstep.spec.features.lora import list_seated, process_adapter_gate
 from blockstep.spec.features.reclaim import find_giver, process_giving
 from blockstep.spec.features.sessions import RESTING, get_continued
-from blockstep.spec.vocabulary import Config, Request, RequestId, Status
+from blockstep.spec.vocabulary import Config, RequestId, Status
 
 ADAPTERS = Page(takes="adapters")
 SESSIONS = Page(takes="sessions")
@@ -86,18 +86,13 @@ _IS_CONTINUED: Final = Part("is_continued", False)
 def last_item_names_a_chunk(rules: Rules, _config: Config) -> Rules:
     """The search for a block's items starts at the last item, as it may for blocks of outputs."""
 
-    def go_on(
-        config: Config, request: RequestState, update: Request, all_rules: Rules
-    ) -> RequestState:
-        request = _IS_CONTINUED.put(request, True)
-        return rules[get_continued](config, request, update, all_rules)
+    def go_on(right: Right[RequestState], request: RequestState) -> RequestState:
+        return right(request=_IS_CONTINUED.put(request, True))
 
-    def name(
-        request: RequestState, index: int, start: int, end: int, all_rules: Rules
-    ) -> Mapping[str, Any]:
-        if _IS_CONTINUED.of(request):
-            asked = replace(request.request, items=request.request.items[-1:])
-            request = replace(request, request=asked)
-        return rules[name_content](request, index, start, end, all_rules)
+    def name(right: Right[Mapping[str, Any]], request: RequestState) -> Mapping[str, Any]:
+        if not _IS_CONTINUED.of(request):
+            return right()
+        asked = replace(request.request, items=request.request.items[-1:])
+        return right(request=replace(request, request=asked))
 
-    return rules.replacing(get_continued, go_on).replacing(name_content, name)
+    return replacing(replacing(rules, get_continued, go_on), name_content, name)

@@ -181,13 +181,10 @@ def get_alone(config: v.Config) -> list[v.Config]:
     "#52520, #39734; local-inference-lab #394",
     "P11 P10",
 )
-def each_group_fits_alone(rules: Rules, config: v.Config) -> Rules:
+@instead(compute_max_blocks)
+def each_group_fits_alone(right: Right[int], config: v.Config) -> int:
     """The accepted request waits for blocks that the pool does not have, and blocks the queue."""
-    count, alone = rules[compute_max_blocks], get_alone(config)
-    return rules.replacing(
-        compute_max_blocks,
-        lambda _config, request, rules: max([count(one, request, rules) for one in alone]),
-    )
+    return max([right(config=one) for one in get_alone(config)])
 
 
 @PAGE.exhibit(
@@ -196,14 +193,11 @@ def each_group_fits_alone(rules: Rules, config: v.Config) -> Rules:
     "P11 P10",
     wrong_fix_of="each-group-fits-alone",
 )
-def first_group_decides(rules: Rules, config: v.Config) -> Rules:
+@instead(compute_max_blocks)
+def first_group_decides(right: Right[int], config: v.Config) -> int:
     """This is right only if the first group needs the most blocks."""
     alone = get_alone(config)
-
-    def count(_config: v.Config, request: v.Request, all_rules: Rules) -> int:
-        return len(alone) * rules[compute_max_blocks](alone[0], request, all_rules)
-
-    return rules.replacing(compute_max_blocks, count)
+    return len(alone) * right(config=alone[0])
 
 
 @PAGE.exhibit(
@@ -237,18 +231,16 @@ def hit_of_full_attention(rules: Rules, _config: v.Config) -> Rules:
 def nulls_freed(rules: Rules, _config: v.Config) -> Rules:
     """The ref count of the null block becomes negative."""
 
-    def give_up(
-        pool: Pool, block_tables: v.BlockTables, all_rules: Rules, fence: v.FrameId | None = None
-    ) -> Pool:
-        pool = rules[give_up_blocks](pool, block_tables, all_rules, fence)
+    def give_up(right: Right[Pool], block_tables: v.BlockTables) -> Pool:
+        pool = right()
         counts = [*pool.ref_counts]
         counts[v.NULL_BLOCK] -= sum([table.count(v.NULL_BLOCK) for table in block_tables])
         return replace(pool, ref_counts=tuple(counts))
 
-    def is_held(pool: Pool) -> bool:
-        return rules[is_held_besides](replace(pool, ref_counts=pool.ref_counts[v.NULL_BLOCK + 1 :]))
+    def is_held(right: Right[bool], pool: Pool) -> bool:
+        return right(pool=replace(pool, ref_counts=pool.ref_counts[v.NULL_BLOCK + 1 :]))
 
-    return rules.replacing(give_up_blocks, give_up).replacing(is_held_besides, is_held)
+    return replacing(replacing(rules, give_up_blocks, give_up), is_held_besides, is_held)
 
 
 @PAGE.exhibit(
