@@ -24,10 +24,10 @@ from statistics import median
 from benchmarks._pages import get_commit, make_table
 
 from blockstep.conformance.campaign import play
+from blockstep.conformance.campaign.folder import open_store
 from blockstep.conformance.campaign.plan import Plan, read_plan
 from blockstep.conformance.campaign.records import encode, split_name
 from blockstep.conformance.campaign.steering import get_base
-from blockstep.conformance.campaign.store import open_store
 from blockstep.conformance.campaign.worker import Campaign
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.search.call import call_here

@@ -12,7 +12,7 @@ from blockstep.conformance.protocol.features import BY_NAME, LATE
 HOUSE = Path(__file__).resolve().parents[1]
 TOOLS = HOUSE / "conformance" / "blockstep" / "conformance"
 FOLDERS = sorted(path.parent for path in (TOOLS / "features").glob("*/__init__.py"))
-MODULES = {"__init__", "draws", "goals", "properties", "worlds"}
+MODULES = {"__init__", "draws", "properties", "worlds"}
 """Modules of a folder: those that are loaded, and no others."""
 WORDS = {
     "adapters": re.compile(r"lora", re.IGNORECASE),
@@ -39,19 +39,19 @@ PLACES = {
         "engine.py": "the capabilities that engines have",
         "protocol/features.py": "the table",
         "protocol/program.py": "the events that a program may have, and their text",
-        "protocol/states.py": "the parts of a state that an engine may show",
+        "protocol/codec.py": "the parts of a state that an engine may show",
         "recorded/steps.py": "the fields of records of another simulator",
     },
     "tiers": {
         "engine.py": "the capabilities that engines have",
-        "judge/properties/lacked.py": "the parts of a state that a config lacks",
+        "judge/properties/work.py": "the parts of a state that a config lacks",
         "protocol/feature.py": "the fields of a config that contradict others",
         "protocol/features.py": "the table",
         "report/vocabulary.py": "the title of a document",
     },
     "events": {
         "engine.py": "the capabilities that engines have",
-        "judge/properties/lacked.py": "the parts of an answer that a config lacks",
+        "judge/properties/work.py": "the parts of an answer that a config lacks",
     },
     "cadence": {
         "engine.py": "the capabilities that engines have",

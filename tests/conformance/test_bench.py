@@ -27,8 +27,14 @@ from blockstep.conformance.bench.measure import (
 from blockstep.conformance.bench.profile import name_function, profile, to_lines
 from blockstep.conformance.bench.report import get_ratio, make_markdown, make_rows, to_json
 from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
-from blockstep.conformance.bench.sides import ArraySide, NotEqualError, Side, open_side
-from blockstep.conformance.bench.terms import find_obstacle, split
+from blockstep.conformance.bench.sides import (
+    ArraySide,
+    NotEqualError,
+    Side,
+    find_obstacle,
+    open_side,
+    split,
+)
 from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.options import ExitCode

@@ -27,11 +27,10 @@ from typer.testing import CliRunner, Result
 
 from blockstep.conformance.campaign import play, records, redis_store, steering, summary, worker
 from blockstep.conformance.campaign.executor import run_workers
-from blockstep.conformance.campaign.folder import FolderStore
+from blockstep.conformance.campaign.folder import FolderStore, open_store
 from blockstep.conformance.campaign.leases import Store
 from blockstep.conformance.campaign.plan import Plan, read_plan
 from blockstep.conformance.campaign.records import CellTotals, Look, Round, Unit, UnitResult
-from blockstep.conformance.campaign.store import open_store
 from blockstep.conformance.campaign.summary import summarize, summary_to_json
 from blockstep.conformance.campaign.worker import work
 from blockstep.conformance.command.main import app

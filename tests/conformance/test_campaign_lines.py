@@ -13,10 +13,10 @@ import pytest
 
 from blockstep.conformance.campaign import lines, play, steering
 from blockstep.conformance.campaign.executor import run_workers
+from blockstep.conformance.campaign.folder import open_store
 from blockstep.conformance.campaign.lines import LineWatch
 from blockstep.conformance.campaign.plan import read_plan
 from blockstep.conformance.campaign.records import Look, Past, Round, UnitResult
-from blockstep.conformance.campaign.store import open_store
 from blockstep.conformance.campaign.summary import summarize, summary_to_json
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.registry import EngineNotFoundError

@@ -13,7 +13,7 @@ from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.recorded.traces import read_trace, write_trace
-from blockstep.conformance.search.budget import read_budget
+from blockstep.conformance.search.options import read_budget
 from blockstep.spec.vocabulary import Ack, Plan
 
 COMMANDS = (

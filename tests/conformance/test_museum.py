@@ -18,7 +18,7 @@ from blockstep.conformance.engine import Capability, Safety, get_traits
 from blockstep.conformance.judge.checks import PROPERTIES
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.worker import NextToken
-from blockstep.conformance.museum import EXHIBITS, Exhibit, build, listings, pins
+from blockstep.conformance.museum import EXHIBITS, Exhibit, build, pins, pool
 from blockstep.conformance.museum.exhibit import Page, collect
 from blockstep.conformance.museum.trial import (
     DIVERGENCE,
@@ -190,7 +190,7 @@ def test_the_page_on_sources_names_what_breaks_each_change_and_each_listing() ->
     assert of_pins <= {*re.findall(r"`([\w-]+)`", changes)}
     shown = re.findall(r"Seeded bugs?: ((?:`[\w-]+`(?:, )?)+)", of_listings)
     planted = {name for names in shown for name in re.findall(r"`([\w-]+)`", names)}
-    assert {entry.name for entry in listings.PAGE.exhibits} <= planted <= EXHIBITS.keys()
+    assert {entry.name for entry in pool.LISTINGS.exhibits} <= planted <= EXHIBITS.keys()
 
 
 def test_a_name_is_given_once() -> None:

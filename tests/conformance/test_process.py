@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import BadEngineError, EngineFault, Safety, SamePlans, get_traits
 from blockstep.conformance.engines.process import Hello, ProcessFactory
+from blockstep.conformance.protocol.codec import from_form, to_form
 from blockstep.conformance.protocol.link import Link
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.program_file import write_program
@@ -29,7 +30,6 @@ from blockstep.conformance.protocol.registry import (
     split_name,
 )
 from blockstep.conformance.protocol.schema import build_schema
-from blockstep.conformance.protocol.states import from_form, to_form
 from blockstep.conformance.report.failure import reproduce
 from blockstep.conformance.search.check import CheckResult, play_program
 from blockstep.conformance.search.options import CheckOptions

@@ -97,7 +97,7 @@ from play_support.scenes import (
 )
 
 from blockstep.conformance.judge.checks import CHECKS_OF, PROPERTIES, check_step
-from blockstep.conformance.judge.properties.life import Life
+from blockstep.conformance.judge.properties.ledger import Life
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker.names import PrefixNames
 from blockstep.spec.vocabulary import (

@@ -17,9 +17,8 @@ from typing import Any
 import msgspec
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.codec import build, build_tagged, get_fields
+from blockstep.conformance.protocol.codec import build, build_tagged, get_fields, to_form
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.protocol.states import to_form
 from blockstep.conformance.protocol.telling import to_forms
 from blockstep.spec import vocabulary as v
 

@@ -17,8 +17,14 @@ from typing import TypeAlias
 
 from blockstep.conformance.bench.player import Moment, Pilot, Timing, play
 from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
-from blockstep.conformance.bench.sides import ArraySide, NotEqualError, Side, SideError
-from blockstep.conformance.bench.terms import find_obstacle, get_terms
+from blockstep.conformance.bench.sides import (
+    ArraySide,
+    NotEqualError,
+    Side,
+    SideError,
+    find_obstacle,
+    get_terms,
+)
 from blockstep.conformance.protocol.features import UsageError
 
 REHEARSAL = {"decode": 1, "storm": 14, "drafts": 14, "async": 14, "priority": 14, "hits": 2}

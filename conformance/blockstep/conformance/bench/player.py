@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from blockstep.conformance.bench import sides as s
 from blockstep.conformance.bench.scenarios import Scenario, get_token
-from blockstep.conformance.bench.terms import ALL_EXACT, Terms
+from blockstep.conformance.bench.sides import ALL_EXACT, Terms
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.spec.vocabulary import Request, RequestId, TokenIds
 

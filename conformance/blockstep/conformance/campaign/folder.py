@@ -1,4 +1,6 @@
-"""Store in a folder: a file for each key, complete or absent, and a lock for the leases."""
+"""Store in a folder: a file for each key, complete or absent, and a lock for the leases. Opening of
+a store, in a folder or at a server.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from blockstep.conformance.campaign.leases import Lease, Patient, patiently
+from blockstep.conformance.campaign.leases import Lease, Patient, Store, patiently
 from blockstep.conformance.campaign.records import TOTALS_BYTES_MAX, split_name
+from blockstep.conformance.campaign.redis_store import RedisStore
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.search.isolation import HarnessError
-from blockstep.conformance.search.isolation.lock import locked
+from blockstep.conformance.search.isolation.process import locked
 
 KEY = re.compile(r"[a-z]+(/[a-z0-9-]+)?")
 
@@ -160,3 +163,22 @@ def _write(path: Path, data: bytes) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def open_store(address: str, campaign: str) -> Store:
+    """Return the store at a folder, or at a `redis://`, `rediss://` or `unix://` address.
+
+    Raises:
+        UsageError: it cannot be used.
+    """
+    if "://" not in address:
+        return FolderStore(Path(address) / campaign)
+    scheme = address.partition("://")[0]
+    if scheme not in ("redis", "rediss", "unix"):
+        raise UsageError(f"store {scheme}://: must be a folder, redis://, rediss:// or unix://")
+    return RedisStore(address, campaign)
+
+
+def get_one(store: Store, key: str) -> bytes | None:
+    """Return the value of one key, or None."""
+    return store.get([key])[0]

@@ -31,9 +31,8 @@ from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.protocol.registry import EngineNotFoundError, get_target
-from blockstep.conformance.search.budget import read_budget
 from blockstep.conformance.search.known import read_known
-from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish
+from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish, read_budget
 from blockstep.spec.profiles import STRICT
 
 PLAN_BYTES_MAX = 1 << 20

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import count
 from random import Random
 
+from blockstep.conformance.campaign.folder import get_one, open_store
 from blockstep.conformance.campaign.leases import Store
 from blockstep.conformance.campaign.plan import Plan, Target
 from blockstep.conformance.campaign.play import Outcome, play_unit
@@ -24,7 +25,6 @@ from blockstep.conformance.campaign.records import (
     split_name,
 )
 from blockstep.conformance.campaign.steering import add_round, get_base, open_round, start_totals
-from blockstep.conformance.campaign.store import get_one, open_store
 from blockstep.conformance.search.call import Call, call_here
 from blockstep.conformance.search.isolation import HarnessError, Isolation
 from blockstep.conformance.search.options import load

@@ -9,11 +9,10 @@ import typer
 from rich.console import Console
 
 from blockstep.conformance.command import console, options, programs
-from blockstep.conformance.command.check import TRUSTED, EventSecondsOption, tell_progress
+from blockstep.conformance.command.check import EventSecondsOption, is_ours, tell_progress
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program, write_program
-from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.report.bisect import bisection_to_json, render_bisection, render_step
 from blockstep.conformance.search.bisect import Bisection, Step, bisect, tell_finding
 from blockstep.conformance.search.check import CheckResult
@@ -63,7 +62,7 @@ def bisect_command(
     options.require_preset(preset)
     options.require_profile(profile)
     max_events, max_seconds = options.require_budget(budget)
-    if engine in TRUSTED or engine.startswith(MUSEUM):
+    if is_ours(engine):
         console.usage(f"--engine {engine}: is one of ours; name one that is imported from --path")
     wanted = CheckOptions(
         engine=engine,

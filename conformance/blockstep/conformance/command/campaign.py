@@ -13,11 +13,11 @@ from rich.live import Live
 from rich.text import Text
 
 from blockstep.conformance.campaign.executor import run_workers
+from blockstep.conformance.campaign.folder import get_one, open_store
 from blockstep.conformance.campaign.leases import Store
 from blockstep.conformance.campaign.metrics import Metrics
 from blockstep.conformance.campaign.plan import Plan, Target, read_plan
 from blockstep.conformance.campaign.records import Found, decode
-from blockstep.conformance.campaign.store import get_one, open_store
 from blockstep.conformance.campaign.summary import Summary, summarize, summary_to_json
 from blockstep.conformance.campaign.worker import Campaign
 from blockstep.conformance.command import console, options

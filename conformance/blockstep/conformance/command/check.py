@@ -42,82 +42,45 @@ def is_ours(engine: str) -> bool:
     return engine in TRUSTED or engine.startswith(MUSEUM)
 
 
-FolderOption = Annotated[
-    Path | None,
-    typer.Option(
-        exists=True,
-        file_okay=False,
-        help="A folder to look in first for the engine.",
-        rich_help_panel=sections.ENGINE,
-    ),
-]
-PolicyOption = Annotated[
-    Policy | None,
-    typer.Option(help="Fix the policy; both are drawn otherwise.", rich_help_panel=sections.RUNS),
-]
+PolicyOption = Annotated[Policy | None, sections.runs("Fix the policy; both are drawn otherwise.")]
 HideStateOption = Annotated[
     bool,
-    typer.Option(
-        "--hide-state",
-        help="Judge plans and answers alone: the engine is not asked for its state.",
-        rich_help_panel=sections.ENGINE,
+    sections.engine(
+        "Judge plans and answers alone: the engine is not asked for its state.", "--hide-state"
     ),
 ]
 SentenceOption = Annotated[
-    str | None,
-    typer.Option(
-        help="If several checks fail at once, show a program for this one.",
-        rich_help_panel=sections.RUNS,
-    ),
+    str | None, sections.runs("If several checks fail at once, show a program for this one.")
 ]
 InProcessOption = Annotated[
     bool,
-    typer.Option(
-        "--in-process",
-        help="Run the engine in this process, one job at a time: for a debugger. It is run in "
+    sections.engine(
+        "Run the engine in this process, one job at a time: for a debugger. It is run in "
         "processes of its own otherwise, unless it is one of ours.",
-        rich_help_panel=sections.ENGINE,
+        "--in-process",
     ),
 ]
 EventSecondsOption = Annotated[
     float,
-    typer.Option(
-        help="Seconds for one event, beyond which an engine hangs; importing and "
-        f"building it may take {BUILD_SECONDS:g}.",
-        rich_help_panel=sections.ENGINE,
+    sections.engine(
+        "Seconds for one event, beyond which an engine hangs; importing and "
+        f"building it may take {BUILD_SECONDS:g}."
     ),
 ]
 
-PresetOption = Annotated[
-    str,
-    typer.Option(help=f"Scope of the runs: {', '.join(PRESETS)}.", rich_help_panel=sections.RUNS),
-]
+PresetOption = Annotated[str, sections.runs(f"Scope of the runs: {', '.join(PRESETS)}.")]
 BudgetOption = Annotated[
-    str,
-    typer.Option(
-        help="How long: a number of events (repeatable), or 60s, 5m.",
-        rich_help_panel=sections.RUNS,
-    ),
+    str, sections.runs("How long: a number of events (repeatable), or 60s, 5m.")
 ]
 EpisodeOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Run this one episode only (to reproduce a failure).",
-        rich_help_panel=sections.RUNS,
-    ),
+    int | None, sections.runs("Run this one episode only (to reproduce a failure).", min=0)
 ]
 RecordOption = Annotated[
     Path | None,
     options.output("With --episode: write the run as a trace.", panel=sections.PROGRAMS),
 ]
 CoverageOption = Annotated[
-    bool,
-    typer.Option(
-        "--coverage",
-        help="Show how often each coverage goal was reached.",
-        rich_help_panel=sections.OUTPUT,
-    ),
+    bool, sections.output("Show how often each coverage goal was reached.", "--coverage")
 ]
 
 
@@ -130,7 +93,7 @@ def check_command(
     depth: options.Depth = MAX_DEPTH,
     with_features: options.With = None,
     without_features: options.Without = None,
-    path: FolderOption = None,
+    path: options.Folder = None,
     seed: options.Seed = 0,
     budget: BudgetOption = "150000",
     episode: EpisodeOption = None,

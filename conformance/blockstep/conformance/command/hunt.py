@@ -13,7 +13,6 @@ from rich.console import Console
 from blockstep.conformance.command import console, options, sections
 from blockstep.conformance.command.check import (
     EventSecondsOption,
-    FolderOption,
     HideStateOption,
     InProcessOption,
     PolicyOption,
@@ -37,50 +36,30 @@ from blockstep.conformance.search.options import CheckOptions, ExitCode, load
 from blockstep.spec.profiles import STRICT
 
 PresetOption = Annotated[
-    str | None,
-    typer.Option(
-        help=f"One scope of the runs only, of {', '.join(PRESETS)}; else two.",
-        rich_help_panel=sections.RUNS,
-    ),
+    str | None, sections.runs(f"One scope of the runs only, of {', '.join(PRESETS)}; else two.")
 ]
 ForgiveOption = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Suppress a known defect from the start; repeatable (of reproduce).",
-        rich_help_panel=sections.PROGRAMS,
-    ),
+    sections.programs("Suppress a known defect from the start; repeatable (of reproduce)."),
 ]
 SaveOption = Annotated[
     Path | None,
-    typer.Option(
+    sections.programs(
+        "A folder for the programs that were found, for check --corpus.",
         exists=True,
         file_okay=False,
-        help="A folder for the programs that were found, for check --corpus.",
-        rich_help_panel=sections.PROGRAMS,
     ),
 ]
 
 ProfileOption = Annotated[
-    str,
-    typer.Option(
-        help="Release whose known quirks are not reported; strict: report all.",
-        rich_help_panel=sections.ENGINE,
-    ),
+    str, sections.engine("Release whose known quirks are not reported; strict: report all.")
 ]
-BudgetOption = Annotated[
-    int, typer.Option(min=1, help="Events in each scope.", rich_help_panel=sections.RUNS)
-]
+BudgetOption = Annotated[int, sections.runs("Events in each scope.", min=1)]
 EpisodeOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Play this one episode only (to reproduce a defect).",
-        rich_help_panel=sections.RUNS,
-    ),
+    int | None, sections.runs("Play this one episode only (to reproduce a defect).", min=0)
 ]
 MarkdownOption = Annotated[
-    Path | None,
-    options.output("Also write a page of the documentation.", panel=sections.OUTPUT),
+    Path | None, options.output("Also write a page of the documentation.", panel=sections.OUTPUT)
 ]
 
 
@@ -93,7 +72,7 @@ def hunt_command(
     depth: options.Depth = MAX_DEPTH,
     with_features: options.With = None,
     without_features: options.Without = None,
-    path: FolderOption = None,
+    path: options.Folder = None,
     seed: options.Seed = 0,
     budget: BudgetOption = 100_000,
     episode: EpisodeOption = None,

@@ -49,8 +49,7 @@ def tell_version(is_wanted: bool) -> None:
 
 
 Version = Annotated[
-    bool,
-    typer.Option("--version", is_eager=True, callback=tell_version, help="Show the version."),
+    bool, typer.Option("--version", is_eager=True, callback=tell_version, help="Show the version.")
 ]
 
 GROUPS: Mapping[str, Mapping[str, Callable[..., None] | typer.Typer]] = {
@@ -77,15 +76,8 @@ GROUPS: Mapping[str, Mapping[str, Callable[..., None] | typer.Typer]] = {
         "events": events_command,
         "vectors": vectors_app,
     },
-    "Models and worlds": {
-        "explore": explore_command,
-        "prove": prove_command,
-        "museum": museum_app,
-    },
-    "Our own engines": {
-        "generate": generate_command,
-        "bench": bench_app,
-    },
+    "Models and worlds": {"explore": explore_command, "prove": prove_command, "museum": museum_app},
+    "Our own engines": {"generate": generate_command, "bench": bench_app},
 }
 """Every command, in the groups and the order of `blockstep --help`."""
 

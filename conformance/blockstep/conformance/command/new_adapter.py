@@ -43,8 +43,7 @@ LikeOption = Annotated[
 def new_adapter_command(
     name: Annotated[str, typer.Argument(help="Name of the module to write, such as my_adapter.")],
     safety: Annotated[
-        bool,
-        typer.Option("--safety", help="For a scheduler that decides otherwise than vLLM's."),
+        bool, typer.Option("--safety", help="For a scheduler that decides otherwise than vLLM's.")
     ] = False,
     like: LikeOption = None,
     json_path: options.Json = None,

@@ -14,8 +14,12 @@ from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.features import BY_NAME, UsageError
 from blockstep.conformance.protocol.settings import Settings, SettingsError, find_settings
 from blockstep.conformance.protocol.wishes import parse_features
-from blockstep.conformance.search.budget import read_budget
-from blockstep.conformance.search.options import check_settings, find_profile, search_first
+from blockstep.conformance.search.options import (
+    check_settings,
+    find_profile,
+    read_budget,
+    search_first,
+)
 from blockstep.spec import profiles
 
 
@@ -86,81 +90,45 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 Engine = Annotated[
     str,
-    typer.Option(
+    sections.engine(
+        "host, spec, museum:NAME, or module:attribute of a factory.",
         "--engine",
         default_factory=get_default_engine,
         show_default="that of pyproject.toml, else host",
         is_eager=True,
         callback=adopt_settings,
-        help="host, spec, museum:NAME, or module:attribute of a factory.",
-        rich_help_panel=sections.ENGINE,
     ),
 ]
 Json = Annotated[
     Path | None,
     output("Also write the result to this file ('-': stdout).", "--json", panel=sections.OUTPUT),
 ]
-All = Annotated[
-    bool,
-    typer.Option(
-        "--all", help="Print every entry, not an overview.", rich_help_panel=sections.OUTPUT
-    ),
-]
+All = Annotated[bool, sections.output("Print every entry, not an overview.", "--all")]
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "--path",
-        exists=True,
-        file_okay=False,
-        help="A folder to look in first for the engine.",
-        rich_help_panel=sections.ENGINE,
+    sections.engine(
+        "A folder to look in first for the engine.", "--path", exists=True, file_okay=False
     ),
 ]
 Profile = Annotated[
-    str,
-    typer.Option(
-        help="Release whose known quirks are followed (blockstep quirks).",
-        rich_help_panel=sections.ENGINE,
-    ),
+    str, sections.engine("Release whose known quirks are followed (blockstep quirks).")
 ]
 Depth = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        max=MAX_DEPTH,
-        help="Plans in flight at once, at most; drawn up to this.",
-        rich_help_panel=sections.RUNS,
-    ),
+    int, sections.runs("Plans in flight at once, at most; drawn up to this.", min=1, max=MAX_DEPTH)
 ]
-Seed = Annotated[
-    int,
-    typer.Option(min=0, help="Seed of all random choices.", rich_help_panel=sections.RUNS),
-]
+Seed = Annotated[int, sections.runs("Seed of all random choices.", min=0)]
 With = Annotated[
     list[str] | None,
-    typer.Option(
-        "--with",
-        help=f"A feature of every run; repeatable. The features: {', '.join(BY_NAME)}.",
-        rich_help_panel=sections.RUNS,
+    sections.runs(
+        f"A feature of every run; repeatable. The features: {', '.join(BY_NAME)}.", "--with"
     ),
 ]
 Without = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--without", help="A feature of no run; repeatable.", rich_help_panel=sections.RUNS
-    ),
+    list[str] | None, sections.runs("A feature of no run; repeatable.", "--without")
 ]
-Jobs = Annotated[
-    int,
-    typer.Option(min=0, help="Parallel processes; 0: one per core.", rich_help_panel=sections.RUNS),
-]
+Jobs = Annotated[int, sections.runs("Parallel processes; 0: one per core.", min=0)]
 Brief = Annotated[
-    bool,
-    typer.Option(
-        "--brief",
-        help="Print a finding in at most five lines, for a log or a CI.",
-        rich_help_panel=sections.OUTPUT,
-    ),
+    bool, sections.output("Print a finding in at most five lines, for a log or a CI.", "--brief")
 ]
 JOBS_PER_CORE_MAX = 4
 JOBS_ALWAYS = 64

@@ -25,34 +25,25 @@ from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.report.view import make_page
 from blockstep.conformance.search.call import Call
 from blockstep.conformance.search.check import CheckResult, play_program
-from blockstep.conformance.search.corpus import find_programs
 from blockstep.conformance.search.film import Picture, make_film
 from blockstep.conformance.search.forgiving import Cause
 from blockstep.conformance.search.isolation import Isolation, LostError, RefusedError
+from blockstep.conformance.search.known import find_programs
 from blockstep.conformance.search.options import CheckOptions, find_profile, load
 from blockstep.conformance.search.standalone import tell_story, verify
 from blockstep.spec.vocabulary import ConfigError
 
 ProgramOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Play this program (of --save) only; nothing is drawn.",
-        rich_help_panel=sections.PROGRAMS,
-    ),
+    Path | None, sections.programs("Play this program (of --save) only; nothing is drawn.")
 ]
 CorpusOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="A folder of programs, all played before any is drawn.",
-        rich_help_panel=sections.PROGRAMS,
-    ),
+    Path | None, sections.programs("A folder of programs, all played before any is drawn.")
 ]
 KnownOption = Annotated[
     Path | None,
-    typer.Option(
+    sections.programs(
+        "A program (of --save) or a folder of programs: failures like theirs are suppressed.",
         exists=True,
-        help="A program (of --save) or a folder of programs: failures like theirs are suppressed.",
-        rich_help_panel=sections.PROGRAMS,
     ),
 ]
 SaveOption = Annotated[
@@ -66,10 +57,9 @@ SaveOption = Annotated[
 
 StandaloneOption = Annotated[
     bool,
-    typer.Option(
+    sections.programs(
+        "With --save: write a script of the engine alone, without Blockstep, for an issue.",
         "--standalone",
-        help="With --save: write a script of the engine alone, without Blockstep, for an issue.",
-        rich_help_panel=sections.PROGRAMS,
     ),
 ]
 

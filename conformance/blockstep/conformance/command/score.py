@@ -11,14 +11,12 @@ import typer
 
 from blockstep.conformance.command import console, options
 from blockstep.conformance.command.check import (
-    TRUSTED,
     EventSecondsOption,
-    FolderOption,
     PolicyOption,
+    is_ours,
 )
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.program_file import write_program
-from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.report.score import make_score_page, render_score, score_to_json
 from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
 from blockstep.conformance.search.options import CheckOptions
@@ -52,8 +50,7 @@ NearestOption = Annotated[
     typer.Option("--nearest", help="Name the release whose steps the engine's agree with most."),
 ]
 HtmlOption = Annotated[
-    Path | None,
-    options.output("Write the report as a page of HTML; names the nearest release."),
+    Path | None, options.output("Write the report as a page of HTML; names the nearest release.")
 ]
 
 
@@ -65,7 +62,7 @@ def score_command(
     depth: options.Depth = MAX_DEPTH,
     with_features: options.With = None,
     without_features: options.Without = None,
-    path: FolderOption = None,
+    path: options.Folder = None,
     seed: options.Seed = 0,
     budget: BudgetOption = "20000",
     episode: EpisodeOption = None,
@@ -104,9 +101,8 @@ def score_command(
         with_features=options.require_features(with_features),
         without_features=options.require_features(without_features),
     )
-    is_trusted = engine in TRUSTED or engine.startswith(MUSEUM)
     with console.input_errors(), Isolation(event_seconds) as isolation:
-        call = None if is_trusted else isolation.call
+        call = None if is_ours(engine) else isolation.call
         with console.progress(screen, f"scoring {engine}") as advance:
             profiles = COMPARED if nearest or html is not None else ()
             result = score(wanted, call, lambda now: advance(*_progress(wanted, now)), profiles)

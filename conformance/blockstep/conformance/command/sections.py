@@ -5,14 +5,27 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 ENGINE, RUNS, PROGRAMS, OUTPUT = "Engine", "Runs", "Programs", "Output"
 """Sections of options, in the order in which they are shown."""
 REST = "Options"
 """The section of options that name none; `--help` alone is part of the last section."""
+
+
+def option(section: str, text: str, *names: str, **more: Any) -> Any:
+    """Return an option of a section, with this help; `more` as of `typer.Option`."""
+    return typer.Option(*names, help=text, rich_help_panel=section, **more)
+
+
+engine = partial(option, ENGINE)
+runs = partial(option, RUNS)
+programs = partial(option, PROGRAMS)
+output = partial(option, OUTPUT)
 
 
 class Command(TyperCommand):

@@ -10,15 +10,14 @@ import typer
 from blockstep.conformance.command import console, options
 from blockstep.conformance.recorded.validate import validate
 from blockstep.conformance.report.brief import brief_validation
-from blockstep.conformance.report.validate import render_validation, validation_to_json
+from blockstep.conformance.report.replay import render_validation, validation_to_json
 from blockstep.conformance.search.options import ExitCode, exit_code_of
 
 
 def validate_command(
     context: typer.Context,
     trace: Annotated[
-        Path,
-        typer.Argument(help="A recorded run (blockstep check --record), or records of steps."),
+        Path, typer.Argument(help="A recorded run (blockstep check --record), or records of steps.")
     ],
     brief: options.Brief = False,
     json_path: options.Json = None,

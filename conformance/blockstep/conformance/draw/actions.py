@@ -13,10 +13,8 @@ from functools import cache
 from random import Random
 from typing import TypeVar
 
-from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.draw.endings import list_ending
 from blockstep.conformance.draw.feature import get_draws, list_draws
-from blockstep.conformance.draw.memory import list_frames
+from blockstep.conformance.draw.memory import Draw, list_ending, list_frames
 from blockstep.conformance.draw.mistakes import draw_bad_event
 from blockstep.conformance.draw.presets import Habit
 from blockstep.conformance.draw.requests import (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.draw.view import View, WeightedAction
 from blockstep.conformance.protocol.feature import Feature

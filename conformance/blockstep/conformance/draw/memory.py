@@ -1,13 +1,38 @@
-"""Memory: the interface through which drawing functions see what a client knows of a run."""
+"""Memory: the interfaces through which drawing functions choose, and see what a client knows of a
+run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias, TypeVar
 
 from blockstep.conformance.protocol.sessions import Session
 from blockstep.conformance.protocol.transfers import Transfers
 from blockstep.spec import vocabulary as v
+
+T = TypeVar("T")
+
+
+class Draw(Protocol):
+    """Source of decisions: a seeded generator, or Hypothesis."""
+
+    def integer(self, low: int, high: int) -> int:
+        """Return an int between `low` and `high`, both included."""
+        ...
+
+    def choice(self, options: Sequence[T]) -> T:
+        """Return one of `options`, which are not empty."""
+        ...
+
+    def chance(self, percent: int) -> bool:
+        """Return True with a probability of `percent` in a hundred."""
+        ...
+
+    def tokens(self, count: int, vocabulary_size: int) -> tuple[int, ...]:
+        """Return `count` token ids below `vocabulary_size`."""
+        ...
+
 
 Text: TypeAlias = tuple[v.Request, v.TokenIds]
 """Request, and the tokens that were known or drafted for it."""
@@ -95,3 +120,13 @@ def list_frames(client: Memory) -> list[v.FrameId]:
     last = client.last_commit
     answered = [] if last is None else [last.frame_id]
     return [*(plan.frame_id for plan in client.plans), 0, *answered, 10**6]
+
+
+def list_ending(
+    plan: v.Plan,
+    live: Mapping[v.RequestId, v.Request],
+    said: Mapping[v.RequestId, v.TokenIds],
+) -> list[v.RequestId]:
+    """Return the requests of a plan in flight that finish with their next token."""
+    names = [row.request_id for row in plan.rows if row.request_id in live]
+    return [name for name in names if len(said.get(name, ())) + 1 >= live[name].max_tokens]

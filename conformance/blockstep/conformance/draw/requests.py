@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.feature import list_draws
 from blockstep.conformance.draw.groups import count_slots, list_boundaries
 from blockstep.conformance.draw.items import keep_items
-from blockstep.conformance.draw.memory import Text
+from blockstep.conformance.draw.memory import Draw, Text
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.features.encoder import FEATURE as ENCODER
 from blockstep.conformance.protocol.features import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.feature import LATE_ONE_IN, Draws, Late, get_draws
+from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.draw.presets import (
     DEPTHS,
     MAX_DEPTH,

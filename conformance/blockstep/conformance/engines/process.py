@@ -38,10 +38,15 @@ from blockstep.conformance.engine import (
     Safety,
     SamePlans,
 )
-from blockstep.conformance.protocol.codec import build, build_tagged, get_fields
+from blockstep.conformance.protocol.codec import (
+    StateForm,
+    build,
+    build_tagged,
+    from_form,
+    get_fields,
+)
 from blockstep.conformance.protocol.lines import shown
 from blockstep.conformance.protocol.link import Link
-from blockstep.conformance.protocol.states import StateForm, from_form
 from blockstep.spec import vocabulary as v
 
 FORMAT = "blockstep-engine"

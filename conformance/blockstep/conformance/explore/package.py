@@ -18,8 +18,8 @@ import msgspec
 from blockstep.conformance.explore import checker
 from blockstep.conformance.explore.vectors import VECTORS_VERSION, Vectors, fill, read_vectors
 from blockstep.conformance.explore.world import World
+from blockstep.conformance.protocol.codec import StateForm
 from blockstep.conformance.protocol.features import find_lacking, get_missing
-from blockstep.conformance.protocol.states import StateForm
 from blockstep.conformance.protocol.telling import FORMS
 from blockstep.conformance.recorded.traces import TraceError
 from blockstep.spec.vocabulary import Observation, Rejected

@@ -16,8 +16,7 @@ from blockstep.conformance.explore.world import get_scopes
 from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.checks import check_step
 from blockstep.conformance.judge.follower import Follower
-from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
-from blockstep.conformance.judge.properties.life import Life
+from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger, Life
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.properties.store_ledger import StoreLedger
 from blockstep.conformance.judge.witnesses import WITNESSES, situations

@@ -31,7 +31,7 @@ from blockstep.conformance.explore.cover import choose, trace_program
 from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.world import World
-from blockstep.conformance.protocol.states import StateForm, from_form, to_form
+from blockstep.conformance.protocol.codec import StateForm, from_form, to_form
 from blockstep.conformance.recorded.traces import TraceError, read_lines, recorded
 from blockstep.spec import vocabulary as v
 from blockstep.spec.oracle import Oracle

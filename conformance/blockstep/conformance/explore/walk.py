@@ -32,8 +32,8 @@ from blockstep.conformance.explore.shard import Edge, Hit, Level, Shard, Task
 from blockstep.conformance.explore.world import Counts, get_events
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.call import follow_parent
 from blockstep.conformance.search.episodes import list_changes
-from blockstep.conformance.search.processes import follow_parent
 from blockstep.spec.core.state import State
 from blockstep.spec.profiles import initial_state
 from blockstep.spec.vocabulary import Event, Observation, Rejected

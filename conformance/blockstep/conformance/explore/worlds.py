@@ -11,19 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 
-from blockstep.conformance.explore.small import (
+from blockstep.conformance.explore.world import (
     AHEAD,
     BOTH,
     NGRAM,
     RANKED,
     UNCACHED,
     UNRESERVED,
+    Counts,
+    World,
     a,
     b,
     c,
     item,
 )
-from blockstep.conformance.explore.world import Counts, World
 from blockstep.conformance.protocol.features import load_parts
 from blockstep.spec import vocabulary as v
 

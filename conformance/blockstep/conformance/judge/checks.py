@@ -19,8 +19,6 @@ from blockstep.conformance.judge.properties import (
     admission,
     budgets,
     hits,
-    lacked,
-    messages,
     order,
     output,
     pool,
@@ -48,9 +46,9 @@ class Property:
 
 
 _FAMILIES = (
-    *(pool, refusals, budgets, output, messages, admission, order, hits, tables),
+    *(pool, refusals, budgets, output, admission, order, hits, tables),
     *load_parts("properties").values(),
-    *(work, lacked),
+    work,
 )
 """The modules of checks, those of features among them. The checks of one property are made in this
 order."""

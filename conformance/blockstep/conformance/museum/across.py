@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
 from blockstep.spec.copies import replace
 from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.parts import Part
@@ -21,7 +21,7 @@ from blockstep.spec.features.encoder import (
     limit_to_items,
     process_items_taken,
 )
-from blockstep.spec.vocabulary import Config, FrameId, GroupKind, KVGroup
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup
 
 PAGE = Page(takes_groups=True, takes="encoder")
 
@@ -32,15 +32,12 @@ PAGE = Page(takes_groups=True, takes="encoder")
     "P8 P26",
     invisible="efficiency: unused blocks are held until the request finishes",
 )
-def across_counted_again(rules: Rules, _config: Config) -> Rules:
+@instead(count_taken)
+def across_counted_again(right: Right[int], group: KVGroup, growth: Growth) -> int:
     """Each row allocates blocks for all encoder outputs, as only the first row should."""
-
-    def count(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
-        if group.kind is GroupKind.CROSS_ATTENTION:
-            return compute_num_blocks(growth.num_slots, group.block_size)
-        return rules[count_taken](group, growth, num_held, num_hit)
-
-    return rules.replacing(count_taken, count)
+    if group.kind is GroupKind.CROSS_ATTENTION:
+        return compute_num_blocks(growth.num_slots, group.block_size)
+    return right()
 
 
 @PAGE.exhibit(
@@ -48,15 +45,12 @@ def across_counted_again(rules: Rules, _config: Config) -> Rules:
     "vLLM 0.19.1 CrossAttentionManager, breaks its rule",
     "P8 P26",
 )
-def across_as_long_as_the_text(rules: Rules, _config: Config) -> Rules:
+@instead(count_taken)
+def across_as_long_as_the_text(right: Right[int], group: KVGroup, growth: Growth) -> int:
     """Cross-attention blocks are counted by the tokens of the step, as in the other groups."""
-
-    def count(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
-        if group.kind is GroupKind.CROSS_ATTENTION:
-            growth = growth._replace(num_slots=growth.num_tokens)
-        return rules[count_taken](group, growth, num_held, num_hit)
-
-    return rules.replacing(count_taken, count)
+    if group.kind is GroupKind.CROSS_ATTENTION:
+        growth = growth._replace(num_slots=growth.num_tokens)
+    return right(growth=growth)
 
 
 @PAGE.exhibit(
@@ -67,15 +61,12 @@ def across_as_long_as_the_text(rules: Rules, _config: Config) -> Rules:
 def across_is_kept(rules: Rules, config: Config) -> Rules:
     """A request that finishes or is preempted frees only its self-attention blocks."""
 
-    def release(
-        pool: Pool, request: RequestState, all_rules: Rules, fence: FrameId | None = None
-    ) -> Pool:
+    def release(right: Right[Pool], request: RequestState) -> Pool:
         pairs = zip(config.kv_groups, request.holdings, strict=True)
         freed = [held for group, held in pairs if group.kind is not GroupKind.CROSS_ATTENTION]
-        request = replace(request, holdings=tuple(freed))
-        return rules[release_slots](pool, request, all_rules, fence)
+        return right(request=replace(request, holdings=tuple(freed)))
 
-    return rules.replacing(release_slots, release)
+    return replacing(rules, release_slots, release)
 
 
 _IS_MADE: Final = Part("is_made", False)

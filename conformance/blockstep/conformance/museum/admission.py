@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.admission import (
     get_slots_at_admission,
@@ -44,11 +44,10 @@ Granted = tuple[Pool, RequestState] | Verdict
     "#30320, #11186; nano-vllm #117, #144",
     "P5 P10 P15",
 )
-def full_hit(rules: Rules, _config: Config) -> Rules:
+@instead(compute_max_hit_blocks)
+def full_hit(num_known: int, block_size: int) -> int:
     """No token runs, so there are no logits to sample from."""
-    return rules.replacing(
-        compute_max_hit_blocks, lambda num_known, block_size: num_known // block_size
-    )
+    return num_known // block_size
 
 
 @PAGE.exhibit(
@@ -66,16 +65,13 @@ def hit_counts_as_free(rules: Rules, _config: Config) -> Rules:
     "#11565; SGLang #16067",
     "P1 P7",
 )
-def touch_before_check(rules: Rules, _config: Config) -> Rules:
+@instead(get_slots_at_admission)
+def touch_before_check(right: Right[Granted], step: Step, hit: Hit) -> Granted:
     """Each failed admission leaks a reference to every block of the request's prefix hit."""
-
-    def get_slots(step: Step, request: RequestState, num_new: int, hit: Hit) -> Granted:
-        granted = rules[get_slots_at_admission](step, request, num_new, hit)
-        if isinstance(granted, Verdict):
-            step.pool = touch_blocks(step.pool, sum(hit.block_tables, ()))
-        return granted
-
-    return rules.replacing(get_slots_at_admission, get_slots)
+    granted = right()
+    if isinstance(granted, Verdict):
+        step.pool = touch_blocks(step.pool, sum(hit.block_tables, ()))
+    return granted
 
 
 _HIDDEN = Note[tuple[RequestId, ...]]("hidden", ())
@@ -136,11 +132,10 @@ def hit_cut_inside_a_block(rules: Rules, _config: Config) -> Rules:
     wrong_fix_of="full-hit",
     invisible="efficiency: a block is computed again",
 )
-def hit_limit_off_by_one(rules: Rules, _config: Config) -> Rules:
+@instead(compute_max_hit_blocks)
+def hit_limit_off_by_one(num_known: int, block_size: int) -> int:
     """A partly filled last block would have left tokens to compute anyway."""
-    return rules.replacing(
-        compute_max_hit_blocks, lambda num_known, block_size: max(num_known // block_size - 1, 0)
-    )
+    return max(num_known // block_size - 1, 0)
 
 
 @PAGE.exhibit(
@@ -148,22 +143,21 @@ def hit_limit_off_by_one(rules: Rules, _config: Config) -> Rules:
     "TensorRT-LLM #12404",
     "P8 P1 P2",
 )
-def boundary_hit_credited(rules: Rules, _config: Config) -> Rules:
+@instead(get_slots_at_admission)
+def boundary_hit_credited(
+    right: Right[Granted], step: Step, request: RequestState, hit: Hit
+) -> Granted:
     """If a hit ends with the prompt, its last block is dropped, and then one block is missing."""
-
-    def get_slots(step: Step, request: RequestState, num_new: int, hit: Hit) -> Granted:
-        pool, num_hit = step.pool, len(sum(hit.block_tables, ()))
-        credited = find_published(pool, request.block_keys)[num_hit:] if num_hit else ()
-        step.pool = replace(pool, free_queue=pool.free_queue + credited)
-        granted = rules[get_slots_at_admission](step, request, num_new, hit)
-        step.pool = pool
-        if isinstance(granted, Verdict) or not credited:
-            return granted
-        after, request = granted
-        num_left = max(len(after.free_queue) - len(credited), 0)
-        return replace(after, free_queue=after.free_queue[:num_left]), request
-
-    return rules.replacing(get_slots_at_admission, get_slots)
+    pool, num_hit = step.pool, len(sum(hit.block_tables, ()))
+    credited = find_published(pool, request.block_keys)[num_hit:] if num_hit else ()
+    step.pool = replace(pool, free_queue=pool.free_queue + credited)
+    granted = right()
+    step.pool = pool
+    if isinstance(granted, Verdict) or not credited:
+        return granted
+    after, request = granted
+    num_left = max(len(after.free_queue) - len(credited), 0)
+    return replace(after, free_queue=after.free_queue[:num_left]), request
 
 
 @PAGE.exhibit(
@@ -173,29 +167,21 @@ def boundary_hit_credited(rules: Rules, _config: Config) -> Rules:
     wrong_fix_of="hit-counts-as-free",
     invisible="efficiency: a step schedules fewer tokens than it could",
 )
-def free_hits_charged(rules: Rules, _config: Config) -> Rules:
+@instead(process_entrance)
+def free_hits_charged(right: Right[None], step: Step, hit: Hit) -> None:
     """A hit on a free block uses it up; here its tokens are charged to the budget as well."""
-
-    def enter(
-        step: Step, request: RequestState, after: RequestState, hit: Hit, num_new: int
-    ) -> None:
-        rules[process_entrance](step, request, after, hit, num_new)
-        num_free = sum(step.pool.ref_counts[block] == 1 for block in sum(hit.block_tables, ()))
-        step.budget = max(step.budget - num_free * step.state.config.block_size, 0)
-
-    return rules.replacing(process_entrance, enter)
+    right()
+    num_free = sum(step.pool.ref_counts[block] == 1 for block in sum(hit.block_tables, ()))
+    step.budget = max(step.budget - num_free * step.state.config.block_size, 0)
 
 
 @PAGE.exhibit(
     "hit blocks are subtracted twice from the blocks to allocate", "#11562, #11565", "P8 P26"
 )
-def hits_credited_twice(rules: Rules, _config: Config) -> Rules:
+@instead(count_taken)
+def hits_credited_twice(right: Right[int], num_hit: int) -> int:
     """Hits reduce the tokens to compute, and then once more the blocks that hold these."""
-    count = rules[count_taken]
-    return rules.replacing(
-        count_taken,
-        lambda group, growth, num_held, num_hit: count(group, growth, num_held, 2 * num_hit),
-    )
+    return right(num_hit=2 * num_hit)
 
 
 _IS_FULL = Part("is_full", False)
@@ -260,16 +246,15 @@ _FIRST_LOOKS = Part("first_looks", FrozenMap[RequestId, int]())
     "nano-vllm #207, #211",
     "P12 P9 P26 P24",
 )
-def share_counted_before_hits(rules: Rules, _config: Config) -> Rules:
+@instead(get_waiting_share)
+def share_counted_before_hits(
+    right: Right[int | Verdict], step: Step, request: RequestState, num_start: int
+) -> int | Verdict:
     """A hit found after the first look raises the computed tokens; the row is then too long."""
-
-    def get_share(step: Step, request: RequestState, num_start: int) -> int | Verdict:
-        looks = _FIRST_LOOKS.of(step)
-        num_first = min(looks.get(request.request_id, num_start), num_start)
-        _FIRST_LOOKS.set(step, looks.having(request.request_id, num_first))
-        return rules[get_waiting_share](step, request, num_first)
-
-    return rules.replacing(get_waiting_share, get_share)
+    looks = _FIRST_LOOKS.of(step)
+    num_first = min(looks.get(request.request_id, num_start), num_start)
+    _FIRST_LOOKS.set(step, looks.having(request.request_id, num_first))
+    return right(num_start=num_first)
 
 
 @PAGE.exhibit(
@@ -278,30 +263,24 @@ def share_counted_before_hits(rules: Rules, _config: Config) -> Rules:
     "P7 P12",
     wrong_fix_of="share-counted-before-hits",
 )
-def refused_keeps_blocks(rules: Rules, _config: Config) -> Rules:
+@instead(process_admission)
+def refused_keeps_blocks(right: Right[Verdict], step: Step, request: RequestState) -> Verdict:
     """Blocks are taken before the last check, so two waiting requests can block each other."""
-
-    def admit(step: Step, request: RequestState) -> Verdict:
-        verdict = rules[process_admission](step, request)
-        if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
-            step.pool, taken = allocate_blocks(step.pool, min(get_num_free_blocks(step.pool), 1))
-            (held,) = request.holdings
-            held = Holding(held.block_table + taken, held.num_cached_blocks)
-            step.requests[request.request_id] = replace(request, holdings=(held,))
-        return verdict
-
-    return rules.replacing(process_admission, admit)
+    verdict = right()
+    if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
+        step.pool, taken = allocate_blocks(step.pool, min(get_num_free_blocks(step.pool), 1))
+        (held,) = request.holdings
+        held = Holding(held.block_table + taken, held.num_cached_blocks)
+        step.requests[request.request_id] = replace(request, holdings=(held,))
+    return verdict
 
 
 @PAGE.exhibit("a chunk is admitted although the token budget is used up", "SGLang #30743", "P9")
-def chunk_beyond_the_budget(rules: Rules, _config: Config) -> Rules:
+@instead(process_waiting_phase)
+def chunk_beyond_the_budget(right: Right[None], step: Step) -> None:
     """Every admission gets at least one token."""
-
-    def admit(step: Step) -> None:
-        step.budget = max(step.budget, 1)
-        rules[process_waiting_phase](step)
-
-    return rules.replacing(process_waiting_phase, admit)
+    step.budget = max(step.budget, 1)
+    right()
 
 
 @PAGE.exhibit(
@@ -309,17 +288,14 @@ def chunk_beyond_the_budget(rules: Rules, _config: Config) -> Rules:
     "review of SGLang #26266",
     "P16 P12 P15",
 )
-def chunked_stays_queued(rules: Rules, _config: Config) -> Rules:
+@instead(process_waiting_phase)
+def chunked_stays_queued(right: Right[None], step: Step) -> None:
     """The request waits in the queue for its next chunk, although it is in the running list."""
-
-    def admit(step: Step) -> None:
-        rules[process_waiting_phase](step)
-        for row in step.rows:
-            num_left = step.requests[row.request_id].num_known_tokens - row.num_computed
-            if row.status is not Status.RUNNING and row.num_scheduled < num_left:
-                step.waiting.insert(0, row.request_id)
-
-    return rules.replacing(process_waiting_phase, admit)
+    right()
+    for row in step.rows:
+        num_left = step.requests[row.request_id].num_known_tokens - row.num_computed
+        if row.status is not Status.RUNNING and row.num_scheduled < num_left:
+            step.waiting.insert(0, row.request_id)
 
 
 @PAGE.exhibit(
@@ -328,13 +304,9 @@ def chunked_stays_queued(rules: Rules, _config: Config) -> Rules:
     "P5",
     invisible="efficiency: blocks are computed again",
 )
-def hits_within_a_chunk(rules: Rules, config: Config) -> Rules:
+@instead(find_hit)
+def hits_within_a_chunk(right: Right[Hit], config: Config) -> Hit:
     """The prompt is cut to a chunk before the lookup, so no hit is longer than a chunk."""
-    num_blocks = compute_max_row(config) // config.block_size
-
-    def find(config: Config, pool: Pool, request: RequestState) -> Hit:
-        (table,) = rules[find_hit](config, pool, request).block_tables
-        table = table[:num_blocks]
-        return Hit(len(table) * config.block_size, (table,))
-
-    return rules.replacing(find_hit, find)
+    (table,) = right().block_tables
+    table = table[: compute_max_row(config) // config.block_size]
+    return Hit(len(table) * config.block_size, (table,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Part
 from blockstep.spec.core.requests import RequestState
@@ -18,7 +18,7 @@ from blockstep.spec.features.identity import name_content
 from blockstep.spec.features.lora import list_seated, process_adapter_gate
 from blockstep.spec.features.reclaim import find_giver, process_giving
 from blockstep.spec.features.sessions import RESTING, get_continued
-from blockstep.spec.vocabulary import Config, Request, RequestId, Status
+from blockstep.spec.vocabulary import Config, RequestId, Status
 
 ADAPTERS = Page(takes="adapters")
 SESSIONS = Page(takes="sessions")
@@ -46,14 +46,11 @@ def base_model_takes_a_seat(rules: Rules, _config: Config) -> Rules:
 @ADAPTERS.exhibit(
     "max_loras is checked against the adapters at the begin of the step", "SGLang #23141", "P9 P16"
 )
-def adapters_counted_afterwards(rules: Rules, _config: Config) -> Rules:
+@instead(list_seated)
+def adapters_counted_afterwards(right: Right[list[RequestId]], step: Step) -> list[RequestId]:
     """All requests admitted in one step see the LoRA slots that were free before it."""
-
-    def get_seated(step: Step) -> list[RequestId]:
-        admitted = {row.request_id for row in step.rows if row.status is not Status.RUNNING}
-        return [name for name in rules[list_seated](step) if name not in admitted]
-
-    return rules.replacing(list_seated, get_seated)
+    admitted = {row.request_id for row in step.rows if row.status is not Status.RUNNING}
+    return [name for name in right() if name not in admitted]
 
 
 @SESSIONS.exhibit(
@@ -70,15 +67,14 @@ def sessions_never_give_way(rules: Rules, _config: Config) -> Rules:
     "P10",
     wrong_fix_of="sessions-never-give-way",
 )
-def sessions_with_input_never_give_way(rules: Rules, _config: Config) -> Rules:
+@instead(find_giver)
+def sessions_with_input_never_give_way(
+    right: Right[RequestId | None], step: Step, receiver_id: RequestId | None
+) -> RequestId | None:
     """Two sessions that have new input may each hold the blocks that the other one needs."""
-
-    def find(step: Step, receiver_id: RequestId | None = None) -> RequestId | None:
-        giver_id = rules[find_giver](step, receiver_id)  # idle ones come first
-        is_kept = receiver_id and giver_id and step.requests[giver_id].status is not RESTING
-        return None if is_kept else giver_id
-
-    return rules.replacing(find_giver, find)
+    giver_id = right()  # idle ones come first
+    is_kept = receiver_id and giver_id and step.requests[giver_id].status is not RESTING
+    return None if is_kept else giver_id
 
 
 _IS_CONTINUED: Final = Part("is_continued", False)
@@ -90,18 +86,13 @@ _IS_CONTINUED: Final = Part("is_continued", False)
 def last_item_names_a_chunk(rules: Rules, _config: Config) -> Rules:
     """The search for a block's items starts at the last item, as it may for blocks of outputs."""
 
-    def go_on(
-        config: Config, request: RequestState, update: Request, all_rules: Rules
-    ) -> RequestState:
-        request = _IS_CONTINUED.put(request, True)
-        return rules[get_continued](config, request, update, all_rules)
+    def go_on(right: Right[RequestState], request: RequestState) -> RequestState:
+        return right(request=_IS_CONTINUED.put(request, True))
 
-    def name(
-        request: RequestState, index: int, start: int, end: int, all_rules: Rules
-    ) -> Mapping[str, Any]:
-        if _IS_CONTINUED.of(request):
-            asked = replace(request.request, items=request.request.items[-1:])
-            request = replace(request, request=asked)
-        return rules[name_content](request, index, start, end, all_rules)
+    def name(right: Right[Mapping[str, Any]], request: RequestState) -> Mapping[str, Any]:
+        if not _IS_CONTINUED.of(request):
+            return right()
+        asked = replace(request.request, items=request.request.items[-1:])
+        return right(request=replace(request, request=asked))
 
-    return rules.replacing(get_continued, go_on).replacing(name_content, name)
+    return replacing(replacing(rules, get_continued, go_on), name_content, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Note, Part
 from blockstep.spec.core.requests import FrameRow, RequestState
@@ -45,16 +45,13 @@ _LATE: Final = Part[tuple[str, ...]]("late", ())
     "P22 P9",
     wrong_fix_of="evicted-and-made-is-dropped",
 )
-def drops_told_late(rules: Rules, _config: Config) -> Rules:
+@instead(tell_items)
+def drops_told_late(right: Right[Plan], step: Step, plan: Plan) -> Plan:
     """The items of this step are safe, but the next plan frees an item that it encodes."""
-
-    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
-        plan = rules[tell_items](step, rows, plan)
-        late = _LATE.of(step)
-        _LATE.set(step, plan.free_encoder_mm_hashes)
-        return replace(plan, free_encoder_mm_hashes=late)
-
-    return rules.replacing(tell_items, tell)
+    plan = right()
+    late = _LATE.of(step)
+    _LATE.set(step, plan.free_encoder_mm_hashes)
+    return replace(plan, free_encoder_mm_hashes=late)
 
 
 def hold_what_is_found(rules: Rules) -> Rules:
@@ -98,19 +95,18 @@ def waiter_at_the_gate_keeps_them(rules: Rules, config: Config) -> Rules:
     "#55733",
     "P22 P9",
 )
-def freed_with_each_step(rules: Rules, _config: Config) -> Rules:
+@instead(free_items)
+def freed_with_each_step(
+    right: Right[Encoder], encoder: Encoder, request: Request, num_computed: int | None
+) -> Encoder:
     """The counter of free encoder-cache slots grows beyond the size of the cache."""
-
-    def free(encoder: Encoder, request: Request, num_computed: int | None = None) -> Encoder:
-        after, num_again = rules[free_items](encoder, request, num_computed), 0
-        for index, item in enumerate(request.items if encoder.is_shared else ()):
-            entry, holder = encoder.entries.get(item.identifier), (request.request_id, index)
-            is_read = num_computed is None or item.offset + item.length <= num_computed
-            if is_read and (entry is None or holder not in entry.holders):
-                num_again += item.num_embeds
-        return replace(after, size=after.size + num_again)
-
-    return rules.replacing(free_items, free)
+    after, num_again = right(), 0
+    for index, item in enumerate(request.items if encoder.is_shared else ()):
+        entry, holder = encoder.entries.get(item.identifier), (request.request_id, index)
+        is_read = num_computed is None or item.offset + item.length <= num_computed
+        if is_read and (entry is None or holder not in entry.holders):
+            num_again += item.num_embeds
+    return replace(after, size=after.size + num_again)
 
 
 _OF_VICTIMS: Final = Note[tuple[EncoderInputs, ...]]("of_victims", ())

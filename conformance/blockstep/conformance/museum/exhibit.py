@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
+from blockstep.conformance.protocol.changed_spec import Right, stand_in
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.releases.quirk import Change
+from blockstep.spec.vocabulary import Config
+
+__all__ = ["Exhibit", "Page", "Right", "collect", "instead", "replacing"]
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,27 @@ class Page:
             return change
 
         return register
+
+
+def replacing(rules: Rules, right: Callable[..., Any], wrong: Callable[..., Any]) -> Rules:
+    """Return the rules with a wrong function in the place of `right`.
+
+    The wrong function takes the parameters that it needs (`changed_spec.stand_in`).
+    """
+    return rules.replacing(right, stand_in(rules[right], wrong, right))
+
+
+def instead(right: Callable[..., R]) -> Callable[[Callable[..., R]], Change]:
+    """Return a decorator that makes a change of a wrong function, which replaces `right`."""
+
+    def get_change(wrong: Callable[..., R]) -> Change:
+        @wraps(wrong)
+        def change(rules: Rules, _config: Config) -> Rules:
+            return replacing(rules, right, wrong)
+
+        return change
+
+    return get_change
 
 
 def collect(pages: Iterable[Page]) -> dict[str, Exhibit]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
+from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import replace
 from blockstep.spec.core.block_pool import Pool, free_blocks, get_num_free_blocks
 from blockstep.spec.core.endings import get_released
 from blockstep.spec.core.requests import (
-    NO_HIT,
     FrameRow,
-    Hit,
     Holding,
     RequestState,
     without_nulls,
@@ -36,15 +35,6 @@ from blockstep.spec.features.forks import (
     tell_copies,
 )
 from blockstep.spec.features.full_isl import can_finish
-from blockstep.spec.vocabulary import (
-    BlockCopy,
-    BlockTables,
-    Config,
-    Fork,
-    KVGroup,
-    Plan,
-    Status,
-)
 
 PAGE = Page(takes="forks")
 GROUPS = Page(takes_groups=True, takes="forks")
@@ -61,46 +51,37 @@ Granted = tuple[Pool, RequestState] | None
 
 
 @PAGE.exhibit("a branch shares its parent's whole block table", FORK, "P5 P1")
-def whole_table_is_shared(rules: Rules, _config: Config) -> Rules:
+@instead(get_shared)
+def whole_table_is_shared(right: Right[Holding], holding: Holding) -> Holding:
     """Blocks that are not computed yet become the next blocks of two requests."""
-
-    def share(group: KVGroup, holding: Holding, num_shared: int) -> Holding:
-        shared = rules[get_shared](group, holding, num_shared)
-        return replace(shared, block_table=holding.block_table)
-
-    return rules.replacing(get_shared, share)
+    shared = right()
+    return replace(shared, block_table=holding.block_table)
 
 
 @PAGE.exhibit(
     "a branch shares all computed blocks of its parent, even if their tokens differ", FORK, "P5 P3"
 )
-def shared_behind_the_difference(rules: Rules, _config: Config) -> Rules:
+def shared_behind_the_difference(rules: Rules, _config: v.Config) -> Rules:
     """It attends to tokens of its parent that are not its own."""
     return rules.replacing(count_common_tokens, lambda mine, _theirs: len(mine))
 
 
 @PAGE.exhibit("a branch continues within a block that is in the prefix cache", FORK, "P5 P2 P3")
-def findable_block_is_written_again(rules: Rules, _config: Config) -> Rules:
+@instead(is_shareable)
+def findable_block_is_written_again(right: Right[bool], holding: Holding) -> bool:
     """The block is written again and no longer holds the tokens of its key."""
-
-    def is_right(group: KVGroup, holding: Holding, num_shared: int) -> bool:
-        unpublished = replace(holding, num_cached_blocks=0)
-        return rules[is_shareable](group, unpublished, num_shared)
-
-    return rules.replacing(is_shareable, is_right)
+    unpublished = replace(holding, num_cached_blocks=0)
+    return right(holding=unpublished)
 
 
 @GROUPS.exhibit(
     "a branch starts after blocks that its parent's sliding window has freed", FORK, "P5"
 )
-def branch_behind_the_window(rules: Rules, _config: Config) -> Rules:
+@instead(is_shareable)
+def branch_behind_the_window(right: Right[bool], holding: Holding) -> bool:
     """The window of the branch includes blocks that were freed."""
-
-    def is_right(group: KVGroup, holding: Holding, num_shared: int) -> bool:
-        there = tuple([block_id or 1 for block_id in holding.block_table])
-        return rules[is_shareable](group, replace(holding, block_table=there), num_shared)
-
-    return rules.replacing(is_shareable, is_right)
+    there = tuple([block_id or 1 for block_id in holding.block_table])
+    return right(holding=replace(holding, block_table=there))
 
 
 def change_branch(
@@ -108,7 +89,7 @@ def change_branch(
 ) -> Rules:
     """Return rules by which a branch is changed before it shares blocks: (parent, branch)."""
 
-    def get(state: State, fork: Fork) -> RequestState | None:
+    def get(state: State, fork: v.Fork) -> RequestState | None:
         branch = rules[get_branch](state, fork)
         return None if branch is None else change(state.requests[fork.request_id], branch)
 
@@ -116,7 +97,7 @@ def change_branch(
 
 
 @PAGE.exhibit("a branch inherits the drafts of its parent", "by the rule of P24", "P5 P24")
-def branch_has_its_parents_drafts(rules: Rules, _config: Config) -> Rules:
+def branch_has_its_parents_drafts(rules: Rules, _config: v.Config) -> Rules:
     """They were proposed for another token sequence."""
     return change_branch(
         rules, lambda parent, branch: replace(branch, spec_token_ids=parent.spec_token_ids)
@@ -124,7 +105,7 @@ def branch_has_its_parents_drafts(rules: Rules, _config: Config) -> Rules:
 
 
 @PAGE.exhibit("a branch uses its parent's block keys", "by the rule of P3", "P3 P6")
-def branch_has_its_parents_names(rules: Rules, _config: Config) -> Rules:
+def branch_has_its_parents_names(rules: Rules, _config: v.Config) -> Rules:
     """Blocks after the common prefix are published under the keys of the parent's tokens."""
 
     def rename(parent: RequestState, branch: RequestState) -> RequestState:
@@ -139,45 +120,32 @@ def branch_has_its_parents_names(rules: Rules, _config: Config) -> Rules:
     "the block manager: offload_to_cpu, breaks its rule",
     "P1 P2",
 )
-def end_frees_what_others_hold(rules: Rules, _config: Config) -> Rules:
+@instead(get_released)
+def end_frees_what_others_hold(right: Right[State], state: State, request: RequestState) -> State:
     """Reference counts are ignored, so blocks of a branch are given to the next request."""
-
-    def release(state: State, request: RequestState) -> State:
-        counts = [*state.pool.ref_counts]
-        for block_id in without_nulls(sum(request.block_tables, ())):
-            counts[block_id] = 1
-        pool = replace(state.pool, ref_counts=tuple(counts))
-        return rules[get_released](replace(state, pool=pool), request)
-
-    return rules.replacing(get_released, release)
+    counts = [*state.pool.ref_counts]
+    for block_id in without_nulls(sum(request.block_tables, ())):
+        counts[block_id] = 1
+    pool = replace(state.pool, ref_counts=tuple(counts))
+    return right(state=replace(state, pool=pool))
 
 
 # Copy on write.
 
 
 @PAGE.exhibit("a request writes to a block that it shares", APPEND, "P2 P8")
-def written_in_place(rules: Rules, _config: Config) -> Rules:
+def written_in_place(rules: Rules, _config: v.Config) -> Rules:
     """The function that copies is there, but it is never called."""
     return rules.replacing(compute_num_copies, lambda _pool, _group, _holding, _num_computed: 0)
 
 
 def change_slots(rules: Rules, change: Callable[[RequestState, Rules], Rules]) -> Rules:
     """Return rules by which slots of a request are allocated by other rules."""
-    allocate_rightly = rules[allocate_slots]
 
-    def allocate(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        num_new: int,
-        num_lookahead: int = 0,
-        hit: Hit = NO_HIT,
-        rules: Rules = rules,
-    ) -> Granted:
-        rules = change(request, rules)
-        return allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
+    def allocate(right: Right[Granted], request: RequestState, rules: Rules) -> Granted:
+        return right(rules=change(request, rules))
 
-    return rules.replacing(allocate_slots, allocate)
+    return replacing(rules, allocate_slots, allocate)
 
 
 @PAGE.exhibit(
@@ -186,11 +154,11 @@ def change_slots(rules: Rules, change: Callable[[RequestState, Rules], Rules]) -
     "P2 P8",
     wrong_fix_of="written-in-place",
 )
-def first_row_writes_in_place(rules: Rules, _config: Config) -> Rules:
+def first_row_writes_in_place(rules: Rules, _config: v.Config) -> Rules:
     """The first row of a branch, too, writes to a block that its parent holds."""
 
     def change(request: RequestState, rules: Rules) -> Rules:
-        if request.status is Status.RUNNING:
+        if request.status is v.Status.RUNNING:
             return rules
         return replace(rules, hooks=replace(rules.hooks, owns=()))
 
@@ -203,19 +171,17 @@ def first_row_writes_in_place(rules: Rules, _config: Config) -> Rules:
     "P2 P8",
     wrong_fix_of="written-in-place",
 )
-def first_group_alone_is_copied(rules: Rules, config: Config) -> Rules:
+def first_group_alone_is_copied(rules: Rules, config: v.Config) -> Rules:
     """Two requests write to one block of a sliding-window group."""
-
-    def count(pool: Pool, group: KVGroup, holding: Holding, num_computed: int) -> int:
-        if group != config.kv_groups[0]:
-            return 0
-        return rules[compute_num_copies](pool, group, holding, num_computed)
-
-    return rules.replacing(compute_num_copies, count)
+    return replacing(
+        rules,
+        compute_num_copies,
+        lambda right, group: right() if group == config.kv_groups[0] else 0,
+    )
 
 
 @PAGE.exhibit("the free block for a copy is not counted", COW, "P1 P2 P8 P10")
-def copy_takes_what_is_not_there(rules: Rules, _config: Config) -> Rules:
+def copy_takes_what_is_not_there(rules: Rules, _config: v.Config) -> Rules:
     """If the pool is empty, the copy has no block."""
     return rules.replacing(count_copies, lambda _pool, _group, _holding, _num_computed, _rules: 0)
 
@@ -226,7 +192,7 @@ def copy_takes_what_is_not_there(rules: Rules, _config: Config) -> Rules:
     "P1 P2 P8 P10",
     wrong_fix_of="copy-takes-what-is-not-there",
 )
-def first_copy_is_not_counted(rules: Rules, _config: Config) -> Rules:
+def first_copy_is_not_counted(rules: Rules, _config: v.Config) -> Rules:
     """The first row of a branch takes a block that was not counted."""
     is_right = rules[can_finish]
 
@@ -234,7 +200,7 @@ def first_copy_is_not_counted(rules: Rules, _config: Config) -> Rules:
         return replace(rules, hooks=replace(rules.hooks, needs=()))
 
     def change(request: RequestState, rules: Rules) -> Rules:
-        return rules if request.status is Status.RUNNING else without_copies(rules)
+        return rules if request.status is v.Status.RUNNING else without_copies(rules)
 
     return change_slots(rules, change).replacing(
         can_finish,
@@ -245,20 +211,17 @@ def first_copy_is_not_counted(rules: Rules, _config: Config) -> Rules:
 
 
 @PAGE.exhibit("source and destination of a copy are swapped", "by the rule of P8", "P8 P2 P4")
-def copy_goes_the_other_way(rules: Rules, _config: Config) -> Rules:
+@instead(list_copies)
+def copy_goes_the_other_way(right: Right[tuple[v.BlockCopy, ...]]) -> tuple[v.BlockCopy, ...]:
     """A new block without content overwrites one that two requests read."""
-
-    def get_copies(before: BlockTables, after: BlockTables) -> tuple[BlockCopy, ...]:
-        copies = rules[list_copies](before, after)
-        return tuple([BlockCopy(it.destination, it.source) for it in copies])
-
-    return rules.replacing(list_copies, get_copies)
+    copies = right()
+    return tuple([v.BlockCopy(it.destination, it.source) for it in copies])
 
 
-def change_copies(rules: Rules, change: Callable[[Step, Plan], Plan]) -> Rules:
+def change_copies(rules: Rules, change: Callable[[Step, v.Plan], v.Plan]) -> Rules:
     """Return rules by which the copies in a plan are changed."""
 
-    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
+    def tell(step: Step, rows: Sequence[FrameRow], plan: v.Plan) -> v.Plan:
         return change(step, rules[tell_copies](step, rows, plan))
 
     return rules.replacing(tell_copies, tell)
@@ -269,16 +232,16 @@ def change_copies(rules: Rules, change: Callable[[Step, Plan], Plan]) -> Rules:
     "the block manager: execute_pending_copies, breaks its rule",
     "P8 P4",
 )
-def copy_is_not_made(rules: Rules, _config: Config) -> Rules:
+def copy_is_not_made(rules: Rules, _config: v.Config) -> Rules:
     """The plan has the new block in its table, but not the copy that fills it."""
     return change_copies(rules, lambda _step, plan: replace(plan, block_copies=()))
 
 
 @PAGE.exhibit("the copy for a withdrawn row stays in the plan", "by the rule of P7", "P8 P26 P2")
-def copy_outlives_its_row(rules: Rules, _config: Config) -> Rules:
+def copy_outlives_its_row(rules: Rules, _config: v.Config) -> Rules:
     """The copy's destination may belong to another request in the same step."""
 
-    def add(step: Step, plan: Plan) -> Plan:
+    def add(step: Step, plan: v.Plan) -> v.Plan:
         planned = {row.request_id for row in step.rows}
         others = [it for name, it in COPIES.of(step).items() if name not in planned]
         return replace(plan, block_copies=sum(others, plan.block_copies))
@@ -289,7 +252,7 @@ def copy_outlives_its_row(rules: Rules, _config: Config) -> Rules:
 @PAGE.exhibit(
     "a changed block table is sent as if blocks were appended", "by the rule of P26", "P26"
 )
-def remapping_is_not_told(rules: Rules, _config: Config) -> Rules:
+def remapping_is_not_told(rules: Rules, _config: v.Config) -> Rules:
     """The worker appends the whole table to the one that it has."""
     return change_copies(rules, lambda _step, plan: replace(plan, remapped_req_ids=()))
 
@@ -298,33 +261,23 @@ def remapping_is_not_told(rules: Rules, _config: Config) -> Rules:
 
 
 @PAGE.exhibit("admissions ignore the watermark", WATERMARK, "P10", invisible=LEFT)
-def watermark_ignored(rules: Rules, _config: Config) -> Rules:
+def watermark_ignored(rules: Rules, _config: v.Config) -> Rules:
     """The text subtracts the watermark from the free blocks, but the listing does not."""
     return rules.replacing(get_watermark, lambda _step: 0)
 
 
 @PAGE.exhibit("running requests keep the watermark, too", WATERMARK, "P15 P10")
-def running_leave_the_watermark(rules: Rules, config: Config) -> Rules:
+@instead(allocate_slots)
+def running_leave_the_watermark(
+    right: Right[Granted], config: v.Config, request: RequestState
+) -> Granted:
     """Requests are preempted although there are free blocks, which were kept to avoid this."""
-    allocate_rightly = rules[allocate_slots]
-
-    def allocate(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        num_new: int,
-        num_lookahead: int = 0,
-        hit: Hit = NO_HIT,
-        rules: Rules = rules,
-    ) -> Granted:
-        granted = allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
-        if granted is None or request.status is not Status.RUNNING:
-            return granted
-        grows = granted[1].block_tables != request.block_tables
-        is_short = get_num_free_blocks(granted[0]) < config.watermark_blocks
-        return None if grows and is_short else granted
-
-    return rules.replacing(allocate_slots, allocate) if config.watermark_blocks else rules
+    granted = right()
+    if granted is None or request.status is not v.Status.RUNNING:
+        return granted
+    grows = granted[1].block_tables != request.block_tables
+    is_short = get_num_free_blocks(granted[0]) < config.watermark_blocks
+    return None if grows and is_short else granted
 
 
 @PAGE.exhibit(
@@ -334,14 +287,11 @@ def running_leave_the_watermark(rules: Rules, config: Config) -> Rules:
     invisible=LEFT,
     wrong_fix_of="watermark-ignored",
 )
-def watermark_before_the_admission(rules: Rules, _config: Config) -> Rules:
+@instead(get_watermark)
+def watermark_before_the_admission(right: Right[int], step: Step) -> int:
     """The last admission takes all free blocks."""
-
-    def get_kept(step: Step) -> int:
-        num_kept = rules[get_watermark](step)
-        return 0 if get_num_free_blocks(step.pool) >= num_kept else num_kept
-
-    return rules.replacing(get_watermark, get_kept)
+    num_kept = right()
+    return 0 if get_num_free_blocks(step.pool) >= num_kept else num_kept
 
 
 @PAGE.exhibit(
@@ -350,9 +300,9 @@ def watermark_before_the_admission(rules: Rules, _config: Config) -> Rules:
     "P16",
     invisible=ORDER,
 )
-def head_on_top_of_the_stack(rules: Rules, _config: Config) -> Rules:
+@instead(free_blocks)
+def head_on_top_of_the_stack(
+    right: Right[Pool], pool: Pool, block_table: Sequence[v.BlockId]
+) -> Pool:
     """The block that is most likely to be hit again is reused first."""
-    free = rules[free_blocks]
-    return rules.replacing(
-        free_blocks, lambda pool, table: free(pool, table[::-1] if pool.is_lifo else table)
-    )
+    return right(block_table=block_table[::-1] if pool.is_lifo else block_table)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
+from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import replace
 from blockstep.spec.core.block_pool import (
     Pool,
@@ -19,7 +20,7 @@ from blockstep.spec.core.block_pool import (
     touch_blocks,
 )
 from blockstep.spec.core.prefix_cache import get_group_keys
-from blockstep.spec.core.requests import NO_HIT, Hit, Holding, RequestState, without_nulls
+from blockstep.spec.core.requests import Hit, Holding, RequestState, without_nulls
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import (
     Growth,
@@ -43,49 +44,38 @@ from blockstep.spec.features.mamba import compute_aligned_end, get_unwritten_sta
 from blockstep.spec.features.resets import is_held_besides
 from blockstep.spec.releases.groups import windows_reserve_everything
 from blockstep.spec.releases.states import chunks_round_to_nothing
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockId,
-    BlockTables,
-    Config,
-    FrameId,
-    GroupKind,
-    KVGroup,
-    MambaCacheMode,
-    Request,
-)
 
 PAGE = Page(takes_groups=True)
 STATES = Page(takes_groups=True, takes_states=True)
 """Seeded bugs in recurrent groups; their episodes have such groups as well."""
 Granted = tuple[Pool, RequestState] | None
+Taken = tuple[Pool, list[Holding], list[tuple[v.BlockId, ...]]]
 MANY: Final = 1_000_000
 """More blocks than any pool has."""
 
 
 def allocate_by_turns(
-    rules: Rules, sort: Callable[[Config, Iterable[int]], Iterable[int]]
+    rules: Rules, sort: Callable[[v.Config, Iterable[int]], Iterable[int]]
 ) -> Rules:
     """Return rules by which hits are touched and blocks are taken group by group, in this order."""
-    take_rightly = rules[take_blocks]
 
     def take(
-        config: Config,
+        right: Right[Taken],
+        config: v.Config,
         pool: Pool,
         request: RequestState,
         hit: Hit,
         nums_new: Sequence[int],
-        rules: Rules,
-    ) -> tuple[Pool, list[Holding], list[tuple[BlockId, ...]]]:
+    ) -> Taken:
         if not any(map(any, hit.block_tables)):
-            return take_rightly(config, pool, request, hit, nums_new, rules)
-        taken: list[tuple[BlockId, ...]] = [()] * len(nums_new)
+            return right()
+        taken: list[tuple[v.BlockId, ...]] = [()] * len(nums_new)
         for index in sort(config, range(len(nums_new))):
             pool = touch_blocks(pool, without_nulls(hit.block_tables[index]))
             pool, taken[index] = allocate_blocks(pool, nums_new[index])
         return pool, [*request.holdings], taken
 
-    return rules.replacing(take_blocks, take)
+    return replacing(rules, take_blocks, take)
 
 
 @PAGE.exhibit(
@@ -93,7 +83,7 @@ def allocate_by_turns(
     "#33775, #44409; ascend #12139",
     "P2 P1 P8 P16",
 )
-def group_eats_a_hit(rules: Rules, _config: Config) -> Rules:
+def group_eats_a_hit(rules: Rules, _config: v.Config) -> Rules:
     """A new block may be a hit of the next group; then both groups use it."""
     return allocate_by_turns(rules, lambda _config, indices: indices)
 
@@ -104,7 +94,7 @@ def group_eats_a_hit(rules: Rules, _config: Config) -> Rules:
     "P2 P1 P8 P16",
     wrong_fix_of="group-eats-a-hit",
 )
-def last_group_first(rules: Rules, _config: Config) -> Rules:
+def last_group_first(rules: Rules, _config: v.Config) -> Rules:
     """Now the first groups lose their hits."""
     return allocate_by_turns(rules, lambda _config, indices: [*indices][::-1])
 
@@ -115,12 +105,12 @@ def last_group_first(rules: Rules, _config: Config) -> Rules:
     "P2 P1 P8 P16",
     wrong_fix_of="group-eats-a-hit",
 )
-def full_attention_first(rules: Rules, _config: Config) -> Rules:
+def full_attention_first(rules: Rules, _config: v.Config) -> Rules:
     """If there are two window groups, one still takes a hit of the other."""
     return allocate_by_turns(
         rules,
         lambda config, indices: sorted(
-            indices, key=lambda index: config.kv_groups[index].kind is not GroupKind.FULL
+            indices, key=lambda index: config.kv_groups[index].kind is not v.GroupKind.FULL
         ),
     )
 
@@ -130,7 +120,7 @@ def full_attention_first(rules: Rules, _config: Config) -> Rules:
     "#39734, #40946",
     "P15 P11",
 )
-def window_charged_whole(rules: Rules, config: Config) -> Rules:
+def window_charged_whole(rules: Rules, config: v.Config) -> Rules:
     """A prompt that could run in chunks is never admitted."""
     return windows_reserve_everything(rules, config)
 
@@ -142,24 +132,10 @@ def window_charged_whole(rules: Rules, config: Config) -> Rules:
     wrong_fix_of="window-charged-whole",
     invisible="efficiency: there are more preemptions, but all requests finish",
 )
-def window_not_charged(rules: Rules, _config: Config) -> Rules:
+@instead(count_reserved_blocks)
+def window_not_charged(right: Right[int], group: v.KVGroup) -> int:
     """Blocks for the window and for the tokens of a step are missing when they are needed."""
-
-    def count(
-        config: Config,
-        pool: Pool,
-        group: KVGroup,
-        num_slots: int,
-        hit: tuple[BlockId, ...],
-        holding: Holding,
-        num_copies: int = 0,
-    ) -> int:
-        if group.kind is not GroupKind.FULL:
-            return 0
-        count_rightly = rules[count_reserved_blocks]
-        return count_rightly(config, pool, group, num_slots, hit, holding, num_copies)
-
-    return rules.replacing(count_reserved_blocks, count)
+    return right() if group.kind is v.GroupKind.FULL else 0
 
 
 @PAGE.exhibit(
@@ -168,7 +144,7 @@ def window_not_charged(rules: Rules, _config: Config) -> Rules:
     "P11 P10 P8",
     wrong_fix_of="window-charged-whole",
 )
-def window_without_its_step(rules: Rules, _config: Config) -> Rules:
+def window_without_its_step(rules: Rules, _config: v.Config) -> Rules:
     """A request is accepted although the blocks of its largest step exceed the pool."""
     return rules.replacing(compute_max_reach, lambda config: compute_max_doubt(config) + 1)
 
@@ -179,29 +155,23 @@ def window_without_its_step(rules: Rules, _config: Config) -> Rules:
     "P26 P8 P2 P1",
     wrong_fix_of="window-charged-whole",
 )
-def nulls_count_as_held(rules: Rules, config: Config) -> Rules:
+def nulls_count_as_held(rules: Rules, config: v.Config) -> Rules:
     """The check caps a window's blocks, but also counts the null blocks of its table as held."""
     reach, doubt = compute_max_reach(config), compute_max_doubt(config)
-    publish_rightly = rules[publish_slots]
 
-    def count(group: KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
+    def count(group: v.KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
         num_due = compute_max_held_blocks(group, growth.num_slots, reach, doubt)
         return max(num_due - num_held - num_hit, 0)
 
     def publish(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        nums_full: Sequence[int],
-        rules: Rules = rules,
+        right: Right[tuple[Pool, RequestState]], request: RequestState, nums_full: Sequence[int]
     ) -> tuple[Pool, RequestState]:
-        there = [*map(len, request.block_tables)]
-        return publish_rightly(config, pool, request, [*map(min, nums_full, there)], rules)
+        return right(nums_full=[*map(min, nums_full, map(len, request.block_tables))])
 
-    return rules.replacing(count_taken, count).replacing(publish_slots, publish)
+    return replacing(replacing(rules, count_taken, count), publish_slots, publish)
 
 
-def get_alone(config: Config) -> list[Config]:
+def get_alone(config: v.Config) -> list[v.Config]:
     """Return the config with each of its groups alone."""
     return [replace(config, groups=(group,)) for group in config.kv_groups]
 
@@ -211,13 +181,10 @@ def get_alone(config: Config) -> list[Config]:
     "#52520, #39734; local-inference-lab #394",
     "P11 P10",
 )
-def each_group_fits_alone(rules: Rules, config: Config) -> Rules:
+@instead(compute_max_blocks)
+def each_group_fits_alone(right: Right[int], config: v.Config) -> int:
     """The accepted request waits for blocks that the pool does not have, and blocks the queue."""
-    count, alone = rules[compute_max_blocks], get_alone(config)
-    return rules.replacing(
-        compute_max_blocks,
-        lambda _config, request, rules: max([count(one, request, rules) for one in alone]),
-    )
+    return max([right(config=one) for one in get_alone(config)])
 
 
 @PAGE.exhibit(
@@ -226,14 +193,11 @@ def each_group_fits_alone(rules: Rules, config: Config) -> Rules:
     "P11 P10",
     wrong_fix_of="each-group-fits-alone",
 )
-def first_group_decides(rules: Rules, config: Config) -> Rules:
+@instead(compute_max_blocks)
+def first_group_decides(right: Right[int], config: v.Config) -> int:
     """This is right only if the first group needs the most blocks."""
     alone = get_alone(config)
-
-    def count(_config: Config, request: Request, all_rules: Rules) -> int:
-        return len(alone) * rules[compute_max_blocks](alone[0], request, all_rules)
-
-    return rules.replacing(compute_max_blocks, count)
+    return len(alone) * right(config=alone[0])
 
 
 @PAGE.exhibit(
@@ -241,19 +205,19 @@ def first_group_decides(rules: Rules, config: Config) -> Rules:
     "rule P5; #44409",
     "P5 P3 P4",
 )
-def hit_of_full_attention(rules: Rules, _config: Config) -> Rules:
+def hit_of_full_attention(rules: Rules, _config: v.Config) -> Rules:
     """Blocks that a sliding window still reads are missing and replaced by null blocks."""
 
-    def is_valid(group: KVGroup, runs: Sequence[int], num_tokens: int, num_behind: int) -> bool:
-        is_full = group.kind is GroupKind.FULL
+    def is_valid(group: v.KVGroup, runs: Sequence[int], num_tokens: int, num_behind: int) -> bool:
+        is_full = group.kind is v.GroupKind.FULL
         return not is_full or rules[is_valid_hit](group, runs, num_tokens, num_behind)
 
     def get_table(
-        group: KVGroup, found: Sequence[BlockId | None], num_tokens: int
-    ) -> tuple[BlockId, ...]:
+        group: v.KVGroup, found: Sequence[v.BlockId | None], num_tokens: int
+    ) -> tuple[v.BlockId, ...]:
         first = compute_num_skipped_blocks(group, num_tokens)
-        there = [block_id or NULL_BLOCK for block_id in found[: num_tokens // group.block_size]]
-        return (NULL_BLOCK,) * first + tuple(there[first:])
+        there = [block_id or v.NULL_BLOCK for block_id in found[: num_tokens // group.block_size]]
+        return (v.NULL_BLOCK,) * first + tuple(there[first:])
 
     return rules.replacing(is_valid_hit, is_valid).replacing(get_hit_table, get_table)
 
@@ -264,21 +228,19 @@ def hit_of_full_attention(rules: Rules, _config: Config) -> Rules:
     "P1",
     invisible_if_hidden="books: the ref count of the null block is not used",
 )
-def nulls_freed(rules: Rules, _config: Config) -> Rules:
+def nulls_freed(rules: Rules, _config: v.Config) -> Rules:
     """The ref count of the null block becomes negative."""
 
-    def give_up(
-        pool: Pool, block_tables: BlockTables, all_rules: Rules, fence: FrameId | None = None
-    ) -> Pool:
-        pool = rules[give_up_blocks](pool, block_tables, all_rules, fence)
+    def give_up(right: Right[Pool], block_tables: v.BlockTables) -> Pool:
+        pool = right()
         counts = [*pool.ref_counts]
-        counts[NULL_BLOCK] -= sum([table.count(NULL_BLOCK) for table in block_tables])
+        counts[v.NULL_BLOCK] -= sum([table.count(v.NULL_BLOCK) for table in block_tables])
         return replace(pool, ref_counts=tuple(counts))
 
-    def is_held(pool: Pool) -> bool:
-        return rules[is_held_besides](replace(pool, ref_counts=pool.ref_counts[NULL_BLOCK + 1 :]))
+    def is_held(right: Right[bool], pool: Pool) -> bool:
+        return right(pool=replace(pool, ref_counts=pool.ref_counts[v.NULL_BLOCK + 1 :]))
 
-    return rules.replacing(give_up_blocks, give_up).replacing(is_held_besides, is_held)
+    return replacing(replacing(rules, give_up_blocks, give_up), is_held_besides, is_held)
 
 
 @PAGE.exhibit(
@@ -286,7 +248,7 @@ def nulls_freed(rules: Rules, _config: Config) -> Rules:
     "vLLM 0.19.1 make_block_hash_with_group_id, rule",
     "P6 P3 P5",
 )
-def group_left_out_of_keys(rules: Rules, _config: Config) -> Rules:
+def group_left_out_of_keys(rules: Rules, _config: v.Config) -> Rules:
     """A group hits blocks of another group, whose KV is of other layers."""
     get = rules[get_group_keys]
     return rules.replacing(get_group_keys, lambda keys, _group, *others: get(keys, 0, *others))
@@ -297,13 +259,10 @@ def group_left_out_of_keys(rules: Rules, _config: Config) -> Rules:
     "vLLM 0.19.1, found here",
     "P3 P5",
 )
-def half_a_block_left(rules: Rules, _config: Config) -> Rules:
+@instead(compute_num_skipped_blocks)
+def half_a_block_left(group: v.KVGroup, num_computed: int) -> int:
     """A window begins within a block, and so may a chunk of chunked-local attention."""
-
-    def count(group: KVGroup, num_computed: int) -> int:
-        return compute_num_blocks(compute_num_skipped_tokens(group, num_computed), group.block_size)
-
-    return rules.replacing(compute_num_skipped_blocks, count)
+    return compute_num_blocks(compute_num_skipped_tokens(group, num_computed), group.block_size)
 
 
 # Recurrent states.
@@ -314,7 +273,7 @@ def half_a_block_left(rules: Rules, _config: Config) -> Rules:
     "#40707, #45414, #51603",
     "P10 P15",
 )
-def chunk_cut_to_nothing(rules: Rules, config: Config) -> Rules:
+def chunk_cut_to_nothing(rules: Rules, config: v.Config) -> Rules:
     """The request never progresses if a budget or threshold is smaller than the block."""
     return chunks_round_to_nothing(rules, config)
 
@@ -325,22 +284,17 @@ def chunk_cut_to_nothing(rules: Rules, config: Config) -> Rules:
     "P9 P15",
     wrong_fix_of="chunk-cut-to-nothing",
 )
-def chunk_run_on(rules: Rules, _config: Config) -> Rules:
+@instead(compute_aligned_end)
+def chunk_run_on(right: Right[int], num_computed: int, end: int, last: int, unit: int) -> int:
     """The request progresses, but exceeds the token budget of the step."""
-
-    def get_end(
-        num_computed: int, end: int, last: int, unit: int, block_sizes: Sequence[int]
-    ) -> int:
-        if end >= last:
-            return rules[compute_aligned_end](num_computed, end, last, unit, block_sizes)
-        return max(end // unit, num_computed // unit + 1) * unit
-
-    return rules.replacing(compute_aligned_end, get_end)
+    if end >= last:
+        return right()
+    return max(end // unit, num_computed // unit + 1) * unit
 
 
-def is_aligned(group: KVGroup) -> bool:
+def is_aligned(group: v.KVGroup) -> bool:
     """Whether states of a group are kept at the ends of chunks only."""
-    return group.mamba_cache_mode is MambaCacheMode.ALIGN
+    return group.mamba_cache_mode is v.MambaCacheMode.ALIGN
 
 
 def is_admission(request: RequestState) -> bool:
@@ -353,33 +307,18 @@ def is_admission(request: RequestState) -> bool:
     "#46892; ascend #11129",
     "P8 P1 P2 P12",
 )
-def states_charged_once(rules: Rules, config: Config) -> Rules:
+@instead(allocate_slots)
+def states_charged_once(
+    right: Right[Granted], config: v.Config, pool: Pool, request: RequestState
+) -> Granted:
     """The blocks for the draft states belong to another request."""
     num_drafts = sum([one.num_speculative_blocks for one in config.groups if is_aligned(one)])
-    allocate_rightly = rules[allocate_slots]
-
-    def allocate(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        num_new: int,
-        num_lookahead: int = 0,
-        hit: Hit = NO_HIT,
-        rules: Rules = rules,
-    ) -> Granted:
-        asked = num_new, num_lookahead, hit, rules
-        granted = allocate_rightly(config, pool, request, *asked)
-        if granted is not None or not is_admission(request):
-            return granted
-        held = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
-        more = replace(pool, free_queue=pool.free_queue + tuple(held[:num_drafts]))
-        granted = allocate_rightly(config, more, request, *asked)
-        if granted is None:
-            return None
-        pool, request = granted
-        return replace(pool, free_queue=()), request
-
-    return rules.replacing(allocate_slots, allocate)
+    granted = right()
+    if granted is not None or not is_admission(request):
+        return granted
+    held = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
+    granted = right(pool=replace(pool, free_queue=pool.free_queue + tuple(held[:num_drafts])))
+    return None if granted is None else (replace(granted[0], free_queue=()), granted[1])
 
 
 @STATES.exhibit(
@@ -388,20 +327,13 @@ def states_charged_once(rules: Rules, config: Config) -> Rules:
     "P15 P11 P10",
     wrong_fix_of="states-charged-once",
 )
-def states_charged_by_tokens(rules: Rules, _config: Config) -> Rules:
+def states_charged_by_tokens(rules: Rules, _config: v.Config) -> Rules:
     """A chunk writes one state however long it is, so requests that would fit have to wait."""
-    allocate_rightly = rules[allocate_slots]
 
     def allocate(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        num_new: int,
-        num_lookahead: int = 0,
-        hit: Hit = NO_HIT,
-        rules: Rules = rules,
+        right: Right[Granted], config: v.Config, request: RequestState, num_new: int, hit: Hit
     ) -> Granted:
-        granted = allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
+        granted = right()
         if granted is None or not is_admission(request):
             return granted
         num_tokens = request.num_computed_tokens + hit.num_tokens + num_new
@@ -412,22 +344,21 @@ def states_charged_by_tokens(rules: Rules, _config: Config) -> Rules:
         return granted if num_more <= get_num_free_blocks(granted[0]) else None
 
     def count(
-        config: Config,
+        right: Right[int],
         pool: Pool,
-        group: KVGroup,
+        group: v.KVGroup,
         num_slots: int,
-        hit: tuple[BlockId, ...],
+        hit: tuple[v.BlockId, ...],
         holding: Holding,
-        num_copies: int = 0,
+        num_copies: int,
     ) -> int:
-        if is_aligned(group):
-            num_blocks = compute_num_blocks(num_slots, group.block_size)
-            num_blocks += group.num_speculative_blocks
-            return count_lacking(pool, num_blocks, MANY, hit, holding, num_copies)
-        count_rightly = rules[count_reserved_blocks]
-        return count_rightly(config, pool, group, num_slots, hit, holding, num_copies)
+        if not is_aligned(group):
+            return right()
+        num_blocks = compute_num_blocks(num_slots, group.block_size) + group.num_speculative_blocks
+        return count_lacking(pool, num_blocks, MANY, hit, holding, num_copies)
 
-    return rules.replacing(allocate_slots, allocate).replacing(count_reserved_blocks, count)
+    changed = replacing(rules, allocate_slots, allocate)
+    return replacing(changed, count_reserved_blocks, count)
 
 
 @STATES.exhibit(
@@ -435,6 +366,6 @@ def states_charged_by_tokens(rules: Rules, _config: Config) -> Rules:
     "#56525; vLLM 0.19.1, rule",
     "P4 P5",
 )
-def state_hit_within_its_step(rules: Rules, _config: Config) -> Rules:
+def state_hit_within_its_step(rules: Rules, _config: v.Config) -> Rules:
     """Rows of one step run in parallel, so the state is not written yet."""
     return rules.replacing(get_unwritten_states, lambda _step: [])

@@ -7,9 +7,8 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 from zlib import crc32
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
 from blockstep.spec.core.block_pool import Pool, find_block
-from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.features.identity import get_item_keys, name_content
 from blockstep.spec.vocabulary import BlockId, BlockKey, Config
@@ -22,12 +21,10 @@ Items: TypeAlias = tuple[tuple[str, int], ...]
 def leave_out(rules: Rules, **fields: Any) -> Rules:
     """Return rules by which some fields of block keys have these values."""
 
-    def name(
-        request: RequestState, index: int, start: int, end: int, all_rules: Rules
-    ) -> Mapping[str, Any]:
-        return {**rules[name_content](request, index, start, end, all_rules), **fields}
+    def name(right: Right[Mapping[str, Any]]) -> Mapping[str, Any]:
+        return {**right(), **fields}
 
-    return rules.replacing(name_content, name)
+    return replacing(rules, name_content, name)
 
 
 def change_items(rules: Rules, change: Callable[[Items], Items]) -> Rules:
@@ -88,11 +85,8 @@ def get_byte(key: BlockKey) -> int:
 
 
 @PAGE.exhibit("a block hash is cut to one byte", "LMCache #3301", "P6 P3 P15")
-def digest_in_one_byte(rules: Rules, _config: Config) -> Rules:
+@instead(find_block)
+def digest_in_one_byte(pool: Pool, key: BlockKey) -> BlockId | None:
     """Upstream cut hashes of images to two bytes; with one byte short runs meet a collision."""
-
-    def find(pool: Pool, key: BlockKey) -> BlockId | None:
-        wanted = get_byte(key)
-        return next((ids[0] for one, ids in pool.cached.items() if get_byte(one) == wanted), None)
-
-    return rules.replacing(find_block, find)
+    wanted = get_byte(key)
+    return next((ids[0] for one, ids in pool.cached.items() if get_byte(one) == wanted), None)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.commit import get_request_ended
 from blockstep.spec.core.preemption import process_claim
 from blockstep.spec.core.queues import Requests
+from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import allocate_slots
 from blockstep.spec.core.state import State
@@ -48,19 +49,16 @@ FIRST = "policy: which request is admitted or preempted first"
 @PAGE.exhibit(
     "the pin of the previous turn is replaced, but not freed", "vLLM V1: The Fork, Change 4", "P1"
 )
-def stale_pin_leaks(rules: Rules, _config: Config) -> Rules:
+@instead(get_turn_ended)
+def stale_pin_leaks(right: Right[State], state: State, request_id: RequestId) -> State:
     """The blocks of the old pin keep a reference that nothing will ever drop."""
-
-    def end(state: State, request_id: RequestId) -> State:
-        pins, asked = PINS.of(state), state.requests[request_id].request
-        stale = [] if asked.is_last_step else list_of_job(pins, asked.job_id or "")
-        others = tuple([pin for pin in pins.pins if pin not in stale])
-        after = rules[get_turn_ended](PINS.put(state, replace(pins, pins=others)), request_id)
-        if asked.job_id in list_jobs(PINS.of(after)):
-            return after
-        return PINS.put(after, replace(PINS.of(after), pins=pins.pins))
-
-    return rules.replacing(get_turn_ended, end)
+    pins, asked = PINS.of(state), state.requests[request_id].request
+    stale = [] if asked.is_last_step else list_of_job(pins, asked.job_id or "")
+    others = tuple([pin for pin in pins.pins if pin not in stale])
+    after = right(state=PINS.put(state, replace(pins, pins=others)))
+    if asked.job_id in list_jobs(PINS.of(after)):
+        return after
+    return PINS.put(after, replace(PINS.of(after), pins=pins.pins))
 
 
 # Change 5: pins expire before the step allocates, and turns of pinned jobs are admitted first.
@@ -72,11 +70,10 @@ def stale_pin_leaks(rules: Rules, _config: Config) -> Rules:
     "P16",
     invisible=FIRST,
 )
-def warm_ahead_of_the_preempted(rules: Rules, _config: Config) -> Rules:
+@instead(compute_coldness)
+def warm_ahead_of_the_preempted(request: RequestState, warm: Collection[str]) -> int:
     """A preempted request, which waited longest and lost its KV, waits even longer."""
-    return rules.replacing(
-        compute_coldness, lambda request, warm: int(request.request.job_id not in warm)
-    )
+    return int(request.request.job_id not in warm)
 
 
 # Change 7: which requests a pin protects.
@@ -101,14 +98,11 @@ def row_of_cold_victim_stays(rules: Rules, config: Config) -> Rules:
     "P18 P17",
     invisible_if_hidden=KEPT,
 )
-def estimate_at_arrival_is_lost(rules: Rules, _config: Config) -> Rules:
+@instead(take_estimate)
+def estimate_at_arrival_is_lost(right: Right[Pins], pins: Pins, estimate: PinEstimate) -> Pins:
     """A client that sends the estimate together with the turn is ignored."""
-
-    def take(pins: Pins, estimate: PinEstimate) -> Pins:
-        is_pinned = estimate.job_id in list_jobs(pins)
-        return rules[take_estimate](pins, estimate) if is_pinned else pins
-
-    return rules.replacing(take_estimate, take)
+    is_pinned = estimate.job_id in list_jobs(pins)
+    return right() if is_pinned else pins
 
 
 # Change 12: which turns are pinned.
@@ -119,17 +113,14 @@ def estimate_at_arrival_is_lost(rules: Rules, _config: Config) -> Rules:
     "vLLM V1: The Fork, Change 12",
     "P26",
 )
-def pinned_turn_is_not_told(rules: Rules, _config: Config) -> Rules:
+@instead(get_request_ended)
+def pinned_turn_is_not_told(right: Right[State], state: State, request_id: RequestId) -> State:
     """The worker keeps the row of the finished request, and a later request may have its id."""
-
-    def end(state: State, request_id: RequestId) -> State:
-        after = rules[get_request_ended](state, request_id)
-        if set(PINS.of(after).pins) <= set(PINS.of(state).pins):
-            return after
-        finished = tuple([name for name in after.finished_req_ids if name != request_id])
-        return replace(after, finished_req_ids=finished)
-
-    return rules.replacing(get_request_ended, end)
+    after = right()
+    if set(PINS.of(after).pins) <= set(PINS.of(state).pins):
+        return after
+    finished = tuple([name for name in after.finished_req_ids if name != request_id])
+    return replace(after, finished_req_ids=finished)
 
 
 @PAGE.exhibit(
@@ -181,15 +172,12 @@ def pins_give_way_at_once(rules: Rules, config: Config) -> Rules:
     wrong_fix_of="pins-never-give-way",
     invisible="efficiency: more blocks than needed are computed again",
 )
-def all_pins_give_way(rules: Rules, _config: Config) -> Rules:
+@instead(process_yielding)
+def all_pins_give_way(step: Step, receiver_id: RequestId) -> bool:
     """One reclaimed pin may have been enough."""
-
-    def give_way(step: Step, receiver_id: RequestId) -> bool:
-        givers = list_givers(PINS.of(step), step.requests[receiver_id].request.job_id)
-        process_unpinning(step, givers)
-        return bool(givers)
-
-    return rules.replacing(process_yielding, give_way)
+    givers = list_givers(PINS.of(step), step.requests[receiver_id].request.job_id)
+    process_unpinning(step, givers)
+    return bool(givers)
 
 
 @PAGE.exhibit(
@@ -216,15 +204,14 @@ def estimates_pile_up(rules: Rules, _config: Config) -> Rules:
     "P16",
     invisible=FIRST,
 )
-def preempted_turns_stay_warm(rules: Rules, _config: Config) -> Rules:
+@instead(select_cold_victim)
+def preempted_turns_stay_warm(
+    running: Sequence[RequestId], requests: Requests, warm: Collection[str]
+) -> int:
     """It is protected from preemption as if its job had a pin."""
-
-    def select(running: Sequence[RequestId], requests: Requests, warm: Collection[str]) -> int:
-        cold = [
-            index
-            for index, name in enumerate(running)
-            if requests[name].request.job_id not in warm and not requests[name].num_preemptions
-        ]
-        return max(cold, default=len(running) - 1)
-
-    return rules.replacing(select_cold_victim, select)
+    cold = [
+        index
+        for index, name in enumerate(running)
+        if requests[name].request.job_id not in warm and not requests[name].num_preemptions
+    ]
+    return max(cold, default=len(running) - 1)

@@ -1,10 +1,12 @@
-"""Seeded bugs in plans and outputs: what the worker gets, and when a request finishes."""
+"""Seeded bugs in plans and outputs: what the worker gets, when a request finishes, and when the
+engine loop sleeps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.endings import is_at_length
 from blockstep.spec.core.plans import get_plan, process_advance
@@ -12,6 +14,7 @@ from blockstep.spec.core.requests import FrameRow
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
+from blockstep.spec.idle import has_work
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.endings import min_tokens_mask_length
 from blockstep.spec.vocabulary import CachedRow, Config, NewRow, Plan, Status
@@ -30,15 +33,10 @@ def change_cached(rules: Rules, change: Callable[[CachedRow], CachedRow]) -> Rul
 
 
 @PAGE.exhibit("a request gets one token more than max_tokens", "vLLM V1: Request Completion", "P13")
-def length_off_by_one(rules: Rules, _config: Config) -> Rules:
+@instead(is_at_length)
+def length_off_by_one(right: Right[bool], num_outputs: int, num_known: int) -> bool:
     """The length cap is checked one token too late."""
-    is_over = rules[is_at_length]
-    return rules.replacing(
-        is_at_length,
-        lambda asked, num_outputs, num_known, most: is_over(
-            asked, num_outputs - 1, num_known - 1, most
-        ),
-    )
+    return right(num_outputs=num_outputs - 1, num_known=num_known - 1)
 
 
 @PAGE.exhibit("min_tokens suspends the length caps", "vLLM 0.19.1 check_stop", "P13 P10")
@@ -48,20 +46,17 @@ def min_tokens_masks_length(rules: Rules, config: Config) -> Rules:
 
 
 @PAGE.exhibit("a resumed request is sent as a new one", "#31583", "P26")
-def resumed_as_new(rules: Rules, _config: Config) -> Rules:
+@instead(get_plan)
+def resumed_as_new(right: Right[Plan], step: Step) -> Plan:
     """The worker loses the outputs that the request has so far."""
-
-    def make_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
-        rows = step.rows
-        step.rows = [
-            replace(row, status=Status.WAITING) if row.status is Status.PREEMPTED else row
-            for row in rows
-        ]
-        plan = rules[get_plan](step, frame_rows)
-        step.rows = rows
-        return plan
-
-    return rules.replacing(get_plan, make_plan)
+    rows = step.rows
+    step.rows = [
+        replace(row, status=Status.WAITING) if row.status is Status.PREEMPTED else row
+        for row in rows
+    ]
+    plan = right()
+    step.rows = rows
+    return plan
 
 
 @PAGE.exhibit(
@@ -133,3 +128,24 @@ def uncached_chunk_repeats(rules: Rules, config: Config) -> Rules:
         return replace(state, requests=FrozenMap(requests))
 
     return rules if config.enable_prefix_caching else rules.replacing(process_advance, advance)
+
+
+LOOP = "vLLM 0.19.1 has_requests"
+SHOWN = "books: only the state shows whether the loop may sleep"
+
+
+@PAGE.exhibit("the engine loop sleeps while requests wait", LOOP, "P10", invisible_if_hidden=SHOWN)
+def waiting_are_no_work(rules: Rules, _config: Config) -> Rules:
+    """Only running requests count as work, so the last preempted one is never scheduled again."""
+    return rules.replacing(has_work, lambda state: bool(state.finished_req_ids or state.running))
+
+
+@PAGE.exhibit(
+    "the engine loop keeps running while everything is paused",
+    LOOP,
+    "P10",
+    invisible_if_hidden=SHOWN,
+)
+def paused_are_work(rules: Rules, _config: Config) -> Rules:
+    """It makes empty plans as fast as it can."""
+    return rules.replacing(has_work, lambda state: bool(state.finished_req_ids or state.requests))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead
 from blockstep.spec.copies import replace
+from blockstep.spec.core.admission import get_verdict
 from blockstep.spec.core.async_ import publish_verified
 from blockstep.spec.core.block_pool import (
     Pool,
@@ -17,6 +18,7 @@ from blockstep.spec.core.block_pool import (
     withdraw_blocks,
 )
 from blockstep.spec.core.lifecycle import process_abort
+from blockstep.spec.core.parts import Note
 from blockstep.spec.core.requests import (
     NOTHING_HELD,
     Hit,
@@ -26,17 +28,23 @@ from blockstep.spec.core.requests import (
 )
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import (
+    Growth,
+    allocate_slots,
     compute_max_blocks,
     compute_num_blocks,
+    count_taken,
     publish_slots,
     revoke_slots,
     take_blocks,
 )
 from blockstep.spec.core.state import State
+from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.vocabulary import Aborted, BlockId, Config, FrameId, RequestId
+from blockstep.spec.vocabulary import Aborted, BlockId, Config, KVGroup, RequestId
 
 PAGE = Page()
+LISTINGS = Page()
+"""Seeded bugs from the block manager's listings that fit no other page."""
 
 
 def get_shared(pool: Pool, block_ids: Sequence[BlockId]) -> tuple[BlockId, ...]:
@@ -50,20 +58,17 @@ def get_shared(pool: Pool, block_ids: Sequence[BlockId]) -> tuple[BlockId, ...]:
     "P16",
     invisible="policy: which free block is evicted first",
 )
-def forward_frees(rules: Rules, _config: Config) -> Rules:
+@instead(free_blocks)
+def forward_frees(right: Right[Pool], block_table: Sequence[BlockId]) -> Pool:
     """The first block of a prompt is evicted first, and with it every hit on the rest."""
-    free = rules[free_blocks]
-    return rules.replacing(free_blocks, lambda pool, table: free(pool, table[::-1]))
+    return right(block_table=block_table[::-1])
 
 
 @PAGE.exhibit("a touched block stays in the free queue", "TensorRT-LLM #12667", "P1 P2")
-def touch_leaves_block_queued(rules: Rules, _config: Config) -> Rules:
+@instead(touch_blocks)
+def touch_leaves_block_queued(right: Right[Pool], pool: Pool) -> Pool:
     """A block in use is allocated again."""
-
-    def touch(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
-        return replace(rules[touch_blocks](pool, block_ids), free_queue=pool.free_queue)
-
-    return rules.replacing(touch_blocks, touch)
+    return replace(right(), free_queue=pool.free_queue)
 
 
 @PAGE.exhibit(
@@ -71,38 +76,34 @@ def touch_leaves_block_queued(rules: Rules, _config: Config) -> Rules:
     "SGLang #27586",
     "P3 P4",
 )
-def stale_key_after_reuse(rules: Rules, _config: Config) -> Rules:
+@instead(allocate_blocks)
+def stale_key_after_reuse(
+    right: Right[tuple[Pool, tuple[BlockId, ...]]], pool: Pool
+) -> tuple[Pool, tuple[BlockId, ...]]:
     """A hit returns a block that another request has overwritten."""
-
-    def allocate(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[BlockId, ...]]:
-        after, taken = rules[allocate_blocks](pool, num_blocks)
-        kept = replace(after, block_keys=pool.block_keys, cached=pool.cached, journal=pool.journal)
-        return kept, taken
-
-    return rules.replacing(allocate_blocks, allocate)
+    after, taken = right()
+    kept = replace(after, block_keys=pool.block_keys, cached=pool.cached, journal=pool.journal)
+    return kept, taken
 
 
 @PAGE.exhibit("an aborted request keeps its blocks", "#46283", "P1")
-def leak_on_abort(rules: Rules, _config: Config) -> Rules:
+@instead(process_abort)
+def leak_on_abort(
+    right: Right[tuple[State, Aborted]], state: State, request_ids: tuple[RequestId, ...]
+) -> tuple[State, Aborted]:
     """Each abort leaks the blocks of its request."""
-
-    def abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[State, Aborted]:
-        requests = state.requests.to_dict()
-        for request_id in requests.keys() & set(request_ids):
-            held = NOTHING_HELD * len(requests[request_id].holdings)
-            requests[request_id] = replace(requests[request_id], holdings=held)
-        return rules[process_abort](replace(state, requests=FrozenMap(requests)), request_ids)
-
-    return rules.replacing(process_abort, abort)
+    requests = state.requests.to_dict()
+    for request_id in requests.keys() & set(request_ids):
+        held = NOTHING_HELD * len(requests[request_id].holdings)
+        requests[request_id] = replace(requests[request_id], holdings=held)
+    return right(state=replace(state, requests=FrozenMap(requests)))
 
 
 @PAGE.exhibit("the null block counts as usable", "#52520, #39734", "P11 P10")
-def null_block_counted(rules: Rules, _config: Config) -> Rules:
+@instead(compute_max_blocks)
+def null_block_counted(right: Right[int]) -> int:
     """A request is accepted that never fits the pool."""
-    count = rules[compute_max_blocks]
-    return rules.replacing(
-        compute_max_blocks, lambda config, request, rules: count(config, request, rules) - 1
-    )
+    return right() - 1
 
 
 @PAGE.exhibit("a reset does not clear the prefix cache", "vLLM V1: Reset Prefix Cache", "P25")
@@ -112,25 +113,16 @@ def reset_keeps_keys(rules: Rules, _config: Config) -> Rules:
 
 
 @PAGE.exhibit("new blocks are taken before hit blocks are touched", "#33775, #44409", "P2 P1 P8")
-def take_before_touch(rules: Rules, _config: Config) -> Rules:
+@instead(take_blocks)
+def take_before_touch(
+    right: Right[tuple[Pool, list[Holding], list[tuple[BlockId, ...]]]], pool: Pool, hit: Hit
+) -> tuple[Pool, list[Holding], list[tuple[BlockId, ...]]]:
     """A hit at the head of the free queue becomes a new block of the same request as well."""
-    take_rightly = rules[take_blocks]
-
-    def take(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        hit: Hit,
-        nums_new: Sequence[int],
-        rules: Rules,
-    ) -> tuple[Pool, list[Holding], list[tuple[BlockId, ...]]]:
-        untouched = replace(hit, block_tables=())
-        pool, owned, taken = take_rightly(config, pool, request, untouched, nums_new, rules)
-        for found in hit.block_tables:
-            pool = touch_blocks(pool, without_nulls(found))
-        return pool, owned, taken
-
-    return rules.replacing(take_blocks, take)
+    untouched = replace(hit, block_tables=())
+    pool, owned, taken = right(hit=untouched)
+    for found in hit.block_tables:
+        pool = touch_blocks(pool, without_nulls(found))
+    return pool, owned, taken
 
 
 @PAGE.exhibit("blocks of rejected drafts are freed twice", "SGLang #12224", "P1 P12")
@@ -152,34 +144,24 @@ def tail_freed_twice(rules: Rules, _config: Config) -> Rules:
     "SGLang #35270",
     "P8 P25 P15 P1",
 )
-def shared_blocks_counted_free(rules: Rules, _config: Config) -> Rules:
+@instead(free_blocks)
+def shared_blocks_counted_free(
+    right: Right[Pool], pool: Pool, block_table: Sequence[BlockId]
+) -> Pool:
     """The block joins the free queue with each holder that frees it."""
-
-    def free(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
-        pool = rules[free_blocks](pool, block_table)
-        return replace(pool, free_queue=pool.free_queue + get_shared(pool, block_table))
-
-    return rules.replacing(free_blocks, free)
+    pool = right()
+    return replace(pool, free_queue=pool.free_queue + get_shared(pool, block_table))
 
 
 @PAGE.exhibit(
     "blocks that stay with other holders count as freed by a preemption", "xLLM #55", "P8 P1 P15"
 )
-def passed_over_blocks_counted(rules: Rules, _config: Config) -> Rules:
+@instead(revoke_slots)
+def passed_over_blocks_counted(right: Right[Pool], pool: Pool, request: RequestState) -> Pool:
     """Too few requests are preempted, since the victim's shared blocks do not become free."""
-
-    def revoke(
-        pool: Pool,
-        request: RequestState,
-        block_sizes: tuple[int, ...],
-        all_rules: Rules,
-        fence: FrameId | None = None,
-    ) -> Pool:
-        pool = rules[revoke_slots](pool, request, block_sizes, all_rules, fence)
-        shared = get_shared(pool, sum(request.block_tables, ()))
-        return replace(pool, free_queue=pool.free_queue + shared)
-
-    return rules.replacing(revoke_slots, revoke)
+    pool = right()
+    shared = get_shared(pool, sum(request.block_tables, ()))
+    return replace(pool, free_queue=pool.free_queue + shared)
 
 
 @PAGE.exhibit(
@@ -188,19 +170,67 @@ def passed_over_blocks_counted(rules: Rules, _config: Config) -> Rules:
     "P3 P15",
     invisible="efficiency: a later hit is lost",
 )
-def publisher_evicts_itself(rules: Rules, _config: Config) -> Rules:
+@instead(publish_slots)
+def publisher_evicts_itself(
+    right: Right[tuple[Pool, RequestState]], pool: Pool, request: RequestState
+) -> tuple[Pool, RequestState]:
     """A full pool makes room for the new entry without protecting the publishing request."""
+    pool, after = right()
+    if after is not request and get_num_free_blocks(pool) == 0:
+        pool = withdraw_blocks(pool, after.block_tables[0][:1])
+    return pool, after
 
-    def publish(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        nums_full: Sequence[int],
-        all_rules: Rules = rules,
-    ) -> tuple[Pool, RequestState]:
-        pool, after = rules[publish_slots](config, pool, request, nums_full, all_rules)
-        if after is not request and get_num_free_blocks(pool) == 0:
-            pool = withdraw_blocks(pool, after.block_tables[0][:1])
-        return pool, after
 
-    return rules.replacing(publish_slots, publish)
+Granted = tuple[Pool, RequestState] | None
+
+
+@LISTINGS.exhibit(
+    "a partly filled last block is not allocated if full blocks are computed, too",
+    "the block manager: Prefix Cache Lookup, breaks its rule",
+    "P26 P8",
+)
+@instead(count_taken)
+def tail_block_left_out(
+    right: Right[int], group: KVGroup, growth: Growth, num_held: int, num_hit: int
+) -> int:
+    """The tail is allocated only if all full blocks of the request were hit."""
+    num_taken = right()
+    num_full, num_rest = divmod(growth.num_slots, group.block_size)
+    is_left_out = num_held == 0 and num_rest > 0 and num_full != num_hit
+    return num_taken - is_left_out
+
+
+@LISTINGS.exhibit(
+    "a block is published when it is allocated",
+    "the block manager: Prefix Cache Lookup, breaks its rule",
+    "P4 P3",
+)
+@instead(allocate_slots)
+def published_as_it_is_taken(right: Right[Granted], config: Config, rules: Rules) -> Granted:
+    """A chunk may end within the block, so the next request hits slots that are not computed."""
+    granted = right()
+    if granted is None or not config.enable_prefix_caching:
+        return granted
+    pool, request = granted
+    num_full = request.num_known_tokens // config.block_size
+    nums_full = [min(num_full, len(table)) for table in request.block_tables]
+    return publish_slots(config, pool, request, nums_full, rules)
+
+
+_SKIPS_NEXT = Note("skips_next", False)
+
+
+@LISTINGS.exhibit(
+    "every second waiting request is skipped",
+    "the block manager: in the Scheduling Loop, breaks its rule",
+    "P16 P15",
+    invisible="policy: which request is admitted first",
+)
+@instead(get_verdict)
+def every_second_is_passed_over(right: Right[Verdict], step: Step) -> Verdict:
+    """The queue is shortened during an iteration over it."""
+    skips, verdict = _SKIPS_NEXT.of(step), Verdict.PASSED_OVER
+    if not skips:
+        verdict = right()
+    _SKIPS_NEXT.set(step, verdict is Verdict.ADMITTED)
+    return verdict

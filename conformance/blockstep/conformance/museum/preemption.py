@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.admission import get_open_queue, process_waiting_phase
 from blockstep.spec.core.block_pool import Pool, withdraw_blocks
@@ -42,16 +42,13 @@ def oldest_preempted(rules: Rules, _config: Config) -> Rules:
     "P16",
     invisible="policy: which request is admitted first",
 )
-def preempted_to_the_tail(rules: Rules, _config: Config) -> Rules:
+@instead(process_preemption)
+def preempted_to_the_tail(right: Right[RequestId], step: Step) -> RequestId:
     """New requests overtake them, and preempt them again."""
-
-    def preempt(step: Step, victim_index: int) -> RequestId:
-        victim_id = rules[process_preemption](step, victim_index)
-        step.waiting.remove(victim_id)
-        process_append(step.state.config.policy, step.waiting, victim_id, step.requests)
-        return victim_id
-
-    return rules.replacing(process_preemption, preempt)
+    victim_id = right()
+    step.waiting.remove(victim_id)
+    process_append(step.state.config.policy, step.waiting, victim_id, step.requests)
+    return victim_id
 
 
 @PAGE.exhibit(
@@ -60,28 +57,22 @@ def preempted_to_the_tail(rules: Rules, _config: Config) -> Rules:
     "P9 P15",
     invisible="efficiency: a step schedules fewer tokens than it could",
 )
-def budget_not_restored(rules: Rules, _config: Config) -> Rules:
+@instead(Step.withdraw)
+def budget_not_restored(right: Right[bool], self: Step) -> bool:
     """The step ends early although there is work."""
-
-    def withdraw(step: Step, request_id: RequestId) -> bool:
-        budget, had_row = step.budget, rules[Step.withdraw](step, request_id)
-        step.budget = budget
-        return had_row
-
-    return rules.replacing(Step.withdraw, withdraw)
+    budget, had_row = self.budget, right()
+    self.budget = budget
+    return had_row
 
 
 @PAGE.exhibit("the row of a victim stays in the plan", "#23713, #28558", "P9 P26 P2 P16")
-def row_of_victim_stays(rules: Rules, _config: Config) -> Rules:
+@instead(Step.withdraw)
+def row_of_victim_stays(right: Right[bool], self: Step) -> bool:
     """The worker runs a request that has no blocks."""
-
-    def withdraw(step: Step, request_id: RequestId) -> bool:
-        rows = step.rows[:]
-        had_row = rules[Step.withdraw](step, request_id)
-        step.rows[:] = rows
-        return had_row
-
-    return rules.replacing(Step.withdraw, withdraw)
+    rows = self.rows[:]
+    had_row = right()
+    self.rows[:] = rows
+    return had_row
 
 
 @PAGE.exhibit(
@@ -101,22 +92,14 @@ def zombie_key(rules: Rules, config: Config) -> Rules:
     wrong_fix_of="zombie-key",
     invisible="efficiency: later hits are lost",
 )
-def all_keys_withdrawn(rules: Rules, _config: Config) -> Rules:
+@instead(revoke_slots)
+def all_keys_withdrawn(
+    pool: Pool, request: RequestState, rules: Rules, fence: FrameId | None
+) -> Pool:
     """Blocks of earlier steps are withdrawn, too, although they are written and may be shared."""
-
-    def revoke(
-        pool: Pool,
-        request: RequestState,
-        block_sizes: tuple[int, ...],
-        all_rules: Rules,
-        fence: FrameId | None = None,
-    ) -> Pool:
-        del block_sizes
-        for table in request.block_tables:
-            pool = withdraw_blocks(pool, without_nulls(table))
-        return release_slots(pool, request, all_rules, fence)
-
-    return rules.replacing(revoke_slots, revoke)
+    for table in request.block_tables:
+        pool = withdraw_blocks(pool, without_nulls(table))
+    return release_slots(pool, request, rules, fence)
 
 
 @PAGE.exhibit(
@@ -125,22 +108,19 @@ def all_keys_withdrawn(rules: Rules, _config: Config) -> Rules:
     "P4 P3",
     wrong_fix_of="zombie-key",
 )
-def last_key_withdrawn(rules: Rules, _config: Config) -> Rules:
+@instead(revoke_slots)
+def last_key_withdrawn(
+    pool: Pool,
+    request: RequestState,
+    block_sizes: tuple[int, ...],
+    rules: Rules,
+    fence: FrameId | None,
+) -> Pool:
     """A chunk can fill several blocks and begin another one."""
-
-    def revoke(
-        pool: Pool,
-        request: RequestState,
-        block_sizes: tuple[int, ...],
-        all_rules: Rules,
-        fence: FrameId | None = None,
-    ) -> Pool:
-        for table, block_size in zip(request.block_tables, block_sizes, strict=True):
-            unwritten = table[request.num_computed_tokens // block_size :]
-            pool = withdraw_blocks(pool, unwritten[-1:])
-        return release_slots(pool, request, all_rules, fence)
-
-    return rules.replacing(revoke_slots, revoke)
+    for table, block_size in zip(request.block_tables, block_sizes, strict=True):
+        unwritten = table[request.num_computed_tokens // block_size :]
+        pool = withdraw_blocks(pool, unwritten[-1:])
+    return release_slots(pool, request, rules, fence)
 
 
 _RECORDS = Part("records", FrozenMap[RequestId, Any]())
@@ -207,14 +187,11 @@ def drafts_of_victim_dispatched(rules: Rules, _config: Config) -> Rules:
     "P15 P9",
     invisible="efficiency: a request misses a step",
 )
-def place_not_corrected(rules: Rules, _config: Config) -> Rules:
+@instead(process_making_room)
+def place_not_corrected(right: Right[int], index: int) -> int:
     """The list has become shorter, so the next request is left out of this step."""
-
-    def make_room(step: Step, index: int, victim_index: int) -> int:
-        rules[process_making_room](step, index, victim_index)
-        return index
-
-    return rules.replacing(process_making_room, make_room)
+    right()
+    return index
 
 
 @PAGE.exhibit(

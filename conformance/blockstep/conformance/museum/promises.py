@@ -1,19 +1,22 @@
-"""Seeded bugs in placeholders: output tokens of frames in flight under asynchronous scheduling."""
+"""Seeded bugs in placeholders, which stand for output tokens of frames in flight under asynchronous
+scheduling, and in draft tokens: how they are published, rolled back and dispatched.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.async_ import get_fulfilled, is_held_by_frames, publish_verified
 from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.commit import get_rows_committed
 from blockstep.spec.core.parts import Part
 from blockstep.spec.core.preemption import get_preempted, process_preemption
+from blockstep.spec.core.prefix_cache import get_keyed
 from blockstep.spec.core.requests import Frame, RequestState
 from blockstep.spec.core.rules import Rules
-from blockstep.spec.core.slots import publish_slots
+from blockstep.spec.core.slots import allocate_slots, publish_slots
 from blockstep.spec.core.speculation import compute_num_rejected, get_rolled_back
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
@@ -137,28 +140,56 @@ def reset_eats_a_token(rules: Rules, _config: Config) -> Rules:
     "P12 P14",
     invisible_if_hidden="books: the counter is set again when the request is resumed",
 )
-def stale_frame_rolls_back(rules: Rules, _config: Config) -> Rules:
+@instead(get_rolled_back)
+def stale_frame_rolls_back(
+    request: RequestState, num_drafts: int, num_sampled: int
+) -> RequestState:
     """A preempted request has no computed tokens, so the counter becomes negative."""
-
-    def roll_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:
-        num_rejected = compute_num_rejected(num_drafts, num_sampled)
-        return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
-
-    return rules.replacing(get_rolled_back, roll_back)
+    num_rejected = compute_num_rejected(num_drafts, num_sampled)
+    return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
 
 
 @PAGE.exhibit(
     "a commit publishes a block whose last token is not computed", "#27648, #36052", "P4 P3"
 )
-def last_token_published(rules: Rules, _config: Config) -> Rules:
+@instead(publish_verified)
+def last_token_published(
+    right: Right[tuple[Pool, RequestState]], state: State, pool: Pool, request: RequestState
+) -> tuple[Pool, RequestState]:
     """Known tokens are taken as computed, but the last token's KV is written one step later."""
+    pool, request = right()
+    config, is_running = state.config, request.status is Status.RUNNING
+    if not (config.enable_prefix_caching and config.async_scheduling and is_running):
+        return pool, request
+    nums_full = [request.num_known_tokens // size for size in config.block_sizes]
+    return publish_slots(config, pool, request, nums_full, state.rules)
 
-    def publish(state: State, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
-        pool, request = rules[publish_verified](state, pool, request)
-        config, is_running = state.config, request.status is Status.RUNNING
-        if not (config.enable_prefix_caching and config.async_scheduling and is_running):
-            return pool, request
-        nums_full = [request.num_known_tokens // size for size in config.block_sizes]
-        return publish_slots(config, pool, request, nums_full, state.rules)
 
-    return rules.replacing(publish_verified, publish)
+Granted = tuple[Pool, RequestState] | None
+
+
+@PAGE.exhibit(
+    "blocks with unverified draft tokens are published in the prefix cache",
+    "vLLM V1: Draft tokens are never cached",
+    "P3",
+)
+@instead(allocate_slots)
+def cached_drafts(
+    right: Right[Granted], config: Config, request: RequestState, num_new: int, rules: Rules
+) -> Granted:
+    """A rejected draft can be hit as if it were part of the request's tokens."""
+    num_drafts = request.num_computed_tokens + num_new - request.num_known_tokens
+    known = request.output_token_ids
+    drafts = request.spec_token_ids[: max(num_drafts, 0)]
+    guessed = replace(request, output_token_ids=known + drafts)
+    granted = right(request=get_keyed(config, guessed, rules))
+    if granted is None:
+        return None
+    pool, after = granted
+    return pool, replace(after, output_token_ids=known, block_keys=request.block_keys)
+
+
+@PAGE.exhibit("rejected drafts count as computed", "vLLM V1: Rejection Clawback", "P14 P12 P4 P26")
+def lost_rollback(rules: Rules, _config: Config) -> Rules:
+    """The next step starts after tokens whose KV is not valid."""
+    return rules.replacing(get_rolled_back, lambda request, _num_drafts, _num_sampled: request)

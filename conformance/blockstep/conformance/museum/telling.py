@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead
+from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import replace
 from blockstep.spec.core.admission import get_findable_pool
 from blockstep.spec.core.block_pool import Pool, with_changes, withdraw_all, withdraw_blocks
@@ -15,13 +16,6 @@ from blockstep.spec.core.slots import revoke_slots
 from blockstep.spec.core.work import Step
 from blockstep.spec.features.kv_events import get_stored
 from blockstep.spec.releases.telling import null_blocks_are_told
-from blockstep.spec.vocabulary import (
-    AllBlocksCleared,
-    BlockId,
-    BlockStored,
-    Config,
-    FrameId,
-)
 
 PAGE = Page(takes="events")
 SKIPPING = Page(takes_groups=True, takes_states=True, takes="events")
@@ -34,13 +28,10 @@ _UNSEEN = "books: the events are compared with the state, which is hidden"
     "P20",
     invisible_if_hidden=_UNSEEN,
 )
-def evictions_are_not_told(rules: Rules, _config: Config) -> Rules:
+@instead(withdraw_blocks)
+def evictions_are_not_told(right: Right[Pool], pool: Pool) -> Pool:
     """A router takes every block that was ever stored as cached."""
-
-    def withdraw(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
-        return replace(rules[withdraw_blocks](pool, block_ids), journal=pool.journal)
-
-    return rules.replacing(withdraw_blocks, withdraw)
+    return replace(right(), journal=pool.journal)
 
 
 @PAGE.exhibit(
@@ -49,18 +40,15 @@ def evictions_are_not_told(rules: Rules, _config: Config) -> Rules:
     "P20",
     invisible_if_hidden=_UNSEEN,
 )
-def last_copy_alone_is_told(rules: Rules, _config: Config) -> Rules:
+@instead(withdraw_blocks)
+def last_copy_alone_is_told(right: Right[Pool], pool: Pool, block_ids: Sequence[v.BlockId]) -> Pool:
     """BlockStored is sent for each block, so a router that counts them never reaches zero."""
-
-    def withdraw(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
-        for block_id in block_ids:
-            before, key = pool.journal, pool.block_keys[block_id]
-            pool = rules[withdraw_blocks](pool, [block_id])
-            if key in pool.cached:
-                pool = replace(pool, journal=before)
-        return pool
-
-    return rules.replacing(withdraw_blocks, withdraw)
+    for block_id in block_ids:
+        before, key = pool.journal, pool.block_keys[block_id]
+        pool = right(pool=pool, block_ids=[block_id])
+        if key in pool.cached:
+            pool = replace(pool, journal=before)
+    return pool
 
 
 @PAGE.exhibit(
@@ -69,24 +57,26 @@ def last_copy_alone_is_told(rules: Rules, _config: Config) -> Rules:
     "P20",
     invisible_if_hidden=_UNSEEN,
 )
-def prefix_is_told_again(rules: Rules, _config: Config) -> Rules:
+@instead(get_stored)
+def prefix_is_told_again(
+    right: Right[tuple[v.BlockStored, ...]],
+    config: v.Config,
+    request: RequestState,
+    group: int,
+    fresh: Sequence[v.BlockId],
+    first: int,
+) -> tuple[v.BlockStored, ...]:
     """Each event starts with the prompt's first block, so a router counts too many copies."""
-
-    def tell(
-        config: Config, request: RequestState, group: int, fresh: Sequence[BlockId], first: int
-    ) -> tuple[BlockStored, ...]:
-        end, size = first + len(fresh), config.block_sizes[group]
-        return tuple(
-            replace(
-                event,
-                keys=get_group_keys(request.block_keys, group, size // config.block_size, 0, end),
-                parent=None,
-                token_ids=get_tokens(request, 0, end * size),
-            )
-            for event in rules[get_stored](config, request, group, fresh, first)
+    end, size = first + len(fresh), config.block_sizes[group]
+    return tuple(
+        replace(
+            event,
+            keys=get_group_keys(request.block_keys, group, size // config.block_size, 0, end),
+            parent=None,
+            token_ids=get_tokens(request, 0, end * size),
         )
-
-    return rules.replacing(get_stored, tell)
+        for event in right()
+    )
 
 
 @PAGE.exhibit(
@@ -95,10 +85,10 @@ def prefix_is_told_again(rules: Rules, _config: Config) -> Rules:
     "P20",
     invisible_if_hidden=_UNSEEN,
 )
-def resets_are_not_told(rules: Rules, _config: Config) -> Rules:
+@instead(withdraw_all)
+def resets_are_not_told(right: Right[Pool], pool: Pool) -> Pool:
     """A router sends prompts to an engine that no longer has their prefix."""
-    withdraw = rules[withdraw_all]
-    return rules.replacing(withdraw_all, lambda pool: replace(withdraw(pool), journal=pool.journal))
+    return replace(right(), journal=pool.journal)
 
 
 @PAGE.exhibit(
@@ -107,11 +97,11 @@ def resets_are_not_told(rules: Rules, _config: Config) -> Rules:
     "P20",
     invisible_if_hidden=_UNSEEN,
 )
-def looking_is_told_as_a_reset(rules: Rules, config: Config) -> Rules:
+def looking_is_told_as_a_reset(rules: Rules, config: v.Config) -> Rules:
     """The stored blocks are still cached, but a router takes them as gone."""
 
     def look(step: Step) -> Pool:
-        step.pool = with_changes(step.pool, (AllBlocksCleared(),))
+        step.pool = with_changes(step.pool, (v.AllBlocksCleared(),))
         return rules[get_findable_pool](step)
 
     return rules.replacing(get_findable_pool, look) if config.enable_prefix_caching else rules
@@ -124,20 +114,11 @@ def looking_is_told_as_a_reset(rules: Rules, config: Config) -> Rules:
     wrong_fix_of="zombie-key",
     invisible_if_hidden=_UNSEEN,
 )
-def taken_back_in_silence(rules: Rules, _config: Config) -> Rules:
+@instead(revoke_slots)
+def taken_back_in_silence(right: Right[Pool], pool: Pool) -> Pool:
     """The key leaves the map, but a router that got it as stored still has it."""
-
-    def revoke(
-        pool: Pool,
-        request: RequestState,
-        block_sizes: tuple[int, ...],
-        all_rules: Rules,
-        fence: FrameId | None = None,
-    ) -> Pool:
-        after = rules[revoke_slots](pool, request, block_sizes, all_rules, fence)
-        return replace(after, journal=pool.journal)
-
-    return rules.replacing(revoke_slots, revoke)
+    after = right()
+    return replace(after, journal=pool.journal)
 
 
 @SKIPPING.exhibit(
@@ -146,6 +127,6 @@ def taken_back_in_silence(rules: Rules, _config: Config) -> Rules:
     "P20",
     invisible_if_hidden=_UNSEEN,
 )
-def skipped_tokens_are_told(rules: Rules, config: Config) -> Rules:
+def skipped_tokens_are_told(rules: Rules, config: v.Config) -> Rules:
     """States are kept at some block boundaries only; tokens of the other blocks are listed, too."""
     return null_blocks_are_told(rules, config)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import lcm
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Note, Part
 from blockstep.spec.core.requests import FrameRow, RequestState, without_nulls
@@ -96,14 +96,11 @@ def withdrawn_row_is_saved(rules: Rules, _config: Config) -> Rules:
     "P15",
     invisible=LESS,
 )
-def one_victim_is_saved(rules: Rules, _config: Config) -> Rules:
+@instead(process_saving)
+def one_victim_is_saved(right: Right[None], step: Step) -> None:
     """If a request needs several victims, the KV of the others is lost."""
-
-    def save(step: Step, victim: RequestState, had_row: bool) -> None:
-        if not SAVES.of(step):
-            rules[process_saving](step, victim, had_row)
-
-    return rules.replacing(process_saving, save)
+    if not SAVES.of(step):
+        right()
 
 
 @PAGE.exhibit("a victim's block table is read after it was freed", SWAP, "P26 P3")
@@ -119,31 +116,25 @@ _LATE: Final = Part[tuple[KVSave, ...]]("late_saves", ())
 
 
 @PAGE.exhibit("a victim's swap-out is sent with the next plan", SWAP, "P26 P15 P3")
-def saved_with_the_plan_behind(rules: Rules, _config: Config) -> Rules:
+@instead(tell_saves)
+def saved_with_the_plan_behind(right: Right[Plan], step: Step, plan: Plan) -> Plan:
     """The blocks are free by then, and other requests may have written to them."""
-
-    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
-        plan, late = rules[tell_saves](step, rows, plan), _LATE.of(step)
-        _LATE.set(step, plan.kv_saves)
-        return replace(plan, kv_saves=late)
-
-    return rules.replacing(tell_saves, tell)
+    plan, late = right(), _LATE.of(step)
+    _LATE.set(step, plan.kv_saves)
+    return replace(plan, kv_saves=late)
 
 
 @PAGE.exhibit("a swap-out frees blocks that other requests hold", SWAP, "P1 P2 P3")
-def swap_frees_what_others_hold(rules: Rules, _config: Config) -> Rules:
+@instead(process_saving)
+def swap_frees_what_others_hold(right: Right[None], step: Step, victim: RequestState) -> None:
     """Reference counts are ignored when blocks are swapped out."""
-
-    def save(step: Step, victim: RequestState, had_row: bool) -> None:
-        num_saves = len(SAVES.of(step))
-        rules[process_saving](step, victim, had_row)
-        if len(SAVES.of(step)) > num_saves:
-            counts = [*step.pool.ref_counts]
-            for block_id in without_nulls(sum(victim.block_tables, ())):
-                counts[block_id] = 1
-            step.pool = replace(step.pool, ref_counts=tuple(counts))
-
-    return rules.replacing(process_saving, save)
+    num_saves = len(SAVES.of(step))
+    right()
+    if len(SAVES.of(step)) > num_saves:
+        counts = [*step.pool.ref_counts]
+        for block_id in without_nulls(sum(victim.block_tables, ())):
+            counts[block_id] = 1
+        step.pool = replace(step.pool, ref_counts=tuple(counts))
 
 
 @PAGE.exhibit("requests that a reset preempts are swapped out", "by the rule of P25", "P15 P25 P26")
@@ -217,15 +208,12 @@ def closed_for_nobody(rules: Rules, _config: Config) -> Rules:
     wrong_fix_of="closed-for-nobody",
     invisible=CLOSED,
 )
-def open_without_rows(rules: Rules, _config: Config) -> Rules:
+@instead(process_pressure)
+def open_without_rows(right: Right[bool], step: Step) -> bool:
     """Running requests may only wait for a commit, and continue after it."""
-
-    def close(step: Step) -> bool:
-        closed = rules[process_pressure](step) and bool(step.rows)
-        ADMISSION_CLOSED.set(step, closed)
-        return closed
-
-    return rules.replacing(process_pressure, close)
+    closed = right() and bool(step.rows)
+    ADMISSION_CLOSED.set(step, closed)
+    return closed
 
 
 @PAGE.exhibit(
@@ -234,13 +222,10 @@ def open_without_rows(rules: Rules, _config: Config) -> Rules:
     "P10",
     invisible=CLOSED,
 )
-def counted_as_the_step_begins(rules: Rules, _config: Config) -> Rules:
+@instead(process_pressure)
+def counted_as_the_step_begins(right: Right[bool], step: Step) -> bool:
     """Running requests have not taken the blocks of this step yet."""
-
-    def close(step: Step) -> bool:
-        pool, step.pool = step.pool, step.state.pool
-        closed = rules[process_pressure](step)
-        step.pool = pool
-        return closed
-
-    return rules.replacing(process_pressure, close)
+    pool, step.pool = step.pool, step.state.pool
+    closed = right()
+    step.pool = pool
+    return closed

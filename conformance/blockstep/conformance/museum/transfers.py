@@ -6,10 +6,11 @@ well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page
+from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
+from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import replace
 from blockstep.spec.core.admission import process_gates
 from blockstep.spec.core.block_pool import (
@@ -19,7 +20,7 @@ from blockstep.spec.core.block_pool import (
     withdraw_blocks,
 )
 from blockstep.spec.core.parts import Part
-from blockstep.spec.core.requests import NO_HIT, Frame, Hit, RequestState, without_nulls
+from blockstep.spec.core.requests import Hit, RequestState, without_nulls
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import allocate_slots, compute_num_blocks
 from blockstep.spec.core.state import State
@@ -54,23 +55,13 @@ from blockstep.spec.releases.transfers import (
     loaded_keep_their_blocks,
     loaded_wait_behind_the_head,
 )
-from blockstep.spec.vocabulary import (
-    BlockId,
-    BlockTables,
-    Config,
-    FrameId,
-    KVTransfers,
-    OutputRow,
-    RequestId,
-    Status,
-)
 
 PAGE = Page(takes="transfers")
 GROUPS = Page(takes_groups=True, takes="transfers")
 STATES = Page(takes_groups=True, takes_states=True, takes="transfers")
-_PARKED: Final = Status.WAITING_FOR_REMOTE_KVS
+_PARKED: Final = v.Status.WAITING_FOR_REMOTE_KVS
 Granted = tuple[Pool, RequestState] | None
-Reported = tuple[State, tuple[OutputRow, ...]]
+Reported = tuple[State, tuple[v.OutputRow, ...]]
 
 
 # Asynchronous loads that are complete.
@@ -79,7 +70,7 @@ Reported = tuple[State, tuple[OutputRow, ...]]
 @PAGE.exhibit(
     "completed loads wait behind a head of the queue that does not fit", "#57841, #45388", "P10"
 )
-def loaded_behind_the_head(rules: Rules, config: Config) -> Rules:
+def loaded_behind_the_head(rules: Rules, config: v.Config) -> Rules:
     """They hold the blocks that the head lacks, and are neither admitted nor reclaimed."""
     return loaded_keep_their_blocks(loaded_wait_behind_the_head(rules, config), config)
 
@@ -91,7 +82,7 @@ def loaded_behind_the_head(rules: Rules, config: Config) -> Rules:
     wrong_fix_of="loaded-behind-the-head",
     invisible="efficiency: blocks are loaded again",
 )
-def loaded_give_way_alone(rules: Rules, config: Config) -> Rules:
+def loaded_give_way_alone(rules: Rules, config: v.Config) -> Rules:
     """Requests that could run at once lose their blocks as soon as nothing runs."""
     return loaded_wait_behind_the_head(rules, config)
 
@@ -102,19 +93,16 @@ def loaded_give_way_alone(rules: Rules, config: Config) -> Rules:
     "P17 P2",
     wrong_fix_of="loaded-behind-the-head",
 )
-def load_under_way_gives_way(rules: Rules, _config: Config) -> Rules:
+def load_under_way_gives_way(rules: Rules, _config: v.Config) -> Rules:
     """The load writes into blocks that belong to another request by then."""
     return rules.replacing(list_queued, list_queued)  # as without a store
 
 
 @PAGE.exhibit("a preempted request is sent as new after a load", "#31583", "P26 P16")
-def new_after_a_load(rules: Rules, _config: Config) -> Rules:
+@instead(process_unparking)
+def new_after_a_load(right: Right[RequestState]) -> RequestState:
     """The worker has its outputs from before the preemption."""
-
-    def unpark(step: Step, request_id: RequestId) -> RequestState:
-        return replace(rules[process_unparking](step, request_id), status=Status.WAITING)
-
-    return rules.replacing(process_unparking, unpark)
+    return replace(right(), status=v.Status.WAITING)
 
 
 @PAGE.exhibit(
@@ -122,33 +110,29 @@ def new_after_a_load(rules: Rules, _config: Config) -> Rules:
     "vLLM 0.19.1 _update_waiting_for_remote_kv",
     "P7 P4",
 )
-def published_though_not_let_in(rules: Rules, _config: Config) -> Rules:
+@instead(process_gates)
+def published_though_not_let_in(
+    right: Right[Verdict], step: Step, request_id: v.RequestId
+) -> Verdict:
     """An admission that fails changes the prefix cache."""
-
-    def admit(step: Step, request_id: RequestId) -> Verdict:
-        request, has_come = step.requests[request_id], is_received(TRANSFERS.of(step), request_id)
-        verdict = rules[process_gates](step, request_id)
-        num_loaded = request.num_computed_tokens if has_come else 0
-        if num_loaded and verdict not in (Verdict.ADMITTED, Verdict.SUSPENDED):
-            config, all_rules = step.state.config, step.state.rules
-            step.pool, after = settle_slots(config, step.pool, request, num_loaded, all_rules)
-            step.requests[request_id] = replace(request, holdings=after.holdings)
-        return verdict
-
-    return rules.replacing(process_gates, admit)
+    request, has_come = step.requests[request_id], is_received(TRANSFERS.of(step), request_id)
+    verdict = right()
+    num_loaded = request.num_computed_tokens if has_come else 0
+    if num_loaded and verdict not in (Verdict.ADMITTED, Verdict.SUSPENDED):
+        config, all_rules = step.state.config, step.state.rules
+        step.pool, after = settle_slots(config, step.pool, request, num_loaded, all_rules)
+        step.requests[request_id] = replace(request, holdings=after.holdings)
+    return verdict
 
 
 # How many tokens are loaded.
 
 
 @PAGE.exhibit("all known tokens are loaded", "#30320, #11186", "P10 P12 P11 P13")
-def full_load(rules: Rules, _config: Config) -> Rules:
+@instead(compute_num_external)
+def full_load(right: Right[int], num_known: int) -> int:
     """No token is left to compute, so nothing can be sampled."""
-    compute = rules[compute_num_external]
-    return rules.replacing(
-        compute_num_external,
-        lambda offer, num_known, num_local: compute(offer, num_known + 1, num_local),
-    )
+    return right(num_known=num_known + 1)
 
 
 @PAGE.exhibit(
@@ -158,83 +142,43 @@ def full_load(rules: Rules, _config: Config) -> Rules:
     wrong_fix_of="full-load",
     invisible="efficiency: one more token is computed",
 )
-def one_token_less_than_offered(rules: Rules, _config: Config) -> Rules:
+@instead(compute_num_external)
+def one_token_less_than_offered(right: Right[int], offer: v.KVOffer, num_known: int) -> int:
     """This is needed only if the offer covers all known tokens."""
-    compute = rules[compute_num_external]
-    return rules.replacing(
-        compute_num_external,
-        lambda offer, num_known, num_local: compute(
-            offer, min(offer.num_tokens or 0, num_known), num_local
-        ),
-    )
-
-
-def change_slots(
-    rules: Rules, change: Callable[[Callable[..., Granted], Pool, RequestState, int, Hit], Granted]
-) -> Rules:
-    """Return rules by which slots are allocated as `change` has it.
-
-    It gets a function of pool and request that allocates by the rules, then pool, request, new
-    tokens and hit.
-    """
-    allocate_rightly = rules[allocate_slots]
-
-    def allocate(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        num_new: int,
-        num_lookahead: int = 0,
-        hit: Hit = NO_HIT,
-        rules: Rules = rules,
-    ) -> Granted:
-        def right(pool: Pool, request: RequestState) -> Granted:
-            return allocate_rightly(config, pool, request, num_new, num_lookahead, hit, rules)
-
-        return change(right, pool, request, num_new, hit)
-
-    return rules.replacing(allocate_slots, allocate)
+    return right(num_known=min(offer.num_tokens or 0, num_known))
 
 
 @PAGE.exhibit("the capacity check does not count loaded tokens", "#46892", "P8 P17 P2")
-def load_is_free(rules: Rules, config: Config) -> Rules:
+@instead(allocate_slots)
+def load_is_free(
+    right: Right[Granted], config: v.Config, pool: Pool, num_new: int, hit: Hit
+) -> Granted:
     """The check counts the tokens of the step only; blocks for the load belong to others."""
-
-    def allocate(
-        right: Callable[..., Granted], pool: Pool, request: RequestState, num_new: int, hit: Hit
-    ) -> Granted:
-        granted = right(pool, request)
-        num_needed = compute_num_blocks(max(num_new, 1), config.block_size)
-        if granted is not None or not hit.num_pending or num_needed > get_num_free_blocks(pool):
-            return granted
-        held = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
-        granted = right(replace(pool, free_queue=pool.free_queue + tuple(held)), request)
-        if granted is None:
-            return None
-        pool, request = granted
-        return replace(pool, free_queue=()), request
-
-    return change_slots(rules, allocate)
+    granted = right()
+    num_needed = compute_num_blocks(max(num_new, 1), config.block_size)
+    if granted is not None or not hit.num_pending or num_needed > get_num_free_blocks(pool):
+        return granted
+    held = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
+    granted = right(pool=replace(pool, free_queue=pool.free_queue + tuple(held)))
+    return None if granted is None else (replace(granted[0], free_queue=()), granted[1])
 
 
 def publish_at_once(rules: Rules) -> Rules:
     """Return rules by which blocks are published before their load is confirmed."""
 
-    def allocate(
-        right: Callable[..., Granted], pool: Pool, request: RequestState, _num_new: int, _hit: Hit
-    ) -> Granted:
-        granted = right(pool, replace(request, is_unsettled=False))
+    def allocate(right: Right[Granted], request: RequestState) -> Granted:
+        granted = right(request=replace(request, is_unsettled=False))
         if granted is None:
             return None
         return granted[0], replace(granted[1], is_unsettled=request.is_unsettled)
 
-    return change_slots(rules, allocate)
+    return replacing(rules, allocate_slots, allocate)
 
 
 @PAGE.exhibit(
     "blocks of an unconfirmed load are published", "#49250; vLLM 0.19.1 allocate_slots", "P19 P4 P3"
 )
-def found_before_it_came(rules: Rules, _config: Config) -> Rules:
+def found_before_it_came(rules: Rules, _config: v.Config) -> Rules:
     """Other requests hit blocks whose load may still fail."""
     return publish_at_once(rules)
 
@@ -245,7 +189,7 @@ def found_before_it_came(rules: Rules, _config: Config) -> Rules:
     "P19 P4 P3",
     wrong_fix_of="found-before-it-came",
 )
-def withdrawn_from_newcomers_only(rules: Rules, _config: Config) -> Rules:
+def withdrawn_from_newcomers_only(rules: Rules, _config: v.Config) -> Rules:
     """Requests that already share these blocks rely on the owner to compute them again."""
 
     def go_back(state: State, request: RequestState, num_valid: int) -> State:
@@ -263,18 +207,15 @@ def withdrawn_from_newcomers_only(rules: Rules, _config: Config) -> Rules:
 @PAGE.exhibit(
     "a late or repeated report of a load crashes the engine", "#53049, #50546, #51595", "P18"
 )
-def late_report_kills(rules: Rules, _config: Config) -> Rules:
+@instead(get_reported)
+def late_report_kills(right: Right[Reported], state: State, transfers: v.KVTransfers) -> Reported:
     """The code assumes that the reported request still waits for its load."""
-
-    def report(state: State, transfers: KVTransfers, failed: Sequence[RequestId]) -> Reported:
-        for name in transfers.finished_recving:
-            assert name not in state.requests or state.requests[name].status is _PARKED
-        return rules[get_reported](state, transfers, failed)
-
-    return rules.replacing(get_reported, report)
+    for name in transfers.finished_recving:
+        assert name not in state.requests or state.requests[name].status is _PARKED
+    return right()
 
 
-_EARLY: Final = Part("early", frozenset[RequestId]())
+_EARLY: Final = Part("early", frozenset[v.RequestId]())
 """The requests of which a load was reported."""
 
 
@@ -284,10 +225,10 @@ _EARLY: Final = Part("early", frozenset[RequestId]())
     "P18 P19 P4",
     wrong_fix_of="late-report-kills",
 )
-def late_report_is_kept(rules: Rules, _config: Config) -> Rules:
+def late_report_is_kept(rules: Rules, _config: v.Config) -> Rules:
     """A request that loads again reads blocks that are not loaded yet."""
 
-    def report(state: State, transfers: KVTransfers, failed: Sequence[RequestId]) -> Reported:
+    def report(state: State, transfers: v.KVTransfers, failed: Sequence[v.RequestId]) -> Reported:
         state, rows = rules[get_reported](state, transfers, failed)
         return _EARLY.put(state, _EARLY.of(state).union(transfers.finished_recving)), rows
 
@@ -301,7 +242,7 @@ def late_report_is_kept(rules: Rules, _config: Config) -> Rules:
 
 
 @PAGE.exhibit("a request computes on after a failed load", "#49250, rule", "P19")
-def invalid_is_passed_over(rules: Rules, _config: Config) -> Rules:
+def invalid_is_passed_over(rules: Rules, _config: v.Config) -> Rules:
     """The report of invalid blocks is read, but ignored."""
     return rules.replacing(compute_num_valid, lambda _tables, _firsts, _sizes, _invalid: None)
 
@@ -312,30 +253,26 @@ def invalid_is_passed_over(rules: Rules, _config: Config) -> Rules:
     "P19 P13",
     wrong_fix_of="invalid-is-passed-over",
 )
-def broken_row_is_delivered(rules: Rules, _config: Config) -> Rules:
+@instead(get_failures)
+def broken_row_is_delivered(
+    right: Right[tuple[State, tuple[v.RequestId, ...]]], state: State
+) -> tuple[State, tuple[v.RequestId, ...]]:
     """The tokens are computed again, but after a token that was sampled from invalid KV."""
-
-    def fail(
-        state: State, invalid: Sequence[BlockId], frame: Frame | None
-    ) -> tuple[State, tuple[RequestId, ...]]:
-        after, failed = rules[get_failures](state, invalid, frame)
-        return replace(after, frames=state.frames), failed
-
-    return rules.replacing(get_failures, fail)
+    after, failed = right()
+    return replace(after, frames=state.frames), failed
 
 
 # Which blocks a transfer holds.
 
 
 @PAGE.exhibit("an abort frees blocks that are being loaded", "#32255", "P17 P2 P16")
-def abort_frees_a_load(rules: Rules, _config: Config) -> Rules:
+@instead(hold_ended)
+def abort_frees_a_load(
+    right: Right[Transfers], transfers: Transfers, request_id: v.RequestId
+) -> Transfers:
     """The load writes into blocks that belong to another request by then."""
-
-    def hold(transfers: Transfers, request_id: RequestId, tables: BlockTables) -> Transfers:
-        forgotten = replace(transfers, parked=transfers.parked.without(request_id))
-        return rules[hold_ended](forgotten, request_id, tables)
-
-    return rules.replacing(hold_ended, hold)
+    forgotten = replace(transfers, parked=transfers.parked.without(request_id))
+    return right(transfers=forgotten)
 
 
 @PAGE.exhibit(
@@ -344,17 +281,16 @@ def abort_frees_a_load(rules: Rules, _config: Config) -> Rules:
     "P17",
     wrong_fix_of="abort-frees-a-load",
 )
-def held_without_an_end(rules: Rules, _config: Config) -> Rules:
+@instead(hold_ended)
+def held_without_an_end(
+    right: Right[Transfers], transfers: Transfers, request_id: v.RequestId
+) -> Transfers:
     """No other report will come for this load, so the blocks are never freed."""
-
-    def hold(transfers: Transfers, request_id: RequestId, tables: BlockTables) -> Transfers:
-        load = transfers.parked.get(request_id)
-        if load is not None:
-            parked = transfers.parked.having(request_id, replace(load, is_received=False))
-            transfers = replace(transfers, parked=parked)
-        return rules[hold_ended](transfers, request_id, tables)
-
-    return rules.replacing(hold_ended, hold)
+    load = transfers.parked.get(request_id)
+    if load is not None:
+        parked = transfers.parked.having(request_id, replace(load, is_received=False))
+        transfers = replace(transfers, parked=parked)
+    return right(transfers=transfers)
 
 
 @PAGE.exhibit(
@@ -362,17 +298,17 @@ def held_without_an_end(rules: Rules, _config: Config) -> Rules:
     "#46283, #46289",
     "P17 P16",
 )
-def aborted_load_is_kept(rules: Rules, _config: Config) -> Rules:
+@instead(end_transfer)
+def aborted_load_is_kept(
+    right: Right[tuple[Transfers, v.BlockTables]],
+    transfers: Transfers,
+    request_id: v.RequestId,
+    is_recving: bool,
+) -> tuple[Transfers, v.BlockTables]:
     """The blocks leak."""
-
-    def end(
-        transfers: Transfers, request_id: RequestId, is_recving: bool
-    ) -> tuple[Transfers, BlockTables]:
-        if is_recving and request_id in transfers.held:
-            return transfers, ()
-        return rules[end_transfer](transfers, request_id, is_recving)
-
-    return rules.replacing(end_transfer, end)
+    if is_recving and request_id in transfers.held:
+        return transfers, ()
+    return right()
 
 
 # Blocks that a frame in flight reads or writes.
@@ -383,7 +319,7 @@ def aborted_load_is_kept(rules: Rules, _config: Config) -> Rules:
     "#45357, #47728, #48481, vllm-ascend #14055",
     "P17",
 )
-def frames_hold_no_blocks(rules: Rules, config: Config) -> Rules:
+def frames_hold_no_blocks(rules: Rules, config: v.Config) -> Rules:
     """The load is not ordered after the frame, so the frame overwrites the loaded KV."""
     return fences_are_missing(rules, config)
 
@@ -394,7 +330,7 @@ def frames_hold_no_blocks(rules: Rules, config: Config) -> Rules:
     "P17 P1 P10",
     wrong_fix_of="frames-hold-no-blocks",
 )
-def frame_holds_for_ever(rules: Rules, _config: Config) -> Rules:
+def frame_holds_for_ever(rules: Rules, _config: v.Config) -> Rules:
     """The wait is recorded, but never ends."""
     return rules.replacing(free_deferred_blocks, lambda pool, _frame_id, _rules: pool)
 
@@ -405,20 +341,12 @@ def frame_holds_for_ever(rules: Rules, _config: Config) -> Rules:
     "P17",
     wrong_fix_of="frames-hold-no-blocks",
 )
-def windows_leave_too_early(rules: Rules, _config: Config) -> Rules:
+@instead(skip_slots)
+def windows_leave_too_early(
+    right: Right[tuple[Pool, RequestState]],
+) -> tuple[Pool, RequestState]:
     """Finished and preempted requests wait for the frame; windows do not."""
-
-    def skip(
-        config: Config,
-        pool: Pool,
-        request: RequestState,
-        num_in_doubt: int,
-        all_rules: Rules,
-        _fence: FrameId | None = None,
-    ) -> tuple[Pool, RequestState]:
-        return rules[skip_slots](config, pool, request, num_in_doubt, all_rules)
-
-    return rules.replacing(skip_slots, skip)
+    return right(fence=None)
 
 
 # Several KV groups.
@@ -427,24 +355,18 @@ def windows_leave_too_early(rules: Rules, _config: Config) -> Rules:
 @GROUPS.exhibit(
     "a load takes a hit of the next KV group as its new block", "#33775, #44409", "P2 P1 P8 P16"
 )
-def load_eats_a_hit(rules: Rules, config: Config) -> Rules:
+def load_eats_a_hit(rules: Rules, config: v.Config) -> Rules:
     """Only requests without a load touch all of their hits first."""
     return groups_load_by_turns(rules, config)
 
 
 @GROUPS.exhibit("only the first KV group is checked for failed loads", "#35223", "P19")
-def first_group_alone(rules: Rules, _config: Config) -> Rules:
+@instead(compute_num_valid)
+def first_group_alone(
+    right: Right[int | None], tables: v.BlockTables, invalid: Collection[v.BlockId]
+) -> int | None:
     """Invalid blocks of the other groups are ignored."""
-
-    def count(
-        tables: BlockTables,
-        firsts: Sequence[int],
-        sizes: Sequence[int],
-        invalid: Collection[BlockId],
-    ) -> int | None:
-        return rules[compute_num_valid](tables, firsts, sizes, {*invalid}.intersection(tables[0]))
-
-    return rules.replacing(compute_num_valid, count)
+    return right(invalid={*invalid}.intersection(tables[0]))
 
 
 @GROUPS.exhibit(
@@ -453,22 +375,19 @@ def first_group_alone(rules: Rules, _config: Config) -> Rules:
     "P19",
     wrong_fix_of="first-group-alone",
 )
-def last_group_counts(rules: Rules, _config: Config) -> Rules:
+@instead(compute_num_valid)
+def last_group_counts(
+    right: Right[int | None],
+    tables: v.BlockTables,
+    firsts: Sequence[int],
+    block_sizes: Sequence[int],
+) -> int | None:
     """Each group gives the number of valid tokens, but the minimum is not taken."""
-
-    def count(
-        tables: BlockTables,
-        firsts: Sequence[int],
-        sizes: Sequence[int],
-        invalid: Collection[BlockId],
-    ) -> int | None:
-        found = None
-        for table, first, size in zip(tables, firsts, sizes, strict=True):
-            num_valid = rules[compute_num_valid]((table,), (first,), (size,), invalid)
-            found = found if num_valid is None else num_valid
-        return found
-
-    return rules.replacing(compute_num_valid, count)
+    found = None
+    for table, first, size in zip(tables, firsts, block_sizes, strict=True):
+        num_valid = right(tables=(table,), firsts=(first,), block_sizes=(size,))
+        found = found if num_valid is None else num_valid
+    return found
 
 
 # Loads of states.
@@ -479,28 +398,27 @@ def last_group_counts(rules: Rules, _config: Config) -> Rules:
     "#37310, #51094",
     "P3 P19 P5",
 )
-def loaded_state_runs_twice(rules: Rules, _config: Config) -> Rules:
+@instead(look_in_store)
+def loaded_state_runs_twice(
+    right: Right[tuple[RequestState, Hit] | Verdict], step: Step, request: RequestState
+) -> tuple[RequestState, Hit] | Verdict:
     """The store's state includes all tokens; all but the last count as loaded."""
-
-    def look(step: Step, request: RequestState, hit: Hit) -> tuple[RequestState, Hit] | Verdict:
-        transfers = TRANSFERS.of(step)
-        offer = get_offer(transfers, request.request_id)
-        if offer.num_tokens is not None:
-            num_tokens = min(offer.num_tokens, request.num_known_tokens - 1)
-            TRANSFERS.set(step, take_offer(transfers, replace(offer, num_tokens=num_tokens)))
-        found = rules[look_in_store](step, request, hit)
-        TRANSFERS.set(step, replace(TRANSFERS.of(step), offers=transfers.offers))
-        return found
-
-    return rules.replacing(look_in_store, look)
+    transfers = TRANSFERS.of(step)
+    offer = get_offer(transfers, request.request_id)
+    if offer.num_tokens is not None:
+        num_tokens = min(offer.num_tokens, request.num_known_tokens - 1)
+        TRANSFERS.set(step, take_offer(transfers, replace(offer, num_tokens=num_tokens)))
+    found = right()
+    TRANSFERS.set(step, replace(TRANSFERS.of(step), offers=transfers.offers))
+    return found
 
 
 @STATES.exhibit("a plan has blocks zeroed that a store writes meanwhile", "#48481", "P17")
-def zeroed_while_loaded(rules: Rules, config: Config) -> Rules:
+def zeroed_while_loaded(rules: Rules, config: v.Config) -> Rules:
     """The worker may zero a block after the store has written it."""
 
-    def list_zeroed(step: Step) -> tuple[BlockId, ...]:
-        written: list[BlockId] = []
+    def list_zeroed(step: Step) -> tuple[v.BlockId, ...]:
+        written: list[v.BlockId] = []
         for load in LOADS.of(step):
             for group, table in zip(config.kv_groups, load.block_ids, strict=True):
                 if load.is_async and is_zeroed(group):

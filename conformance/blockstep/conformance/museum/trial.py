@@ -17,9 +17,9 @@ from blockstep.conformance.museum import build
 from blockstep.conformance.museum.exhibit import Exhibit
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import MUSEUM
+from blockstep.conformance.search.call import open_processes
 from blockstep.conformance.search.check import InProcess, check
 from blockstep.conformance.search.options import CheckOptions, load
-from blockstep.conformance.search.processes import open_processes
 from blockstep.conformance.search.wrapped import hide_state
 
 SURVIVED = "SURVIVED"

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from dis import get_instructions
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
+from inspect import signature
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final, TypeVar
@@ -39,6 +40,42 @@ NUM_KEPT: Final = 8
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
+R = TypeVar("R")
+Right = Callable[..., R]
+"""The replaced function, with the arguments of the call."""
+
+
+def stand_in(
+    right: Callable[..., R], wrong: Callable[..., R], declared: Function | None = None
+) -> Callable[..., R]:
+    """Return a wrong function with the parameters of the function that it replaces.
+
+    `wrong` takes those parameters that it needs, by their names. It may also take `right`:
+    `right()` is the right result, and `right(budget=0)` the result with another argument and all
+    others as they are.
+
+    Args:
+        right: The function that `right` calls.
+        wrong: The function that decides.
+        declared: The function with the parameters; by default it is `right`.
+    """
+    declaration = signature(declared or right)
+    parameters = declaration.parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    wanted = tuple(signature(wrong).parameters)
+
+    @wraps(wrong)
+    def decide(*values: Any, **named: Any) -> R:
+        given: dict[str, Any] = {**defaults, **named}
+        given.update(zip(parameters, values, strict=False))
+
+        def call(**others: Any) -> R:
+            return right(*{**given, **others}.values())
+
+        return wrong(*[call if name == "right" else given[name] for name in wanted])
+
+    vars(decide)["__signature__"] = declaration
+    return decide
 
 
 @dataclass(frozen=True, slots=True)

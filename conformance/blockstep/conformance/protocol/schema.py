@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from blockstep.conformance.protocol.states import StateForm
+from blockstep.conformance.protocol.codec import StateForm
 from blockstep.conformance.protocol.telling import FORMS
 from blockstep.spec import vocabulary as v
 

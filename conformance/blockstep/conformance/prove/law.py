@@ -16,23 +16,22 @@ parameters of the replaced function that it needs. It calls `right()` for the ri
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
 from types import ModuleType
 from typing import Any, TypeVar
 
+from blockstep.conformance.protocol.changed_spec import Right, stand_in
 from blockstep.spec import features
 from blockstep.spec.core.rules import STRICT_RULES
+
+__all__ = ["Law", "Right", "Room", "Twin", "instead"]
 
 R = TypeVar("R")
 
 Claim = Callable[..., object]
-Right = Callable[..., R]
-"""The replaced function, with the arguments of the call."""
 PLACES = ("blockstep.spec", "blockstep.conformance.prove")
 """Packages whose modules may have imported a function by name, so that a mistake replaces it there.
 """
@@ -86,24 +85,8 @@ def _importers(value: object, attribute: str) -> list[ModuleType]:
 def instead(right: Callable[..., R], theirs: str = "") -> Callable[[Callable[..., R]], Twin]:
     """Return a decorator that makes a mistake, which replaces `right` wherever it is used."""
     return lambda wrong: Twin(
-        right, _stand_in(right, wrong), sentence_of(wrong), right.__name__, theirs=theirs
+        right, stand_in(right, wrong), sentence_of(wrong), right.__name__, theirs=theirs
     )
-
-
-def _stand_in(right: Callable[..., R], wrong: Callable[..., R]) -> Callable[..., R]:
-    """Return the mistake as a function with the parameters of `right`."""
-    parameters = inspect.signature(right).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
-    wanted = tuple(inspect.signature(wrong).parameters)
-
-    @wraps(wrong)
-    def stand_in(*values: Any, **named: Any) -> R:
-        given: dict[str, Any] = {**defaults, **named}
-        given.update(zip(parameters, values, strict=False))
-        given["right"] = partial(right, **given)
-        return wrong(*[given[name] for name in wanted])
-
-    return stand_in
 
 
 def sentence_of(function: Callable[..., object]) -> str:

@@ -31,7 +31,7 @@ from blockstep.conformance.prove.smallest import (
     find_smallest,
     try_law,
 )
-from blockstep.conformance.search.processes import open_processes
+from blockstep.conformance.search.call import open_processes
 
 SECONDS_MAX = 300.0
 """CPU seconds for one law or mutant; beyond that the verdict is UNKNOWN."""

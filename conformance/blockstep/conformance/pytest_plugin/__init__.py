@@ -222,7 +222,7 @@ class Campaign:
         """Check a preset unless it is done; without `wait`, also unless another worker is checking
         it.
         """
-        from blockstep.conformance.search.isolation.lock import locked  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.search.isolation.process import locked  # noqa: PLC0415 - only if wanted
 
         path = self.folder / f"{preset}.json"
         with locked(self.folder / f"{preset}.lock", wait) as is_held:
@@ -312,7 +312,7 @@ def _read_known(config: pytest.Config, settings: Settings | None) -> Mapping[str
 def _find_programs(corpus: str | Path | None, known: Collection[str]) -> dict[str, Path]:
     """Return the programs of a corpus that are not known. Raises UsageError if there are none."""
     from blockstep.conformance.protocol.lines import TraceError  # noqa: PLC0415
-    from blockstep.conformance.search.corpus import find_programs  # noqa: PLC0415
+    from blockstep.conformance.search.known import find_programs  # noqa: PLC0415
 
     if corpus is None:
         return {}
@@ -331,7 +331,7 @@ def _read_options(
     from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
     from blockstep.conformance.protocol.wishes import parse_features  # noqa: PLC0415
     from blockstep.conformance.search import options as checking  # noqa: PLC0415
-    from blockstep.conformance.search.budget import read_budget  # noqa: PLC0415
+    from blockstep.conformance.search.options import read_budget  # noqa: PLC0415
 
     try:
         if settings is not None:

@@ -1,8 +1,18 @@
-"""Call: runs a function with the engine, in this process or in another one."""
+"""Call: runs a function with the engine, in this process or in another one, or work in several
+processes that end with their parent.
+"""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from blockstep.conformance.engine import EngineFactory
@@ -45,3 +55,44 @@ def call_here(make_engine: EngineFactory) -> Call:
         return value
 
     return call
+
+
+@contextmanager
+def open_processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Open `num_jobs` fresh processes, not forks. Work not finished at the end is dropped."""
+    context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(num_jobs, mp_context=context, initializer=follow_parent) as pool:
+        try:
+            yield pool
+        except BaseException:
+            _drop(pool)
+            for child in multiprocessing.active_children():
+                if child not in others:
+                    child.kill()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _drop(pool: ProcessPoolExecutor) -> None:
+    """Drop work that has not begun: the pool must not run it while its processes are killed."""
+    with suppress(RuntimeError):  # it is broken already
+        last = pool.submit(os.getpid)
+        pool.shutdown(wait=False, cancel_futures=True)
+        while not last.running() and not last.done():
+            time.sleep(0.01)
+
+
+def follow_parent() -> None:
+    """End this process with its parent, and leave Ctrl-C to the parent."""
+    gc.freeze()  # what was imported stays
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "called in a child"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

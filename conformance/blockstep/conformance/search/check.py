@@ -24,6 +24,7 @@ from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE
 from blockstep.conformance.protocol.features import BY_NAME, find_lacking, get_missing
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
+from blockstep.conformance.search.call import open_processes
 from blockstep.conformance.search.episodes import (
     EPISODES_WITHOUT_EVENTS,
     EpisodeResult,
@@ -48,7 +49,6 @@ from blockstep.conformance.search.options import (
     get_wish,
     load,
 )
-from blockstep.conformance.search.processes import open_processes
 from blockstep.conformance.search.shrink import Shrunk, conclude, get_symptom, shrink
 
 EPISODES_PER_BATCH = 8

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
 from blockstep.conformance.draw.actions import SeededDraw, next_action
-from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.draw.presets import PRESETS, Swarm
 from blockstep.conformance.draw.swarms import draw_swarm
 from blockstep.conformance.draw.view import View

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
-from blockstep.conformance.protocol.program_file import read_program
+from blockstep.conformance.protocol.program_file import SUFFIX, read_program
 from blockstep.conformance.search import digging
 from blockstep.conformance.search.call import Call
 from blockstep.conformance.search.check import CheckResult
-from blockstep.conformance.search.corpus import find_programs
 from blockstep.conformance.search.distinct import Mark, Symptoms, saying, saying_of_loss
 from blockstep.conformance.search.episodes import EpisodeResult, Loss
 from blockstep.conformance.search.forgiving import Cause
@@ -27,6 +27,21 @@ from blockstep.conformance.search.isolation import LostError, RefusedError
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.profiles import Quirk
 from blockstep.spec.vocabulary import ConfigError
+
+
+def find_programs(folder: Path) -> list[Path]:
+    """Return the program files of a folder and its subfolders, sorted by name.
+
+    Raises:
+        TraceError: there is no such folder, or no program in it.
+    """
+    found = sorted(folder.rglob(f"*{SUFFIX}"))
+    if not found:
+        what = "no program in it" if folder.is_dir() else "there is no such folder"
+        rule = f"a corpus is a folder of programs, files that end in {SUFFIX}"
+        raise TraceError(folder, 0, what, rule, "put files of check --save there")
+    return found
+
 
 PATIENCE = 6
 """Known failures in a row of one saying after which the next is not shrunk."""

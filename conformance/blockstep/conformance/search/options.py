@@ -1,7 +1,8 @@
-"""Options of a check, and exit codes of its process."""
+"""Options of a check, the budget of a search, and exit codes of a process."""
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,10 +20,27 @@ from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import EQUIVALENCE_NAMES, load_engine
 from blockstep.conformance.protocol.settings import TABLE, Settings
 from blockstep.conformance.protocol.wishes import Wish, make_wish
-from blockstep.conformance.search.budget import read_budget
 from blockstep.conformance.search.wrapped import hide_state
 from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
 from blockstep.spec.vocabulary import Policy
+
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def read_budget(text: str) -> tuple[int | None, float | None]:
+    """Return (events, seconds), one of them None, of `60s`, `5m`, `200000` or `200000events`.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    match = re.fullmatch(r"\s*([\d_,]+(?:\.\d+)?)\s*(s|m|h|events?|)\s*", text)
+    number = float(match[1].replace("_", "").replace(",", "")) if match else 0.0
+    if match is None or number <= 0:
+        raise ValueError(
+            f"budget {text!r}: must be a time (60s, 5m) or a number of events (200000)"
+        )
+    unit = match[2]
+    return (None, number * SECONDS[unit]) if unit in SECONDS else (int(number), None)
 
 
 class ExitCode(IntEnum):

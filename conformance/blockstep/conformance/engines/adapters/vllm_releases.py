@@ -191,134 +191,61 @@ class Release:
         return f"vllm-{self.version}"
 
 
-def _list_until_0_19() -> tuple[Release, ...]:
-    r0110 = Release("0.11.0", UP_TO_0_16, has_encoder=True)
-    r0111 = replace(
-        r0110,
-        version="0.11.1",
-        takes_arrays=True,
-        has_hashing_module=True,
-        has_cache_opt_out=True,
-        masks_stops=True,
-        has_plain_grammar=True,
-        has_told_rows=True,
-        has_preempted_counts=True,
-        has_named_embeds=True,
-        has_encoder=False,  # not tried there
-    )
-    r0120 = replace(
-        r0111,
-        version="0.12.0",
-        takes_arrays=False,
-        has_async=True,
-        has_forced_reset=True,
-        has_sound_priority=True,
-        has_drafts=True,
-        has_told_preemptions=True,
-    )
-    r0150 = replace(r0120, version="0.15.0", has_draft_models=True)
-    r0160 = replace(r0150, version="0.16.0", has_chunk_flag=True)
-    r0170 = replace(
-        r0160,
-        version="0.17.0",
-        has_pause=True,
-        has_repetition_detection=True,
-        has_step_budget=True,
-    )
-    r0180 = replace(r0170, version="0.18.0", packages=SINCE_0_18, has_skipped_waiting=True)
-    r0190 = replace(
-        r0180,
-        version="0.19.0",
-        has_offsets=True,
-        has_exact_ends=True,
-        has_mixed_groups=True,
-        has_recurrent_groups=True,
-        has_sessions=True,
-        has_frame_masks=True,
-        has_encoder=True,
-        has_offers=True,
-        has_across=True,
-        has_events=True,
-        has_store=True,
-        follows_store=True,
-        tells_work=True,
-        takes_loads_by_turns=True,
-        loads_no_aligned_states=True,
-        has_countable_attempts=True,
-    )
-    return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
+_OLDEST = Release("0.11.0", UP_TO_0_16, has_encoder=True)
+_NOT_TRIED_IN_0_20 = """
+    has_countable_attempts has_recurrent_groups has_sessions has_frame_masks has_encoder has_offers
+    has_across has_events has_store follows_store tells_work
+"""
+_HISTORY = (
+    (
+        "0.11.1",
+        """takes_arrays has_hashing_module has_cache_opt_out masks_stops has_plain_grammar
+        has_told_rows has_preempted_counts has_named_embeds""",
+        "has_encoder",  # not tried there
+    ),
+    (
+        "0.12.0",
+        "has_async has_forced_reset has_sound_priority has_drafts has_told_preemptions",
+        "takes_arrays",
+    ),
+    ("0.15.0", "has_draft_models", ""),
+    ("0.16.0", "has_chunk_flag", ""),
+    ("0.17.0", "has_pause has_repetition_detection has_step_budget", ""),
+    ("0.18.0", "has_skipped_waiting", ""),
+    (
+        "0.19.0",
+        """has_offsets has_exact_ends has_mixed_groups has_recurrent_groups has_sessions
+        has_frame_masks has_encoder has_offers has_across has_events has_store follows_store
+        tells_work takes_loads_by_turns loads_no_aligned_states has_countable_attempts""",
+        "",
+    ),
+    ("0.20.0", "has_prefill_stats has_group_gate", _NOT_TRIED_IN_0_20),
+    ("0.24.0", "has_partial_hits", "takes_loads_by_turns loads_no_aligned_states"),
+    ("0.25.0", "pads_drafts", ""),
+    ("0.26.0", "keeps_doubtful_blocks", ""),
+    ("0.27.0", "has_sound_async_reset has_sound_counters has_sound_preemption", ""),
+    ("0.28.0", "has_floor", ""),
+    ("0.29.0", "", "masks_stops"),
+    ("0.31.0", "has_all_items has_tagged_names", "has_skipped_waiting"),
+    (
+        "0.33.0",
+        """has_recurrent_groups has_across has_equal_groups has_fixed_mask_rows has_frame_masks
+        hands_stops_over survives_bad_grammars has_sessions has_sound_sessions has_holding_queue
+        has_sound_seats has_encoder has_offers has_events has_told_groups has_store
+        frees_behind_frames counts_held_as_ended ignores_offers_of_who_skips""",
+        "has_common_prefix",
+    ),
+)
+"""The fields of `Release` that each release has, and those that it has no more."""
+_PACKAGES_SINCE = {"0.18.0": SINCE_0_18, "0.24.0": SINCE_0_24}
 
 
 def _build_table() -> Mapping[str, Release]:
-    older = _list_until_0_19()
-    r0200 = replace(
-        older[-1],
-        version="0.20.0",
-        has_prefill_stats=True,
-        has_group_gate=True,
-        has_countable_attempts=False,  # not tried there, nor the others below
-        has_recurrent_groups=False,
-        has_sessions=False,
-        has_frame_masks=False,
-        has_encoder=False,
-        has_offers=False,
-        has_across=False,
-        has_events=False,
-        has_store=False,
-        follows_store=False,
-        tells_work=False,
-    )
-    r0240 = replace(
-        r0200,
-        version="0.24.0",
-        packages=SINCE_0_24,
-        has_partial_hits=True,
-        takes_loads_by_turns=False,
-        loads_no_aligned_states=False,
-    )
-    r0250 = replace(r0240, version="0.25.0", pads_drafts=True)
-    r0260 = replace(r0250, version="0.26.0", keeps_doubtful_blocks=True)
-    r0270 = replace(
-        r0260,
-        version="0.27.0",
-        has_sound_async_reset=True,
-        has_sound_counters=True,
-        has_sound_preemption=True,
-    )
-    r0280 = replace(r0270, version="0.28.0", has_floor=True)
-    r0290 = replace(r0280, version="0.29.0", masks_stops=False)
-    r0310 = replace(
-        r0290,
-        version="0.31.0",
-        has_skipped_waiting=False,
-        has_all_items=True,
-        has_tagged_names=True,
-    )
-    r0330 = replace(
-        r0310,
-        version="0.33.0",
-        has_recurrent_groups=True,
-        has_across=True,
-        has_equal_groups=True,
-        has_common_prefix=False,
-        has_fixed_mask_rows=True,
-        has_frame_masks=True,
-        hands_stops_over=True,
-        survives_bad_grammars=True,
-        has_sessions=True,
-        has_sound_sessions=True,
-        has_holding_queue=True,
-        has_sound_seats=True,
-        has_encoder=True,
-        has_offers=True,
-        has_events=True,
-        has_told_groups=True,
-        has_store=True,
-        frees_behind_frames=True,
-        counts_held_as_ended=True,
-        ignores_offers_of_who_skips=True,
-    )
-    table = (*older, r0200, r0240, r0250, r0260, r0270, r0280, r0290, r0310, r0330)
+    table = [_OLDEST]
+    for version, gained, lost in _HISTORY:
+        changes = dict.fromkeys(gained.split(), True) | dict.fromkeys(lost.split(), False)
+        packages = _PACKAGES_SINCE.get(version, table[-1].packages)
+        table.append(replace(table[-1], version=version, packages=packages, **changes))
     return MappingProxyType({release.version: release for release in table})
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.explore.small import UNCACHED, a, b
-from blockstep.conformance.explore.world import Counts, World
+from blockstep.conformance.explore.world import UNCACHED, Counts, World, a, b
 from blockstep.spec import vocabulary as v
 
 WORLDS = (

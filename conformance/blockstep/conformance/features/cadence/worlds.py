@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from blockstep.conformance.explore.small import AHEAD, UNRESERVED, a, b
-from blockstep.conformance.explore.world import Counts, Scope, World
+from blockstep.conformance.explore.world import AHEAD, UNRESERVED, Counts, Scope, World, a, b
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.state import State

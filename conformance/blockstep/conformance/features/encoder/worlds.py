@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.explore.small import (
+from blockstep.conformance.explore.world import (
     ACROSS,
     BESIDE,
     FULL,
@@ -10,13 +10,14 @@ from blockstep.conformance.explore.small import (
     RANKED,
     UNCACHED,
     UNRESERVED,
+    Counts,
+    World,
     a,
     b,
     c,
     encoder,
     item,
 )
-from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
 
 WORLDS = (

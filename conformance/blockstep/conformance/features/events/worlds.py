@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from blockstep.conformance.explore.small import (
+from blockstep.conformance.explore.world import (
     AHEAD,
     BOTH,
     FULL,
     RANKED,
     UNRESERVED,
+    Counts,
+    World,
     a,
     b,
     states,
 )
-from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
 
 TOLD: dict[str, Any] = {"enable_kv_cache_events": True}

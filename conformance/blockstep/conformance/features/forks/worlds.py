@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from blockstep.conformance.explore.small import (
+from blockstep.conformance.explore.world import (
     AHEAD,
     BOTH,
     FULL_OF_2,
@@ -14,12 +14,13 @@ from blockstep.conformance.explore.small import (
     RANKED,
     UNCACHED,
     UNRESERVED,
+    Counts,
+    World,
     encoder,
     group,
     item,
     request,
 )
-from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
 
 FORKED: dict[str, Any] = {"enable_forks": True}

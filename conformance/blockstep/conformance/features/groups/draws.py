@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.feature import LATE_ONE_IN, Draws, Late
 from blockstep.conformance.draw.groups import draw_groups
+from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.features.groups import FEATURE, KINDS, PARTS
 from blockstep.conformance.features.transfers import FEATURE as TRANSFERS
 from blockstep.conformance.protocol.features import DRAFTS

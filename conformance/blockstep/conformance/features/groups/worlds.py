@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.explore.small import (
+from blockstep.conformance.explore.world import (
     AHEAD,
     CHUNKS,
     FULL,
@@ -12,12 +12,13 @@ from blockstep.conformance.explore.small import (
     UNCACHED,
     UNRESERVED,
     WINDOW,
+    Counts,
+    World,
     a,
     b,
     group,
     states,
 )
-from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
 
 WORLDS = (

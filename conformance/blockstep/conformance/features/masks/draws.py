@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.draw.endings import list_ending
 from blockstep.conformance.draw.feature import LATE_ONE_IN, Draws, Late, Situation
-from blockstep.conformance.draw.memory import list_frames
+from blockstep.conformance.draw.memory import Draw, list_ending, list_frames
 from blockstep.conformance.draw.presets import PROPOSERS, Swarm
 from blockstep.conformance.draw.view import View, WeightedAction
 from blockstep.conformance.features.groups import KINDS

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.feature import Draws, Late, Situation
-from blockstep.conformance.draw.memory import Text
+from blockstep.conformance.draw.memory import Draw, Text
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.draw.requests import draw_twin
 from blockstep.conformance.draw.view import View, WeightedAction

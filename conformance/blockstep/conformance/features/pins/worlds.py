@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from blockstep.conformance.explore.small import BOTH, FETCHED, UNRESERVED, a, b, c, offer
-from blockstep.conformance.explore.world import Counts, Scope, World
+from blockstep.conformance.explore.world import (
+    BOTH,
+    FETCHED,
+    UNRESERVED,
+    Counts,
+    Scope,
+    World,
+    a,
+    b,
+    c,
+    offer,
+)
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.state import State
 from blockstep.spec.features.pins import PINS

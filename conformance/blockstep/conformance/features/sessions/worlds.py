@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.explore.small import AHEAD, BOTH, ONE_TOKEN, a, b, item
-from blockstep.conformance.explore.world import Counts, World
+from blockstep.conformance.explore.world import AHEAD, BOTH, ONE_TOKEN, Counts, World, a, b, item
 from blockstep.spec import vocabulary as v
 
 WORLDS = (

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from blockstep.conformance.explore.small import (
+from blockstep.conformance.explore.world import (
     AHEAD,
     COMPUTED,
     FETCHED,
     FULL,
     RANKED,
     UNRESERVED,
+    Counts,
+    World,
     a,
     b,
     c,
     group,
     offer,
 )
-from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
 
 SWAPPING: dict[str, Any] = {"swap_min_tokens": 2} | FETCHED | UNRESERVED

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.draw.endings import list_ending
 from blockstep.conformance.draw.feature import Draws, Late, Situation
 from blockstep.conformance.draw.groups import make_full
+from blockstep.conformance.draw.memory import Draw, list_ending
 from blockstep.conformance.draw.view import View, WeightedAction
 from blockstep.conformance.features.groups.draws import list_kinds
 from blockstep.conformance.features.transfers import FEATURE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.explore.small import (
+from blockstep.conformance.explore.world import (
     AHEAD,
     BOTH,
     COMPUTED,
@@ -13,12 +13,13 @@ from blockstep.conformance.explore.small import (
     UNCACHED,
     UNRESERVED,
     WINDOW,
+    Counts,
+    World,
     a,
     b,
     offer,
     states,
 )
-from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
 
 WORLDS = (

@@ -7,8 +7,7 @@ from math import lcm
 from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import count_unattended, is_recurrent
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.life import Life
+from blockstep.conformance.judge.properties.ledger import Ledger, Life
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker.names import Name

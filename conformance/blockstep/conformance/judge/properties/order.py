@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import NamedTuple
 
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.life import order_of
+from blockstep.conformance.judge.properties.ledger import Ledger, order_of
 from blockstep.conformance.judge.properties.queue_replay import (
     Freed,
     Holders,

@@ -11,8 +11,7 @@ from operator import gt
 from typing import NamedTuple
 
 from blockstep.conformance.judge.attended import is_across
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.life import Life
+from blockstep.conformance.judge.properties.ledger import Ledger, Life
 from blockstep.conformance.judge.properties.sentence import (
     ENDINGS,
     Complaint,

@@ -13,8 +13,7 @@ from operator import attrgetter
 
 from blockstep.conformance.features.forks.properties import problem_of_fork
 from blockstep.conformance.judge.properties.amounts import least_need, most_need
-from blockstep.conformance.judge.properties.ledger import WHOLE, FlightRow, Ledger
-from blockstep.conformance.judge.properties.life import Life
+from blockstep.conformance.judge.properties.ledger import WHOLE, FlightRow, Ledger, Life
 from blockstep.conformance.judge.properties.queue_replay import find_keeper
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from blockstep.conformance.judge.gates import holds_prompts
 from blockstep.conformance.judge.properties.amounts import blocks_for, ends_in_flight, share_of
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache
-from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
-from blockstep.conformance.judge.properties.life import Life
+from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger, Life
 from blockstep.conformance.judge.properties.pool import verified_blocks
 from blockstep.conformance.judge.properties.queue_replay import (
     admits_nobody,

@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from blockstep.conformance.judge.attended import count_unattended
 from blockstep.conformance.judge.worker.items import Items
+from blockstep.conformance.judge.worker.kv import get_read_index, list_touched
 from blockstep.conformance.judge.worker.names import SPOILED, Name, NamedText
 from blockstep.conformance.judge.worker.sampling import NextToken
-from blockstep.conformance.judge.worker.states import get_read_index, list_touched
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.protocol.findings import Difference, Subjects, of_block
 from blockstep.conformance.protocol.transfers import count_valid, list_loaded, loses_all

@@ -30,15 +30,7 @@ from blockstep.conformance.engine import EQUIVALENCES, EXACT
 from blockstep.conformance.protocol.codec import build, build_tagged, get_fields
 from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 from blockstep.conformance.protocol.telling import to_forms
-from blockstep.spec.vocabulary import (
-    EVENT_TYPES,
-    Config,
-    Event,
-    Observation,
-    Outputs,
-    ResetDone,
-    config_problems,
-)
+from blockstep.spec import vocabulary as v
 
 TRACE_FORMAT = "blockstep-trace"
 TRACE_VERSION = 1
@@ -50,16 +42,16 @@ LEFT_OUT_WHEN_EMPTY = (
 """Fields that are newer than the first traces and mostly empty; they are written only if not empty.
 """
 
-OBSERVATION_TYPES: tuple[type, ...] = get_args(Observation)
-_EVENTS = {cls.__name__: cls for cls in EVENT_TYPES}
+OBSERVATION_TYPES: tuple[type, ...] = get_args(v.Observation)
+_EVENTS = {cls.__name__: cls for cls in v.EVENT_TYPES}
 _OBSERVATIONS = {cls.__name__: cls for cls in OBSERVATION_TYPES}
 
 
 class TraceStep(NamedTuple):
     """One event and the engine's observation."""
 
-    event: Event
-    observation: Observation
+    event: v.Event
+    observation: v.Observation
 
 
 class Excuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,7 +67,7 @@ class Excuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Trace:
     """One recorded run."""
 
-    config: Config
+    config: v.Config
     steps: tuple[TraceStep, ...]
     equivalence: str = EXACT
     """The equivalence at which its engine is compared: one of `engine.EQUIVALENCES`, or `exact`."""
@@ -85,8 +77,8 @@ class Trace:
 
 def write_trace(
     path: Path | str,
-    config: Config,
-    steps: Iterable[tuple[Event, Observation]],
+    config: v.Config,
+    steps: Iterable[tuple[v.Event, v.Observation]],
     equivalence: str = EXACT,
     excuses: tuple[Excuse, ...] = (),
 ) -> int:
@@ -156,7 +148,7 @@ def _created(path: Path) -> Iterator[IO[bytes]]:
 
 
 def header_line(
-    path: Path, config: Config, equivalence: str = EXACT, excuses: tuple[Excuse, ...] = ()
+    path: Path, config: v.Config, equivalence: str = EXACT, excuses: tuple[Excuse, ...] = ()
 ) -> bytes:
     """Return the first line of a run. Raises `TraceError` if it would not be read back."""
     row = {"format": TRACE_FORMAT, "version": TRACE_VERSION, "config": config}
@@ -166,10 +158,10 @@ def header_line(
     return _checked_line(path, 1, row, expected, lambda text: read_header(path, text))
 
 
-def step_line(path: Path, line: int, event: Event, observation: Observation) -> bytes:
+def step_line(path: Path, line: int, event: v.Event, observation: v.Observation) -> bytes:
     """Return the line of a step. Raises `TraceError` if it would not be read back."""
     row = {
-        "event": _tagged(path, line, "event", event, EVENT_TYPES),
+        "event": _tagged(path, line, "event", event, v.EVENT_TYPES),
         "observation": _tagged(path, line, "observation", observation, OBSERVATION_TYPES),
     }
     expected = TraceStep(event, observation)
@@ -185,7 +177,7 @@ def _tagged(
     for name in LEFT_OUT_WHEN_EMPTY:
         if fields.get(name) == ():
             del fields[name]
-    if isinstance(value, Outputs | ResetDone) and value.kv_events:
+    if isinstance(value, v.Outputs | v.ResetDone) and value.kv_events:
         fields["kv_events"] = to_forms(value.kv_events)
     return {"type": type(value).__name__, **fields}
 
@@ -236,7 +228,7 @@ _ANY_HEADER = msgspec.json.Decoder(_AnyHeader)
 _END_LINE = msgspec.json.Decoder(_EndLine)
 
 
-def read_header(path: Path, text: str) -> tuple[Config, str, tuple[Excuse, ...]]:
+def read_header(path: Path, text: str) -> tuple[v.Config, str, tuple[Excuse, ...]]:
     """Return the config, equivalence and declared deviations of a first line.
 
     Raises `TraceError`.
@@ -258,13 +250,13 @@ def read_header(path: Path, text: str) -> tuple[Config, str, tuple[Excuse, ...]]
     try:
         told = _HEADER.decode(text)
         raw = told.config
-        config = build(raw, Config, "$.config")
+        config = build(raw, v.Config, "$.config")
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, 1, text, error) from None
     if config.max_frames_in_flight > 1 and "async_scheduling" not in raw:
         # Older files have no word for asynchronous scheduling: several frames in flight meant it.
         config = dataclasses.replace(config, async_scheduling=True)
-    problems = config_problems(config)
+    problems = v.config_problems(config)
     if problems:
         raise TraceError(
             path,

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -20,6 +20,36 @@ from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.isolation import jobs
 from blockstep.conformance.search.isolation.watched import ASIDE, BUILDING, IMPORTING
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold a lock between all processes of this machine, named by a path, which ends with this
+    process.
+
+    Yields whether the lock is held; with `wait` it always is.
+    """
+    with path.open("ab") as file:
+        while not (is_held := _lock(file.fileno())) and wait:
+            time.sleep(0.1)
+        yield is_held
+
+
+def _lock(file: int) -> bool:
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
 
 EVENT_SECONDS = 10.0
 """Default time limit of an event."""

@@ -11,8 +11,7 @@ from blockstep.conformance.judge.attended import count_across, count_unattended,
 from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.amounts import blocks_for
 from blockstep.conformance.judge.properties.hits import longest_hit, may_ask_the_cache
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.life import Life
+from blockstep.conformance.judge.properties.ledger import Ledger, Life
 from blockstep.conformance.judge.properties.queue_replay import victims_of
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.worker.names import Name
