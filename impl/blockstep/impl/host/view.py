@@ -59,7 +59,7 @@ class View:
         """By index: the last snapshot of each request."""
         self._seen: State = requests.state
         self._last = forget(self._seen)
-        """What `find_changes` has seen last, in the arrays that it compares."""
+        """The arrays that `find_changes` compares, as they were at its last call."""
         self._found = np.zeros(3 + 3 * len(self._seen.requests), np.int64)
         self._beside: dict[int, tuple[int, tuple[int, bool]]] = {}
         """By index: the number of inputs that wait and the position in a grammar, of the requests
@@ -145,7 +145,7 @@ class View:
         )
 
     def _find_changes(self) -> tuple[list[int], list[int]]:
-        """Make the snapshots of changed requests anew; return the requests in both queues."""
+        """Renew the snapshots of changed requests; return the requests of both queues."""
         s, updates, matchers = self.requests.state, self.sessions.updates, self.masks.matchers
         if s is not self._seen:
             self._seen = s
