@@ -8,7 +8,7 @@ import numpy as np
 
 from blockstep.impl.host import state as c
 from blockstep.impl.host.jit import compiled, entry
-from blockstep.impl.host.state import Int64s, State
+from blockstep.impl.host.state import Int32s, Int64s, State
 
 _SHOWN: Final = (
     *(c.BIRTH, c.STATUS, c.NUM_KNOWN, c.NUM_COMPUTED, c.NUM_PROMISED, c.NUM_DRAFTS, c.IS_PREFILL),
@@ -33,12 +33,8 @@ def forget(s: State) -> State:
 
 def fits(last: State, s: State) -> bool:
     """Return whether the arrays that `find_changes` compares have the same shapes in both."""
-    return (
-        last.requests.shape == s.requests.shape
-        and last.holdings.shape == s.holdings.shape
-        and last.block_tables.shape == s.block_tables.shape
-        and last.drafts.shape == s.drafts.shape
-    )
+    compared = ("requests", "holdings", "block_tables", "drafts")
+    return all(getattr(last, name).shape == getattr(s, name).shape for name in compared)
 
 
 @entry("state", "state", "out int64 1")
@@ -76,17 +72,22 @@ def _take_changes(s: State, last: State, slot: int) -> bool:
             last.requests[slot, column] = s.requests[slot, column]
             is_changed = True
     seat = s.requests[slot, c.SEAT]
-    for index in range(s.requests[slot, c.NUM_DRAFTS]):
-        if last.drafts[seat, index] != s.drafts[seat, index]:
-            last.drafts[seat, index] = s.drafts[seat, index]
-            is_changed = True
+    is_changed |= _take(s.drafts[seat], last.drafts[seat], s.requests[slot, c.NUM_DRAFTS])
     for group in range(len(s.groups)):
-        for column in (c.HELD, c.PUBLISHED):
-            if last.holdings[slot, group, column] != s.holdings[slot, group, column]:
-                last.holdings[slot, group, column] = s.holdings[slot, group, column]
-                is_changed = True
-        for index in range(s.holdings[slot, group, c.HELD]):
-            if last.block_tables[group, seat, index] != s.block_tables[group, seat, index]:
-                last.block_tables[group, seat, index] = s.block_tables[group, seat, index]
-                is_changed = True
+        held, known = s.holdings[slot, group], last.holdings[slot, group]
+        is_changed |= _take(held, known, c.HOLDING_COLUMNS)
+        is_changed |= _take(
+            s.block_tables[group, seat], last.block_tables[group, seat], held[c.HELD]
+        )
+    return is_changed
+
+
+@compiled
+def _take(row: Int64s | Int32s, last: Int64s | Int32s, count: int) -> bool:
+    """Return whether the first `count` values of a row have changed, and copy those that have."""
+    is_changed = False
+    for index in range(count):
+        if last[index] != row[index]:
+            last[index] = row[index]
+            is_changed = True
     return is_changed
