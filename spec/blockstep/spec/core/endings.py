@@ -12,13 +12,7 @@ from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import release_slots
 from blockstep.spec.core.state import State
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.vocabulary import (
-    FinishReason,
-    OutputRow,
-    Request,
-    RequestId,
-    TokenIds,
-)
+from blockstep.spec.vocabulary import FinishReason, OutputRow, Request, RequestId, TokenIds
 
 Stop: TypeAlias = tuple[FinishReason | None, int | None]
 """The finish reason, and the stop token if there is one; (None, None) while the request continues.
