@@ -68,8 +68,8 @@ FILES_MAX = {
 }
 """How many files of the specification, the engines and the tools name a feature, adapters of other
 engines left out: `max_loras` for the cap, since the model engine has adapters without a cap. May
-only fall; the aims, 20, 35 and 15, are reached. One of the 34 names no pin: `impl/engine/transfer.py`
-calls `pin_memory`."""
+only fall; the aims, 20, 35 and 15, are reached. One of the 34 names no pin:
+`impl/engine/transfer.py` calls `pin_memory`."""
 
 
 def list_files(*folders: Path) -> list[Path]:
