@@ -1,6 +1,7 @@
 """Throughput of the lock-step at several commits, on the same programs, with all checks on.
 
     python -m benchmarks.commits COMMIT... [--engine NAME] [--programs N] [--rounds N] [--json FILE]
+    python -m benchmarks.commits COMMIT... --recording FILE [--rounds N] [--json FILE]
 
 The first commit records programs of both presets, so that they ask for nothing that it lacks. Each
 commit then replays them in a process of its own; a commit called `.` is the working tree. The
@@ -8,13 +9,18 @@ processes take turns program by program, since the speed of a machine varies ove
 processes that do the same also differ by several per cent, depending on their memory layout, so
 each round has new ones. Of each program its quickest run counts. Prints microseconds of processor
 time per event.
+
+With `--recording` the specification alone is timed, by profile: each event of a recording of
+`benchmarks.digest`, and the snapshot after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import pickle
 import platform
 import subprocess
 import sys
@@ -28,9 +34,11 @@ from tempfile import TemporaryDirectory
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program, write_program
-from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec import Config
+from blockstep.spec.profiles import get_profile
 
 ROOT = Path(__file__).parent.parent
 PRESETS = ("tiny", "small")
@@ -38,10 +46,10 @@ PRESETS = ("tiny", "small")
 
 @dataclass
 class Figures:
-    """Figures of one commit with one preset."""
+    """Figures of one commit with one preset, or with one profile of a recording."""
 
     commit: str
-    preset: str
+    group: str
     events: int
     us_per_event: float
 
@@ -73,6 +81,28 @@ def replay(engine: str) -> None:
         print(min(spent), run.num_events, flush=True)
 
 
+def replay_recording(file: Path) -> None:
+    """For each line of the input, a run's number: nanoseconds and events of the specification in
+    the quickest of three runs, with a snapshot after each event.
+    """
+    runs = pickle.loads(file.read_bytes())  # noqa: S301 - a recording of one's own
+    gc.collect()
+    gc.freeze()  # what is recorded is not looked through while the specification runs
+    for line in sys.stdin:
+        name, values, events = runs[int(line)]
+        profile = get_profile(name)
+        assert profile is not None, name
+        spent = []
+        for _ in range(3):
+            engine = SpecEngine(Config(**values), profile)
+            start = time.process_time_ns()
+            for event in events:
+                engine.apply(event)
+                engine.snapshot()
+            spent.append(time.process_time_ns() - start)
+        print(min(spent), len(events), flush=True)
+
+
 @contextmanager
 def tree_of(commit: str) -> Iterator[Path]:
     """The files of a commit, in a folder of their own; `.`: those of the working tree."""
@@ -99,18 +129,17 @@ def start(tree: Path, *args: str) -> subprocess.Popen[str]:
     )
 
 
-def ask(process: subprocess.Popen[str], path: Path) -> tuple[int, int]:
+def ask(process: subprocess.Popen[str], item: object) -> tuple[int, int]:
     """Nanoseconds and events of one program, once."""
     assert process.stdin is not None
     assert process.stdout is not None
-    print(path, file=process.stdin, flush=True)
+    print(item, file=process.stdin, flush=True)
     spent, num_events = process.stdout.readline().split()
     return int(spent), int(num_events)
 
 
 def measure(commits: list[str], engine: str, num_programs: int, num_rounds: int) -> list[Figures]:
     """Return all commits over the programs that the first of them records."""
-    found = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="blockstep-")))
         trees = [stack.enter_context(tree_of(commit)) for commit in commits]
@@ -118,22 +147,50 @@ def measure(commits: list[str], engine: str, num_programs: int, num_rounds: int)
         recorder.communicate()
         assert recorder.returncode == 0, f"{commits[0]} records no programs"
         paths = sorted(folder.glob("*.json"))
-        rounds = [replay_round(trees, engine, paths) for _ in range(num_rounds)]
-    for preset in PRESETS:
-        chosen = [index for index, path in enumerate(paths) if path.name.startswith(preset)]
+        groups = {str(path): path.name.partition("-")[0] for path in paths}
+        return compute_figures(commits, trees, ("--replay", engine), groups, num_rounds)
+
+
+def measure_recording(commits: list[str], file: Path, num_rounds: int) -> list[Figures]:
+    """Return the specification of all commits over the runs of a recording, by profile."""
+    runs = pickle.loads(file.read_bytes())  # noqa: S301 - a recording of one's own
+    groups = {str(number): name for number, (name, _, _) in enumerate(runs)}
+    with ExitStack() as stack:
+        trees = [stack.enter_context(tree_of(commit)) for commit in commits]
+        task = ("--replay-recording", str(file.resolve()))
+        return compute_figures(commits, trees, task, groups, num_rounds)
+
+
+def compute_figures(
+    commits: list[str],
+    trees: list[Path],
+    task: tuple[str, ...],
+    groups: dict[str, str],
+    num_rounds: int,
+) -> list[Figures]:
+    """Return the figures of each commit in each group of items; `task` is what a process does.
+
+    `groups`: for each item, which is a line of the processes' input, the name of its group.
+    """
+    rounds = [replay_round(trees, task, list(groups)) for _ in range(num_rounds)]
+    found = []
+    for group in dict.fromkeys(groups.values()):
+        chosen = [index for index, name in enumerate(groups.values()) if name == group]
         for number, commit in enumerate(commits):
             runs = [[one[index][number] for one in rounds] for index in chosen]
             nanoseconds = sum(min(spent for spent, _ in of_one) for of_one in runs)
             count = sum(of_one[0][1] for of_one in runs)
-            found.append(Figures(commit, preset, count, round(nanoseconds / count / 1e3, 1)))
+            found.append(Figures(commit, group, count, round(nanoseconds / count / 1e3, 1)))
     return found
 
 
-def replay_round(trees: list[Path], engine: str, paths: list[Path]) -> list[list[tuple[int, int]]]:
-    """Nanoseconds and events of each program, once in a new process of each tree, by turns."""
+def replay_round(
+    trees: list[Path], task: tuple[str, ...], items: list[str]
+) -> list[list[tuple[int, int]]]:
+    """Nanoseconds and events of each item, once in a new process of each tree, by turns."""
     with ExitStack() as stack:
-        processes = [stack.enter_context(start(tree, "--replay", engine)) for tree in trees]
-        found = [[ask(each, path) for each in processes] for path in paths]
+        processes = [stack.enter_context(start(tree, *task)) for tree in trees]
+        found = [[ask(each, item) for each in processes] for item in items]
         for process in processes:
             process.communicate()
     return found
@@ -145,6 +202,8 @@ def main() -> None:
         return record(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     if sys.argv[1:2] == ["--replay"]:
         return replay(sys.argv[2])
+    if sys.argv[1:2] == ["--replay-recording"]:
+        return replay_recording(Path(sys.argv[2]))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -152,12 +211,16 @@ def main() -> None:
     parser.add_argument("--engine", default="host")
     parser.add_argument("--programs", type=int, default=60, help="of each preset")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--recording", type=Path, help="the specification alone, on these events")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"Python {platform.python_version()}, {platform.machine()}, a process for each commit")
-    figures = measure(args.commits, args.engine, args.programs, args.rounds)
+    if args.recording is None:
+        figures = measure(args.commits, args.engine, args.programs, args.rounds)
+    else:
+        figures = measure_recording(args.commits, args.recording, args.rounds)
     for row in figures:
-        print(f"{row.preset:<6} {row.commit:<10} {row.us_per_event:6.1f} us/event  {row.events:,}")
+        print(f"{row.group:<11} {row.commit:<10} {row.us_per_event:6.1f} us/event  {row.events:,}")
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in figures], indent=2) + "\n")
     return None

@@ -86,7 +86,10 @@ STORE = v.Config(num_blocks=12, block_size=2, kv_connector=True)
 def test_the_replacement_is_called(function: Callable[..., Any], config: v.Config) -> None:
     change, calls = count_calls(function)
     engine, clean = make_engine(change, config), SpecEngine(config)
-    assert plan_one(engine) == plan_one(clean)
+    plan = plan_one(clean)
+    assert plan_one(engine) == plan
+    assert engine.commit(plan, {"A": [6]}) == clean.commit(plan, {"A": [6]})
+    assert engine.schedule() == clean.schedule()
     assert calls
     assert engine.snapshot() == clean.snapshot()
 

@@ -7,11 +7,13 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import FunctionType
 
 import pytest
 
+from blockstep.spec.core.rules import Rules
 from blockstep.spec.features import FEATURES
 
 SPEC = Path(__file__).resolve().parents[2] / "spec" / "blockstep" / "spec"
@@ -35,7 +37,7 @@ FEATURE_WORDS = frozenset(
         *("streaming", "resumable", "resting", "store", "connector", "transfer", "offer", "load"),
         *("external", "parked", "pin", "pinned", "job", "fork", "branch", "swap", "swapped"),
         *("tier", "saved", "offload", "mamba", "recurrent", "window", "salt", "embed"),
-        *("watermark", "pressure", "zeroed", "cross", "repetition"),
+        *("watermark", "pressure", "zeroed", "cross", "repetition", "cadence", "interval"),
     )
 )
 RELEASE_WORDS = frozenset(("quirk", "profile"))
@@ -187,6 +189,13 @@ def get_idleness(function: ast.FunctionDef) -> str:
         if isinstance(last.value, ast.Name) and last.value.id in names:
             return "returns an argument"
     return "drops an argument" if others else ""
+
+
+def test_rules_have_no_boolean() -> None:
+    """A release replaces a function; strict code never asks whether there is one."""
+    types = {field.name: str(field.type) for field in fields(Rules)}
+    assert "hooks" in types
+    assert not {name: kind for name, kind in types.items() if "bool" in kind}
 
 
 def test_no_strict_function_only_waits_for_a_release() -> None:

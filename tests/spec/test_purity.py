@@ -366,7 +366,6 @@ PLUMBING = {
     "copies.py": (
         "__dict__ goes behind a frozen dataclass",
         "exec() acts on the world, or on names",
-        "setattr() acts on the world, or on names",
     ),
     "features/__init__.py": ("cache keeps state between calls",),
     "vocabulary/config.py": ("cache keeps state between calls",),

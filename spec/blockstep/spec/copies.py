@@ -5,15 +5,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__all__ = ["replace", "wide_dataclass"]
+__all__ = ["replace", "set_class", "wide_dataclass"]
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as wide_dataclass
     from dataclasses import replace
+
+    def set_class(value: object, value_class: type) -> None:
+        """Give a value another class with the same slots."""
 else:
     from dataclasses import dataclass, fields
     from dataclasses import replace as replace_narrow
     from functools import partial, wraps
+
+    set_class = object.__dict__["__class__"].__set__
 
     def wide_dataclass(*, frozen, slots):
         """Return a decorator like `dataclass`, for many fields: construction takes a third of the
@@ -34,7 +39,7 @@ else:
             "open_class": type(cls.__name__, (), {"__slots__": names}),
             "value_class": value_class,
             "make": object.__new__,
-            "set_class": object.__dict__["__class__"].__set__,
+            "set_class": set_class,
         }
         compared = [field.name for field in fields(value_class) if field.compare]
         same = [
@@ -45,9 +50,12 @@ else:
             "    set_class(self, open_class)",
             *[f"    self.{name} = {name}" for name in names],
             "    self.__class__ = value_class",
-            "def _copy_open(self):",
+            "def _get_changed(self, changes):",
             "    copy = make(open_class)",
             *[f"    copy.{name} = self.{name}" for name in names],
+            "    for name in changes:",
+            "        setattr(copy, name, changes[name])",
+            "    copy.__class__ = value_class",
             "    return copy",
             "def __eq__(self, other):",
             "    if other.__class__ is not self.__class__:",
@@ -59,7 +67,7 @@ else:
         init.__defaults__ = value_class.__init__.__defaults__
         value_class.__init__ = wraps(value_class.__init__)(init)
         value_class.__eq__ = wraps(value_class.__eq__)(known["__eq__"])
-        value_class._copy_open = known["_copy_open"]
+        value_class._get_changed = known["_get_changed"]
         return value_class
 
     def replace(value, /, **changes):
@@ -71,14 +79,11 @@ else:
         Raises:
             TypeError: `value` has no such field.
         """
-        value_class = type(value)
-        if not hasattr(value_class, "_copy_open"):
-            return replace_narrow(value, **changes)
-        copy = value._copy_open()
         try:
-            for name, field in changes.items():
-                setattr(copy, name, field)
+            return value._get_changed(changes)
         except AttributeError as error:
-            raise TypeError(f"{value_class.__name__} has no field {name!r}") from error
-        copy.__class__ = value_class
-        return copy
+            if not hasattr(value, "_get_changed"):
+                return replace_narrow(value, **changes)
+            known = type(value).__match_args__
+            wrong = next(name for name in changes if name not in known)
+            raise TypeError(f"{type(value).__name__} has no field {wrong!r}") from error

@@ -74,14 +74,24 @@ class FrozenMap(Mapping[K, V]):
 
     def having(self, key: K, value: V) -> FrozenMap[K, V]:
         """Return the mapping with this value for this key, replacing an earlier one."""
-        return FrozenMap({**self._items, key: value})
+        return freeze({**self._items, key: value})
 
     def without(self, key: K) -> FrozenMap[K, V]:
         """Return the mapping without this key, whether or not it is there."""
         if key not in self._items:
             return self
-        return FrozenMap({other: self._items[other] for other in self._items if other != key})
+        return freeze({other: self._items[other] for other in self._items if other != key})
 
     def to_dict(self) -> dict[K, V]:
         """Return a mutable copy."""
         return self._items.copy()
+
+
+def freeze(items: dict[K, V]) -> FrozenMap[K, V]:
+    """Return the mapping with this very dictionary, which nothing may change afterwards.
+
+    Source: architecture D2.
+    """
+    frozen: FrozenMap[K, V] = FrozenMap.__new__(FrozenMap)
+    frozen._items = items
+    return frozen

@@ -12,8 +12,6 @@ from blockstep.spec.features import FEATURES
 from blockstep.spec.idle import has_work
 from blockstep.spec.vocabulary import RequestSnapshot, Snapshot
 
-SHOWING: Final = tuple([feature for feature in FEATURES if feature.shows])
-"""The features that have fields of a snapshot."""
 OF_REQUEST: Final[Mapping[str, Callable[[RequestState], Any]]] = {
     name: show for feature in FEATURES for name, show in feature.shows_of_request.items()
 }
@@ -41,12 +39,7 @@ def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None)
         state.prev_scheduled_req_ids,
         state.stats,
         has_work=state.rules[has_work](state),
-        **{
-            name: show(state)
-            for feature in SHOWING
-            if feature.is_asked_for(state.config)
-            for name, show in feature.shows.items()
-        },
+        **{name: state.rules[show](state) for name, show in state.rules.shows.items()},
     )
 
 
@@ -66,18 +59,18 @@ def get_request_snapshot(request: RequestState) -> RequestSnapshot:
     shown = {}
     if request.parts is not NO_PARTS:
         shown = {name: show(request) for name, show in OF_REQUEST.items()}
-    return RequestSnapshot(
-        request_id=request.request_id,
-        status=request.status,
-        output_token_ids=request.output_token_ids,
-        num_computed_tokens=request.num_computed_tokens,
-        num_output_placeholders=request.num_output_placeholders,
-        spec_token_ids=request.spec_token_ids,
-        is_prefill_chunk=request.is_prefill_chunk,
-        block_tables=request.block_tables,
-        num_cached_blocks=tuple([holding.num_cached_blocks for holding in request.holdings]),
-        num_cached_tokens=request.num_cached_tokens,
-        num_preemptions=request.num_preemptions,
+    return RequestSnapshot(  # by position, as above
+        request.request_id,
+        request.status,
+        request.output_token_ids,
+        request.num_computed_tokens,
+        request.num_output_placeholders,
+        request.spec_token_ids,
+        request.is_prefill_chunk,
+        request.block_tables,
+        tuple([holding.num_cached_blocks for holding in request.holdings]),
+        request.num_cached_tokens,
+        request.num_preemptions,
         prompt_token_ids=request.request.prompt_token_ids if request.request.resumable else (),
         **shown,
     )

@@ -5,9 +5,8 @@ Pure, total and deterministic (D2). An `AssertionError` from here means that the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from blockstep.spec import vocabulary as v
+from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.core.commit import process_commit
 from blockstep.spec.core.lifecycle import process_abort, process_pause, process_submit
 from blockstep.spec.core.schedule import process_schedule
@@ -16,7 +15,7 @@ from blockstep.spec.core.state import State
 from blockstep.spec.features import EVENTS
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Accepted:
     """The event was accepted."""
 

@@ -135,6 +135,7 @@ def link(change: Change, config: Config) -> Linked:
         remake=(_remake_rules, (change, config)),
         replaced=called,
         hooks=strict.hooks,
+        shows=strict.shows,
         made=made,
     )
     rules = change(rules, config)

@@ -34,7 +34,6 @@ from blockstep.spec.core.state import State
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.snapshots import (
     get_request_snapshot,
-    get_request_snapshots,
     get_snapshot,
 )
 from blockstep.spec.vocabulary import Config, RequestSnapshot, Snapshot
@@ -68,7 +67,7 @@ class SpecEngine(Oracle):
         if last is None or last[0].requests is not state.requests:
             if len(self._shown) > MEMO_SIZE_MAX:
                 self._shown.clear()
-            shown = get_request_snapshots(state, self._show)
+            shown = self._show_requests(state)
             if last is not None and last[1].requests == shown:
                 shown = last[1].requests
         elif last[0] is state:
@@ -79,11 +78,16 @@ class SpecEngine(Oracle):
         self._last = state, snapshot
         return snapshot
 
-    def _show(self, request: RequestState) -> RequestSnapshot:
-        known = self._shown.get(id(request))
-        if known is None:
-            known = self._shown[id(request)] = request, get_request_snapshot(request)
-        return known[1]
+    def _show_requests(self, state: State) -> tuple[RequestSnapshot, ...]:
+        """Return the unfinished requests, by id. A request that has not changed is not shown
+        again."""
+        shown, found = self._shown, []
+        for _, request in sorted(state.requests.items()):
+            known = shown.get(id(request))
+            if known is None:
+                known = shown[id(request)] = request, get_request_snapshot(request)
+            found.append(known[1])
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing import TypeAlias
 from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.core.requests import Frame, without_nulls
 from blockstep.spec.core.rules import Rules
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.maps import FrozenMap, freeze
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     AllBlocksCleared,
@@ -173,7 +173,7 @@ def publish_blocks(
         assert block_keys[block_id] is None, "a block is published once"
         block_keys[block_id] = key
         cached[key] = (*cached.get(key, ()), block_id)
-    pool = replace(pool, block_keys=tuple(block_keys), cached=FrozenMap(cached))
+    pool = replace(pool, block_keys=tuple(block_keys), cached=freeze(cached))
     return with_changes(pool, changes)
 
 
@@ -199,7 +199,7 @@ def withdraw_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
             cached[key] = remaining
         else:
             del cached[key]
-    pool = replace(pool, block_keys=tuple(block_keys), cached=FrozenMap(cached))
+    pool = replace(pool, block_keys=tuple(block_keys), cached=freeze(cached))
     return with_changes(pool, tuple(removed))
 
 

@@ -18,7 +18,7 @@ from blockstep.spec.core.speculation import (
     is_accepted_prefix,
 )
 from blockstep.spec.core.state import State
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.maps import freeze
 from blockstep.spec.vocabulary import (
     Commit,
     OutputRow,
@@ -97,7 +97,7 @@ def get_rows_committed(
     state = replace(
         state,
         pool=pool,
-        requests=FrozenMap(requests),
+        requests=freeze(requests),
         frames=state.frames[1:],
         stats=stats,
     )

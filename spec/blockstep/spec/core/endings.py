@@ -11,14 +11,8 @@ from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import release_slots
 from blockstep.spec.core.state import State
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.vocabulary import (
-    FinishReason,
-    OutputRow,
-    Request,
-    RequestId,
-    TokenIds,
-)
+from blockstep.spec.maps import freeze
+from blockstep.spec.vocabulary import FinishReason, OutputRow, Request, RequestId, TokenIds
 
 Stop: TypeAlias = tuple[FinishReason | None, int | None]
 """The finish reason, and the stop token if there is one; (None, None) while the request continues.
@@ -113,7 +107,7 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
     gone = set(request_ids)
     state = replace(
         state,
-        requests=FrozenMap(requests),
+        requests=freeze(requests),
         running=tuple(r for r in state.running if r not in gone),
         waiting=tuple(r for r in state.waiting if r not in gone),
         skipped_waiting=tuple(r for r in state.skipped_waiting if r not in gone),

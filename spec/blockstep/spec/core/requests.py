@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.core.parts import NO_PARTS, Parts
@@ -20,7 +19,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Holding:
     """The blocks that a request holds in one KV group."""
 
@@ -34,7 +33,7 @@ NOTHING_HELD = (Holding(),)
 """A holding without blocks: before admission, and after preemption."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Hit:
     """A prefix hit: valid for every KV group, so of one length."""
 
@@ -131,7 +130,7 @@ class FrameRow:
     """Values of features and releases."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Frame:
     """A plan in flight: scheduled, not yet committed."""
 

@@ -31,14 +31,7 @@ from blockstep.spec.core.block_pool import (
 from blockstep.spec.core.prefix_cache import get_group_keys
 from blockstep.spec.core.requests import NO_HIT, Hit, Holding, RequestState, without_nulls
 from blockstep.spec.core.rules import STRICT_RULES, Rules
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockId,
-    Config,
-    FrameId,
-    KVGroup,
-    Request,
-)
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, FrameId, KVGroup, Request
 
 
 class Growth(NamedTuple):

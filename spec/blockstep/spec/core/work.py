@@ -12,14 +12,7 @@ from blockstep.spec.core.parts import NO_PARTS
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.vocabulary import (
-    BlockTables,
-    FrameId,
-    RequestId,
-    Stats,
-    Status,
-    TokenIds,
-)
+from blockstep.spec.vocabulary import BlockTables, FrameId, RequestId, Stats, Status, TokenIds
 
 
 class Verdict(Enum):

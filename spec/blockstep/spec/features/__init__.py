@@ -73,7 +73,8 @@ def get_feature_rules(names: tuple[str, ...]) -> Rules:
     rules = STRICT_RULES
     for feature in FEATURES:
         if feature.name in names:
-            rules = replace(rules, hooks=rules.hooks.with_hooks(feature.hooks))
+            hooks, shows = rules.hooks.with_hooks(feature.hooks), {**rules.shows, **feature.shows}
+            rules = replace(rules, hooks=hooks, shows=shows)
             for function, by in feature.instead.items():
                 rules = rules.replacing(function, rules[by])
     return replace(rules, remake=(get_feature_rules, (names,)))

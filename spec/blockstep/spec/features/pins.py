@@ -10,10 +10,9 @@ reset, or a request that lacks blocks while no other one runs (P10, P17).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from blockstep.spec.copies import replace
+from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.core.block_pool import Pool, free_blocks, touch_blocks
 from blockstep.spec.core.feature import Feature
 from blockstep.spec.core.hooks import Hooks
@@ -39,7 +38,7 @@ from blockstep.spec.vocabulary import (
 NO_ESTIMATES: Final[FrozenMap[str, int]] = FrozenMap()
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Pins:
     """The pins, estimates and time."""
 

@@ -343,8 +343,8 @@ def has_runnable(state: State) -> bool:
 
     Source: vLLM 0.19.1 `get_num_unfinished_requests`; P10.
     """
-    is_all = state.pause_state is PauseState.UNPAUSED
-    if is_all and all(request.status is RESTING for request in state.requests.values()):
+    may_rest = state.pause_state is PauseState.UNPAUSED and not state.running
+    if may_rest and all(request.status is RESTING for request in state.requests.values()):
         return False
     return idle.has_runnable(state)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 from typing import TypeAlias
 
+from blockstep.spec.copies import replace
 from blockstep.spec.core import prefix_cache
 from blockstep.spec.core.block_pool import Pool, count_free, find_block
 from blockstep.spec.core.prefix_cache import get_group_keys

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from blockstep.spec.copies import replace
 from blockstep.spec.core import admission, async_, block_pool, slots
 from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.requests import Hit, RequestState

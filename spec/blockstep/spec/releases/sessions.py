@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
+from blockstep.spec.copies import replace
 from blockstep.spec.core import admission, endings
 from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.parts import Part

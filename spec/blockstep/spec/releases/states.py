@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
+from blockstep.spec.copies import replace
 from blockstep.spec.core import admission, token_budget
 from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.parts import Note, Part
@@ -76,8 +76,9 @@ def chunks_end_at_checkpoints(rules: Rules, config: Config) -> Rules:
 
     if not config.groups:
         return rules.replacing(mamba.get_aligned_share, get_aligned_share)
-    search = get_search(rules.changes, config)
-    hooks = replace(rules.hooks, hits=(look_for_junction, *rules.hooks.hits))
+    search, hooks = get_search(rules.changes, config), rules.hooks
+    if MambaCacheMode.ALIGN in {group.mamba_cache_mode for group in config.groups}:
+        hooks = replace(hooks, hits=(look_for_junction, *hooks.hits))  # no other chunk ends there
     searching = hits_are_searched(replace(rules, hooks=hooks), config)
     return searching.replacing(mamba.get_aligned_share, get_aligned_share)
 
@@ -116,9 +117,10 @@ def fresh_states_are_waited_for(rules: Rules, config: Config) -> Rules:
 
 def _waits_for_states(step: Step, request: RequestState) -> bool:
     """Return whether the hit of a request in the pool has a state that the step has published."""
-    if request.num_computed_tokens:
-        return False
     config, before, pool = step.state.config, step.state.pool, step.pool
+    # no-mutate clause: without recurrent groups there is no state to wait for
+    if request.num_computed_tokens or not config.has_states:
+        return False
     hit = get_prefix_hit(config, pool, request, step.state.rules)
     written = {pool.block_keys[block_id] for block_id in mamba.get_unwritten_states(step)}
     for group, table in zip(config.groups, hit.block_tables, strict=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias, final
 
+from blockstep.spec.copies import set_class
 from blockstep.spec.vocabulary.request import TokenIds
 
 Link: TypeAlias = tuple[
@@ -64,18 +65,17 @@ class BlockKey:
         group: int = 0,
         embeds: TokenIds = (),
     ) -> None:
-        put = object.__setattr__
-        put(self, "parent", parent)
-        put(self, "token_ids", token_ids)
-        put(self, "adapter", adapter)
-        put(self, "cache_salt", cache_salt)
-        put(self, "items", items)
-        put(self, "group", group)
-        put(self, "embeds", embeds)
-        parent_hash = 0 if parent is None else parent._hash
-        link = (token_ids, adapter, cache_salt, items, group, embeds)
-        put(self, "_link", link)
-        put(self, "_hash", hash((parent_hash, *link)))
+        set_class(self, _OpenKey)
+        self.parent = parent
+        self.token_ids = token_ids
+        self.adapter = adapter
+        self.cache_salt = cache_salt
+        self.items = items
+        self.group = group
+        self.embeds = embeds
+        self._link = link = (token_ids, adapter, cache_salt, items, group, embeds)
+        self._hash = hash((0 if parent is None else parent._hash, *link))
+        set_class(self, BlockKey)
 
     _hash: int
     _link: Link
@@ -153,6 +153,13 @@ class BlockKey:
             key = key.parent
         keys.reverse()
         return keys
+
+
+class _OpenKey:
+    """The class of a key while its fields are set: by `object.__setattr__` they take twice as
+    long."""
+
+    __slots__ = BlockKey.__slots__
 
 
 def chain_from_links(links: tuple[Link, ...]) -> BlockKey:

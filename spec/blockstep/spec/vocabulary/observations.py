@@ -229,7 +229,7 @@ class OutputRow:
     loads in plans (P21)."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Outputs:
     """The outputs of a step: one row per request with new tokens, in the order of scheduling.
 

@@ -64,6 +64,9 @@ def process_skipping(step: Step, pool: Pool, request: RequestState) -> tuple[Poo
 
     Source: vLLM 0.19.1 `remove_skipped_blocks`; P8, P14.
     """
+    # no-mutate clause: where nothing is computed, nothing is skipped
+    if request.num_computed_tokens == 0:
+        return pool, request
     config, rules, name = step.state.config, step.state.rules, request.request_id
     num_in_doubt = rules[count_in_doubt](step.state.frames, name)
     return skip_slots(config, pool, request, num_in_doubt, rules, step.get_fence(name))

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from blockstep.spec.copies import replace
+from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.core.parts import Part
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import (
@@ -47,7 +47,7 @@ class Load:
 NOBODY_PARKED: Final[FrozenMap[RequestId, Load]] = FrozenMap()
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Transfers:
     """Offers, loads and holds."""
 
