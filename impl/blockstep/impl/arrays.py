@@ -136,6 +136,7 @@ class ArrayPlan:
     """Requests by row that the worker has not seen."""
     resumed_rows: list[int]
     finished_req_ids: tuple[RequestId, ...]
+    """In the order in which they have finished."""
     preempted_req_ids: tuple[RequestId, ...]
     num_common_prefix_blocks: tuple[int, ...] = ()
     """Leading blocks that all running requests share, by group."""
@@ -200,7 +201,7 @@ class ArrayPlan:
             self.frame_id,
             tuple(new),
             tuple(rows),
-            self.finished_req_ids,
+            tuple(sorted(self.finished_req_ids)),
             self.preempted_req_ids,
             remapped_req_ids=self.remapped_req_ids,
             block_copies=self.block_copies,

@@ -35,6 +35,7 @@ class Commits:
     def __init__(
         self,
         end_turn: EndTurn,
+        close: Callable[[FrameId], None],
         note_ends: NoteEnds,
         requests: Requests,
         masks: Masks,
@@ -42,6 +43,7 @@ class Commits:
         transfers: Transfers | None,
     ) -> None:
         self.end_turn = end_turn
+        self.close = close
         self.note_ends = note_ends
         self.requests = requests
         self.masks = masks
@@ -98,6 +100,7 @@ class Commits:
             self.masks.advance(frame_id, frame, told, kept)
         lengths = None if len(kept) == num_rows else told[1]
         outputs = ArrayOutputs(names, kept, lengths, told[2], {})
+        self.close(frame_id)
         if num_ended:
             self.note_ends(frame, told, num_ended, outputs)
         return outputs

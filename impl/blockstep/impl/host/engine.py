@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -25,7 +25,13 @@ from blockstep.impl.host.plans import Plans
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.results import BY_EOS, BY_LENGTH, BY_REPETITION, BY_STOP_TOKEN
 from blockstep.impl.host.sessions import Sessions
-from blockstep.impl.host.state import Int32s, count_most_blocks, reserve_deferred, reserve_log
+from blockstep.impl.host.state import (
+    Int32s,
+    Int64s,
+    count_most_blocks,
+    reserve_deferred,
+    reserve_log,
+)
 from blockstep.impl.host.transfers import Transfers
 from blockstep.impl.host.turns import Turns
 from blockstep.impl.host.view import View
@@ -39,11 +45,11 @@ from blockstep.impl.refusals import (
 )
 from blockstep.spec import vocabulary as v
 
-_REASONS: Final = {
-    BY_EOS: v.FinishReason.STOP,
-    BY_STOP_TOKEN: v.FinishReason.STOP,
-    BY_LENGTH: v.FinishReason.LENGTH,
-    BY_REPETITION: v.FinishReason.REPETITION,
+_ENDS: Final[dict[int, tuple[v.FinishReason, int | None]]] = {
+    BY_EOS: (v.FinishReason.STOP, None),
+    BY_STOP_TOKEN: (v.FinishReason.STOP, None),
+    BY_LENGTH: (v.FinishReason.LENGTH, None),
+    BY_REPETITION: (v.FinishReason.REPETITION, None),
 }
 _NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 
@@ -97,6 +103,7 @@ class HostEngine(Doors[Frame]):
         self._plans = Plans(config, self.requests, self.masks, *managers)
         self._commits = Commits(
             self._end_turn,
+            self._close,
             self._note_ends,
             self.requests,
             self.masks,
@@ -165,7 +172,7 @@ class HostEngine(Doors[Frame]):
             next(iter(self.frames), frame_id),
             self.config.max_num_batched_tokens if is_open else 0,
             self.pause_state is v.PauseState.UNPAUSED,
-            tuple(sorted(self.finished_req_ids)) if self.finished_req_ids else (),
+            tuple(self.finished_req_ids),
         )
         if len(frame.names):
             self.frames[frame_id] = frame
@@ -228,7 +235,6 @@ class HostEngine(Doors[Frame]):
             self._forget_names(self._commits.preempted)
             outputs.failed = self._end_failed(self._commits.failed)
             self.transfers.take_finished(report)
-        self._close(frame_id)
         return outputs
 
     def _reserve(self) -> None:
@@ -274,15 +280,19 @@ class HostEngine(Doors[Frame]):
 
     def _note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
         """Record the requests that this commit has finished."""
-        for row in self.requests.state.scratch[:num_ended].tolist():
-            at, _, _, verdict = told[:, row].tolist()
-            stop = None
-            if verdict == BY_STOP_TOKEN:
-                stop = int(outputs.token_ids[told[1, : row + 1].sum() - 1])
-            outputs.ended[row] = (_REASONS[verdict], stop)
-            slot = int(frame.who[0, at])
-            if not self.sessions.stop(slot):
-                self._forget(slot)
+        places = self.requests.state.scratch[:num_ended].copy()
+        rows, verdicts = places.tolist(), told[3].take(places).tolist()
+        outputs.ended = {row: _ENDS[told] for row, told in zip(rows, verdicts, strict=True)}
+        if BY_STOP_TOKEN in verdicts:
+            lasts = (told[1].cumsum() - 1).tolist()
+            for row, verdict in zip(rows, verdicts, strict=True):
+                if verdict == BY_STOP_TOKEN:
+                    outputs.ended[row] = v.FinishReason.STOP, int(outputs.token_ids[lasts[row]])
+        slots = frame.who[0].take(told[0].take(places))
+        if self.sessions.updates:
+            stop = self.sessions.stop
+            slots = np.array([slot for slot in slots.tolist() if not stop(slot)], np.int64)
+        self._forget_all(slots)
 
     def _close(self, frame_id: v.FrameId) -> None:
         super()._close(frame_id)
@@ -364,16 +374,29 @@ class HostEngine(Doors[Frame]):
         return super()._fork(event) if self.forks is None else self.forks.fork(event)
 
     def _forget(self, slot: int) -> v.RequestId:
-        if self.encodings is not None:
-            self.encodings.cache.drop(self.requests.requests[slot])
-        if self.turns is not None:
-            self.turns.pins.end_turn(self.requests.requests[slot].job_id)
-        request_id = super()._forget(slot)
-        if self.transfers is not None:
-            self.transfers.offers.pop(request_id, None)
-        self.masks.matchers.pop(request_id, None)
-        self.sessions.updates.pop(request_id, None)
-        return request_id
+        return self._forget_all(np.array([slot]))[0]
+
+    def _forget_all(self, slots: Int64s) -> list[v.RequestId]:
+        """Remove requests that have ended; the next plan lists them as finished."""
+        if self.encodings is not None or self.turns is not None:
+            for request in map(self.requests.requests.__getitem__, slots.tolist()):
+                if self.encodings is not None:
+                    self.encodings.cache.drop(request)
+                if self.turns is not None:
+                    self.turns.pins.end_turn(request.job_id)
+        names = self.requests.remove_all(slots)
+        self.finished_req_ids |= dict.fromkeys(names)
+        if self.frames:
+            lasts = self.requests.state.requests[slots, c.LAST_FRAME].tolist()
+            for name, last in zip(names, lasts, strict=True):
+                if last in self.frames:
+                    self._last_frame_of_ended[name] = last
+        offers = {} if self.transfers is None else self.transfers.offers
+        kept: dict[v.RequestId, Any]
+        for kept in (offers, self.masks.matchers, self.sessions.updates):
+            for name in names if kept else ():
+                kept.pop(name, None)
+        return names
 
     def _get_verified(self, frame_id: v.FrameId) -> Mapping[v.RequestId, v.TokenIds | None]:
         rows = super()._get_verified(frame_id)

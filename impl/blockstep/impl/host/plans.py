@@ -130,9 +130,13 @@ class Plans:
             plan.preempted_req_ids = tuple(sorted(names))
         for row in scratch[num_preempted : num_preempted + num_missed].tolist():
             plan.all_token_ids[row] = self.requests.get_tokens(int(plan.slots[row]))
-        for row, slot in enumerate(plan.slots[num_running:].tolist(), num_running):
-            if self.requests.state.requests[slot, c.WAS_PREEMPTED]:
-                plan.resumed_rows.append(row)
-                plan.all_token_ids[row] = self.requests.get_tokens(slot)
-            else:
-                plan.new_rows[row] = self.requests.requests[slot]
+        slots, requests = plan.slots[num_running:], self.requests.requests
+        were_preempted = self.requests.state.requests[slots, c.WAS_PREEMPTED].tolist()
+        pairs = enumerate(slots.tolist(), num_running)
+        plan.new_rows = {row: requests[slot] for row, slot in pairs}
+        if 1 in were_preempted:
+            for row, was_preempted in enumerate(were_preempted, num_running):
+                if was_preempted:
+                    del plan.new_rows[row]
+                    plan.resumed_rows.append(row)
+                    plan.all_token_ids[row] = self.requests.get_tokens(int(plan.slots[row]))

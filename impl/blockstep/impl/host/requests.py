@@ -147,19 +147,28 @@ class Requests:
 
     def remove(self, slot: int) -> RequestId:
         """Forget a finished request; return its id."""
-        request = self.requests[slot]
-        del self.slot_of[request.request_id]
-        self._unused.append(slot)
-        self.state.scalars[c.NUM_SESSIONS] -= request.resumable
-        self._release_extras(slot)
-        if self.config.max_loras and request.adapter is not None:
-            number = self._adapters[request.adapter]
-            self._num_of_adapter[number] -= 1
-            if not self._num_of_adapter[number]:
-                del self._adapters[request.adapter], self._num_of_adapter[number]
-        if self.config.policy is Policy.PRIORITY:
-            self._labels.remove(request.request_id)
-        return request.request_id
+        return self.remove_all(np.array([slot]))[0]
+
+    def remove_all(self, slots: c.Int64s) -> list[RequestId]:
+        """Forget finished requests; return their ids."""
+        names: list[RequestId] = self.names.take(slots).tolist()
+        self._unused += (unused := [*map(self.slot_of.pop, names)])
+        if self.state.scalars[c.NUM_SESSIONS]:
+            num_sessions = sum([self.requests[slot].resumable for slot in unused])
+            self.state.scalars[c.NUM_SESSIONS] -= num_sessions
+        if len(self.extras.values) > 1:
+            for slot in unused:
+                self._release_extras(slot)
+        for slot in unused if self._adapters else ():
+            adapter = self.requests[slot].adapter
+            if adapter is not None:
+                number = self._adapters[adapter]
+                self._num_of_adapter[number] -= 1
+                if not self._num_of_adapter[number]:
+                    del self._adapters[adapter], self._num_of_adapter[number]
+        for name in names if self.config.policy is Policy.PRIORITY else ():
+            self._labels.remove(name)
+        return names
 
     def get_tokens(self, slot: int) -> TokenIds:
         """Return the prompt and verified output tokens of a request."""
