@@ -25,13 +25,7 @@ from blockstep.impl.host.plans import Plans
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.results import BY_EOS, BY_LENGTH, BY_REPETITION, BY_STOP_TOKEN
 from blockstep.impl.host.sessions import Sessions
-from blockstep.impl.host.state import (
-    Int32s,
-    Int64s,
-    count_most_blocks,
-    reserve_deferred,
-    reserve_log,
-)
+from blockstep.impl.host.state import Int32s, Int64s
 from blockstep.impl.host.transfers import Transfers
 from blockstep.impl.host.turns import Turns
 from blockstep.impl.host.view import View
@@ -240,9 +234,9 @@ class HostEngine(Doors[Frame]):
     def _reserve(self) -> None:
         """Make room for what one event may log, and for the blocks that it may free later."""
         if self.config.enable_kv_cache_events:
-            self.requests.state = reserve_log(self.requests.state)
+            self.requests.state = c.reserve_log(self.requests.state)
         if self.transfers is not None:
-            self.requests.state = reserve_deferred(self.requests.state)
+            self.requests.state = c.reserve_deferred(self.requests.state)
 
     def _take_report(self, transfers: v.KVTransfers) -> v.Outputs:
         if self.transfers is None:
@@ -425,11 +419,11 @@ class HostEngine(Doors[Frame]):
 
     def _count_most_blocks(self, request: v.Request) -> int:
         slots = most_slots(self.config, request)
-        return count_most_blocks(self.requests.state.groups, slots, count_beside(request))
+        return c.count_most_blocks(self.requests.state.groups, slots, count_beside(request))
 
     def _end(self, slot: int) -> None:
         if self.transfers is not None:
-            self.requests.state = reserve_deferred(self.requests.state)
+            self.requests.state = c.reserve_deferred(self.requests.state)
             self.transfers.hold(slot)
         end(self.requests.state, slot)
 

@@ -8,16 +8,10 @@ import numpy as np
 
 from blockstep.impl.host import groups as g
 from blockstep.impl.host import lives
+from blockstep.impl.host import queues as q
 from blockstep.impl.host import state as c
 from blockstep.impl.host.blocks import is_fenced, publish
 from blockstep.impl.host.jit import compiled, entry, rarely
-from blockstep.impl.host.queues import (
-    goes_before,
-    leave_queue,
-    pass_over,
-    return_passed,
-    select_head,
-)
 from blockstep.impl.host.state import Int32s, Int64s, State
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER
 
@@ -110,7 +104,6 @@ def _add_row(s: State, slot: int, tokens: int, drafts: int) -> None:
     row = s.scalars[c.NUM_ROWS]
     s.lines[row, c.ROW_SLOT], s.lines[row, c.ROW_TOKENS] = slot, tokens
     s.lines[row, c.ROW_DRAFTS] = drafts
-    s.requests[slot, c.ROW] = row
     s.scalars[c.NUM_ROWS] = row + 1
     s.scalars[c.BUDGET] -= tokens
 
@@ -157,7 +150,7 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
         lives.leave_running(s, at)
         if at < position:
             position -= 1
-        row = s.requests[victim, c.ROW]
+        row = _find_row(s, victim)
         if row != c.NONE:  # its tokens return to the budget
             s.scalars[c.BUDGET] += s.lines[row, c.ROW_TOKENS]
             s.lines[row, c.ROW_SLOT] = c.NONE
@@ -172,6 +165,15 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
         if victim == slot:
             return -1
     return position
+
+
+@compiled
+def _find_row(s: State, slot: int) -> int:
+    """Return the row of a request in this step; NONE if it has none yet."""
+    for row in range(s.scalars[c.NUM_ROWS]):
+        if s.lines[row, c.ROW_SLOT] == slot:
+            return int(row)
+    return c.NONE
 
 
 @compiled
@@ -215,7 +217,7 @@ def _select_victim(s: State) -> int:
                 return int(position)
     if s.scalars[c.IS_PRIORITY]:
         for position in range(found - 1, -1, -1):
-            if goes_before(s, s.lines[found, c.RUNNING], s.lines[position, c.RUNNING]):
+            if q.goes_before(s, s.lines[found, c.RUNNING], s.lines[position, c.RUNNING]):
                 found = position
     return int(found)
 
@@ -228,11 +230,11 @@ def admit_rows(s: State, oldest_id: int) -> int:
     """Admit waiting requests; return the first that needs Python, NONE if there is none."""
     s.scalars[c.STOPPED] = c.GOES_ON
     while s.scalars[c.BUDGET] > 0 and s.scalars[c.NUM_RUNNING] < s.scalars[c.MAX_NUM_SEQS]:
-        slot = select_head(s)
+        slot = q.select_head(s)
         if slot == c.NONE:
             break
         if is_passed_over(s, slot, oldest_id):
-            pass_over(s, slot)
+            q.pass_over(s, slot)
             continue
         if s.requests[slot, c.STATUS] == c.HAS_LOADED and s.requests[slot, c.NUM_COMPUTED] == 0:
             s.scalars[c.STOPPED] = c.BEGINS_ANEW
@@ -248,7 +250,7 @@ def admit_rows(s: State, oldest_id: int) -> int:
             s.scalars[c.STOPPED] = c.IS_DUE
             return slot
         if found == PARKED:
-            pass_over(s, slot)
+            q.pass_over(s, slot)
     return c.NONE
 
 
@@ -345,7 +347,7 @@ def try_admit(s: State, slot: int, given: int) -> int:
         return REFUSED
     if not (g.fits_behind(s, slot, tokens) if has_blocks else g.fits(s, slot, hit, start, tokens)):
         return REFUSED
-    leave_queue(s, slot)
+    q.leave_queue(s, slot)
     has_loaded = s.requests[slot, c.STATUS] == c.HAS_LOADED
     if has_loaded:
         lives.unpark(s, slot)
@@ -510,7 +512,7 @@ def _close_gaps(s: State) -> None:
 @entry("state", "int", "int", "int", makes_arrays=True)
 def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanArrays:
     """Write the plan's differences (P26), and count scheduled tokens as computed."""
-    return_passed(s)
+    q.return_passed(s)
     if s.scalars[c.PREFILL_INTERVAL] > 1:
         _count_wait(s, num_running)
     rows, num_blocks, num_zeroed, num_drafts = s.scalars[c.NUM_ROWS], 0, 0, 0
@@ -591,7 +593,6 @@ def _fill_plan(
             at_missed += 1
         num_samples += _advance(s, slot, row, told)
         s.requests[slot, c.LAST_FRAME] = frame_id
-        s.requests[slot, c.ROW] = c.NONE
     return num_samples, at_missed - s.scalars[c.NUM_PREEMPTED]
 
 

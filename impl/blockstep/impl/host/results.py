@@ -9,7 +9,7 @@ import numpy as np
 from blockstep.impl.host import state as c
 from blockstep.impl.host.blocks import publish
 from blockstep.impl.host.jit import compiled, entry, making_arrays
-from blockstep.impl.host.lives import append_token, end, get_tokens, rest
+from blockstep.impl.host.lives import append_token, close_running, end_row, get_tokens, rest
 from blockstep.impl.host.state import Int32s, Int64s, State
 
 # Why a model output does not fit its frame.
@@ -159,10 +159,12 @@ def take_rows(
             if s.requests[slot, c.IS_SESSION] != 0:
                 rest(s, slot)
             elif s.requests[slot, c.MAY_KEEP] == 0:
-                end(s, slot)
+                end_row(s, slot)
             else:
                 s.scalars[c.AT_ROW], ending = row + 1, slot
                 break
+    if s.scalars[c.NUM_ENDED] > 0:
+        close_running(s)
     s.scalars[c.AT_TOKEN] = start
     s.scalars[c.NUM_DELIVERING], s.scalars[c.NUM_DELIVERED] = num_rows, num_tokens
     return int(ending)
@@ -205,6 +207,8 @@ def _judge(s: State, slot: int, token: int) -> int:
     Before `min_tokens` only the length limits count (ours; 0.19.1 masks them as well).
     """
     known = s.requests[slot, c.NUM_KNOWN]
+    if known <= s.requests[slot, c.NUM_CERTAIN]:
+        return c.GOES_ON
     has_min = known - s.requests[slot, c.NUM_PROMPT] >= s.requests[slot, c.MIN_TOKENS]
     if has_min and s.requests[slot, c.HAS_STOPS] != 0:
         if token == s.requests[slot, c.EOS]:
