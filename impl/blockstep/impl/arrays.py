@@ -6,7 +6,7 @@ admission, new and resumed mixed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
@@ -80,6 +80,38 @@ class SlotNames:
         return SlotNames(self._table, self._slots.take(rows))
 
 
+class RowDrafts(Mapping[int, TokenIds]):
+    """Drafts by row, built when first read; they are at the end of `ids`."""
+
+    __slots__ = ("_counts", "_ids", "_rows")
+
+    def __init__(self, counts: Int32s, ids: Int32s) -> None:
+        self._counts, self._ids = counts, ids
+        self._rows: dict[int, TokenIds] | None = None
+
+    def _get_rows(self) -> dict[int, TokenIds]:
+        if self._rows is None:
+            ends = np.cumsum(self._counts)
+            ids = self._ids[len(self._ids) - int(ends[-1]) :].tolist() if len(ends) else []
+            self._rows = {
+                row: tuple(ids[end - count : end])
+                for row, (end, count) in enumerate(
+                    zip(ends.tolist(), self._counts.tolist(), strict=True)
+                )
+                if count
+            }
+        return self._rows
+
+    def __getitem__(self, row: int) -> TokenIds:
+        return self._get_rows()[row]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._get_rows())
+
+    def __len__(self) -> int:
+        return len(self._get_rows())
+
+
 class PlanObjects(msgspec.Struct, gc=False):
     """The objects that vLLM builds for a plan: `SchedulerOutput` with its `CachedRequestData`."""
 
@@ -136,7 +168,7 @@ class ArrayPlan:
     """Requests by row that the worker has not seen."""
     resumed_rows: list[int]
     finished_req_ids: tuple[RequestId, ...]
-    """In the order in which they have finished."""
+    """Finished requests, in the order of their ends."""
     preempted_req_ids: tuple[RequestId, ...]
     num_common_prefix_blocks: tuple[int, ...] = ()
     """Leading blocks that all running requests share, by group."""

@@ -50,12 +50,9 @@ class Encodings:
             following = self.requests.find_item(requests[slot], computed)
             self.requests.state.requests[slot, c.NEXT_ITEM] = following
         chosen = [(requests[slot].request_id, of_row) for slot, of_row in self._encodings.items()]
-        plan.scheduled_encoder_inputs = tuple(
-            [v.EncoderInputs(name, tuple(it.inputs)) for name, it in chosen if it.inputs]
-        )
-        plan.external_encoder_inputs = tuple(
-            [v.EncoderInputs(name, tuple(it.external)) for name, it in chosen if it.external]
-        )
+        inputs = [v.EncoderInputs(name, tuple(it.inputs)) for name, it in chosen if it.inputs]
+        loaded = [v.EncoderInputs(name, tuple(it.external)) for name, it in chosen if it.external]
+        plan.scheduled_encoder_inputs, plan.external_encoder_inputs = tuple(inputs), tuple(loaded)
 
     def drop_running(self) -> None:
         """Release all items of running requests, before all are preempted."""

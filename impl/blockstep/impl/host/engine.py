@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from blockstep.impl import refusals as r
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
 from blockstep.impl.capabilities import HOST
 from blockstep.impl.doors import Doors
@@ -29,14 +30,6 @@ from blockstep.impl.host.state import Int32s, Int64s
 from blockstep.impl.host.transfers import Transfers
 from blockstep.impl.host.turns import Turns
 from blockstep.impl.host.view import View
-from blockstep.impl.refusals import (
-    count_beside,
-    frame_problem,
-    held_by_transfer,
-    most_slots,
-    schedule_problem,
-    submit_problem,
-)
 from blockstep.spec import vocabulary as v
 
 _ENDS: Final[dict[int, tuple[v.FinishReason, int | None]]] = {
@@ -76,15 +69,11 @@ class HostEngine(Doors[Frame]):
         """The encoder outputs that requests need; None if the config models no encoder."""
         self.turns = Turns(self.requests) if config.has_pins else None
         """The blocks that turns of jobs keep; None if the config has no pins."""
-        ended = self._last_frame_of_ended
-        self.transfers: Transfers | None = None
+        ended, common = self._last_frame_of_ended, (config, self.requests, self.masks)
+        self.transfers = Transfers(*common, ended) if config.kv_connector else None
         """The transfers with a store; None without one."""
-        if config.kv_connector:
-            self.transfers = Transfers(config, self.requests, self.masks, ended)
-        self.forks: Forks | None = None
+        self.forks = Forks(*common, self.frames, ended) if config.enable_forks else None
         """None without forks."""
-        if config.enable_forks:
-            self.forks = Forks(config, self.requests, self.masks, self.frames, ended)
         self._keys = Keys(self.requests)
         parts = {
             "encoder": None if self.encodings is None else self.encodings.cache.snapshot,
@@ -95,15 +84,9 @@ class HostEngine(Doors[Frame]):
         self._view = View(self, self.requests, self._keys, *shown)
         managers = (self.encodings, self.turns, self.transfers, self.forks)
         self._plans = Plans(config, self.requests, self.masks, *managers)
-        self._commits = Commits(
-            self._end_turn,
-            self._close,
-            self._note_ends,
-            self.requests,
-            self.masks,
-            self.encodings,
-            self.transfers,
-        )
+        calls = (self._end_turn, self._close, self._note_ends)
+        parts_of_commits = (self.encodings, self.transfers)
+        self._commits = Commits(*calls, self.requests, self.masks, *parts_of_commits)
 
     def snapshot(self) -> v.Snapshot:
         """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
@@ -154,7 +137,7 @@ class HostEngine(Doors[Frame]):
     def schedule_arrays(self) -> ArrayPlan | v.Rejected:
         """Make a plan without an object per row; rejected like the event `Schedule`."""
         if len(self.frames) >= self.config.max_frames_in_flight:
-            problem = schedule_problem(self.config, len(self.frames))
+            problem = r.schedule_problem(self.config, len(self.frames))
             assert problem is not None, "the pipeline is full"
             return problem
         is_open = self.pause_state is not v.PauseState.PAUSED_ALL
@@ -193,7 +176,7 @@ class HostEngine(Doors[Frame]):
             transfers: the worker's report about transfers.
         """
         if next(iter(self.frames), None) != frame_id:
-            problem = frame_problem(frame_id, self.frames)
+            problem = r.frame_problem(frame_id, self.frames)
             assert problem is not None, "it is not the oldest frame"
             return problem
         tokens = np.ascontiguousarray(token_ids, np.int32)
@@ -214,11 +197,7 @@ class HostEngine(Doors[Frame]):
         return outputs.build_outputs()
 
     def _take(
-        self,
-        frame_id: v.FrameId,
-        token_ids: Int32s,
-        counts: Int32s | None,
-        report: v.KVTransfers,
+        self, frame_id: v.FrameId, token_ids: Int32s, counts: Int32s | None, report: v.KVTransfers
     ) -> ArrayOutputs | v.Rejected:
         """Commit the oldest frame."""
         self._reserve()
@@ -311,7 +290,7 @@ class HostEngine(Doors[Frame]):
 
     def _find_update_problem(self, whole: v.Request, update: v.Request) -> v.Rejected | None:
         """Return why a session with one input more is rejected, or None."""
-        problem = submit_problem(self.config, whole, self._count_most_blocks(whole), False, False)
+        problem = r.submit_problem(self.config, whole, self._count_most_blocks(whole), False, False)
         return problem or self._find_other_size(update)
 
     def _find_other_size(self, _request: v.Request) -> v.Rejected | None:
@@ -347,7 +326,7 @@ class HostEngine(Doors[Frame]):
 
     def _submit(self, request: v.Request) -> v.Ack | v.Rejected:
         if self.transfers is not None and request.request_id in self.transfers.held:
-            return held_by_transfer(request.request_id)
+            return r.held_by_transfer(request.request_id)
         answer = super()._submit(request)
         if isinstance(answer, v.Ack):
             self.masks.add(request)
@@ -418,8 +397,8 @@ class HostEngine(Doors[Frame]):
         self.requests.state.requests[slot, c.GRAMMAR_READY] = 1
 
     def _count_most_blocks(self, request: v.Request) -> int:
-        slots = most_slots(self.config, request)
-        return c.count_most_blocks(self.requests.state.groups, slots, count_beside(request))
+        slots, beside = r.most_slots(self.config, request), r.count_beside(request)
+        return c.count_most_blocks(self.requests.state.groups, slots, beside)
 
     def _end(self, slot: int) -> None:
         if self.transfers is not None:

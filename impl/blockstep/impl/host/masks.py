@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,20 +16,18 @@ from blockstep.impl.refusals import grammar_behind, mask_problem
 from blockstep.spec import vocabulary as v
 
 
+@dataclass(eq=False)
 class Masks:
     """The grammars of unfinished requests; rows without one cost a step nothing."""
 
-    def __init__(
-        self, config: v.Config, requests: Requests, frames: dict[v.FrameId, Frame]
-    ) -> None:
-        self.config = config
-        self.requests = requests
-        self.frames = frames
-        self.matchers: dict[v.RequestId, Matcher] = {}
-        """For each unfinished request with a grammar, the position in the grammar."""
-        self.verifiable: dict[v.FrameId, dict[v.RequestId, v.TokenIds]] = {}
-        """The real drafts of each row, cut at the first that the grammar forbids, for frames in
-        flight whose bitmask was made under asynchronous scheduling. No others are verified."""
+    config: v.Config
+    requests: Requests
+    frames: Mapping[v.FrameId, Frame]
+    matchers: dict[v.RequestId, Matcher] = field(default_factory=dict)
+    """For each unfinished request with a grammar, the position in the grammar."""
+    verifiable: dict[v.FrameId, dict[v.RequestId, v.TokenIds]] = field(default_factory=dict)
+    """The real drafts of each row, cut at the first that the grammar forbids, for frames in
+    flight whose bitmask was made under asynchronous scheduling. No others are verified."""
 
     def add(self, request: v.Request) -> None:
         """Begin the grammar of a new request, if it has one."""

@@ -33,6 +33,10 @@ def run_rows(s: State, position: int, given: int) -> int:
     """
     s.scalars[c.STOPPED] = c.GOES_ON
     while 0 <= position < s.scalars[c.NUM_RUNNING] and s.scalars[c.BUDGET] > 0:
+        after = _run_plain_rows(s, position) if given == c.NONE else position
+        if after > position:
+            position = after
+            continue
         slot = s.lines[position, c.RUNNING]
         tokens = _tokens_to_run(s, slot) if given == c.NONE else given
         if s.scalars[c.HOLDS_PREFILLS] != 0 and s.requests[slot, c.IS_PREFILL] != 0:
@@ -46,6 +50,32 @@ def run_rows(s: State, position: int, given: int) -> int:
         if given != c.NONE:
             return position
     return int(s.scalars[c.STOP_POSITION]) if s.scalars[c.STOPPED] == c.IS_SHORT else c.NONE
+
+
+@compiled
+def _run_plain_rows(s: State, position: int) -> int:
+    """Schedule running requests that get one token and change no block, from `position` on, up to
+    the first other one; return its position. It does what the loop around it does, with fewer
+    variables, so that they fit into registers."""
+    while position < s.scalars[c.NUM_RUNNING] and s.scalars[c.BUDGET] > 0:
+        slot = s.lines[position, c.RUNNING]
+        computed, promised = s.requests[slot, c.NUM_COMPUTED], s.requests[slot, c.NUM_PROMISED]
+        end = computed + 1
+        if (
+            s.requests[slot, c.NUM_KNOWN] + promised != end
+            or s.requests[slot, c.NUM_DRAFTS] != 0
+            or end + s.scalars[c.NUM_LOOKAHEAD] > s.requests[slot, c.QUIET]
+            or end >= s.scalars[c.MAX_MODEL_LEN]
+            or (promised > 0 and end + 1 - promised >= s.requests[slot, c.END_BY_MAX_TOKENS])
+            or (s.scalars[c.HAS_ITEMS] != 0 and end > s.requests[slot, c.NEXT_ITEM])
+            or (s.scalars[c.HAS_FORKS] != 0 and s.requests[slot, c.MAY_SHARE] != 0)
+            or (s.scalars[c.HOLDS_PREFILLS] != 0 and s.requests[slot, c.IS_PREFILL] != 0)
+        ):
+            break
+        s.lines[s.scalars[c.NUM_ROWS], c.ROW_LOOKS] = 0
+        _add_row(s, slot, 1, 0)
+        position += 1
+    return position
 
 
 @compiled
@@ -571,8 +601,13 @@ def _fill_plan(
 ) -> tuple[int, int]:
     """Return the number of rows that sample, and of running ones that the previous plan lacked."""
     rows, groups = s.scalars[c.NUM_ROWS], s.scalars[c.NUM_GROUPS]
-    at_block, num_samples, at_missed = 0, 0, s.scalars[c.NUM_PREEMPTED]
-    for row in range(rows):
+    at_block, num_samples, at_missed, row = 0, 0, s.scalars[c.NUM_PREEMPTED], -1
+    while row + 1 < rows:
+        first = row + 1
+        row, more = _fill_plain_rows(s, frame_id, previous_id, num_running, who, told, first)
+        num_samples += more
+        if row == rows:
+            break
         slot, drafts = s.lines[row, c.ROW_SLOT], s.lines[row, c.ROW_DRAFTS]
         seated = s.requests[slot, c.SEAT]
         who[0, row], who[1, row] = slot, s.requests[slot, c.BIRTH]
@@ -594,6 +629,25 @@ def _fill_plan(
         num_samples += _advance(s, slot, row, told)
         s.requests[slot, c.LAST_FRAME] = frame_id
     return num_samples, at_missed - s.scalars[c.NUM_PREEMPTED]
+
+
+@compiled
+def _fill_plain_rows(
+    s: State, frame_id: int, previous_id: int, num_running: int, who: Int64s, told: Int32s, row: int
+) -> tuple[int, int]:
+    """Write rows without new blocks and drafts of requests that the worker knows, from `row` on;
+    return the first other row, and the number of those that sample."""
+    num_samples = 0
+    while row < num_running:
+        slot = s.lines[row, c.ROW_SLOT]
+        has_more = s.lines[row, c.ROW_LOOKS] + s.lines[row, c.ROW_DRAFTS] != 0
+        if has_more or s.requests[slot, c.LAST_FRAME] != previous_id:
+            break
+        who[0, row], who[1, row] = slot, s.requests[slot, c.BIRTH]
+        num_samples += _advance(s, slot, row, told)
+        s.requests[slot, c.LAST_FRAME] = frame_id
+        row += 1
+    return row, num_samples
 
 
 @compiled

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from blockstep.impl.arrays import ArrayPlan, SlotNames
+from dataclasses import dataclass
+
+from blockstep.impl.arrays import ArrayPlan, RowDrafts, SlotNames
 from blockstep.impl.host import state as c
 from blockstep.impl.host.encodings import Encodings
 from blockstep.impl.host.forks import Forks
-from blockstep.impl.host.frames import Frame, RowDrafts
+from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.groups import count_common
 from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.planning import plan_step
@@ -18,30 +20,23 @@ from blockstep.impl.host.turns import Turns
 from blockstep.spec.vocabulary import Config, FrameId, GroupKind, RequestId
 
 
+@dataclass(eq=False)
 class Plans:
     """Makes plans; each manager adds its part, and is None if the config lacks it."""
 
-    def __init__(
-        self,
-        config: Config,
-        requests: Requests,
-        masks: Masks,
-        encodings: Encodings | None,
-        turns: Turns | None,
-        transfers: Transfers | None,
-        forks: Forks | None,
-    ) -> None:
-        self.config = config
-        self.requests = requests
-        self.masks = masks
-        self.encodings = encodings
-        self.transfers = transfers
-        self.forks = forks
-        self.steps: Steps | None = None
+    config: Config
+    requests: Requests
+    masks: Masks
+    encodings: Encodings | None
+    turns: Turns | None
+    transfers: Transfers | None
+    forks: Forks | None
+
+    def __post_init__(self) -> None:
+        parts = (self.encodings, self.turns, self.transfers)
+        self.steps = Steps(*parts) if any(part is not None for part in parts) else None
         """None if machine code plans without managers."""
-        if encodings is not None or turns is not None or transfers is not None:
-            self.steps = Steps(encodings, turns, transfers)
-        self._num_sections = 2 if len(config.kv_groups) == 1 else 3
+        self._num_sections = 2 if len(self.config.kv_groups) == 1 else 3
         """Numbers for each new block of a plan: its row, its id, and its group if there are
         several."""
 

@@ -198,9 +198,8 @@ class Requests:
         width = self.state.node_tables.shape[1]
         if width < needed:
             longest = c.count_longest(self.config, self.config.max_model_len)
-            self.state = c.resize_tables(
-                self.state, len(self.state.lines), min(max(needed, 2 * width), longest)
-            )
+            width = min(max(needed, 2 * width), longest)
+            self.state = c.resize_tables(self.state, len(self.state.lines), width)
 
     def _row_of(self, request: Request) -> list[int]:
         """Return the data of a new request, by column."""
@@ -218,7 +217,7 @@ class Requests:
             row[c.REPEATS_MIN] = request.repetition_detection.min_pattern_size
             row[c.REPEATS_MAX] = request.repetition_detection.max_pattern_size
             row[c.REPEATS_COUNT] = request.repetition_detection.min_count
-        if not row[c.HAS_STOPS] and not row[c.REPEATS_COUNT]:
+        if not row[c.NUM_STOPS] and not row[c.REPEATS_COUNT]:
             row[c.NUM_CERTAIN] = row[c.MAX_KNOWN] - 1
         row[c.HAS_GRAMMAR] = request.grammar is not None
         row[c.FIRST_ITEM] = row[c.NEXT_ITEM] = self.find_item(request, 0)

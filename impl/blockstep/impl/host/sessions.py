@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from blockstep.impl.chunks import append_chunk, chunk_problem
 from blockstep.impl.host import state as c
@@ -18,15 +19,15 @@ from blockstep.impl.refusals import update_problem
 from blockstep.spec import vocabulary as v
 
 
+@dataclass(eq=False)
 class Sessions:
     """The inputs of unfinished sessions that follow their next stops."""
 
-    def __init__(self, config: v.Config, requests: Requests, masks: Masks) -> None:
-        self.config = config
-        self.requests = requests
-        self.masks = masks
-        self.updates: dict[v.RequestId, deque[v.Request]] = {}
-        """The next inputs of each unfinished session; one that is not resumable is the last."""
+    config: v.Config
+    requests: Requests
+    masks: Masks
+    updates: dict[v.RequestId, deque[v.Request]] = field(default_factory=dict)
+    """The next inputs of each unfinished session; one that is not resumable is the last."""
 
     def add(self, request: v.Request) -> None:
         """Take a new request."""

@@ -146,10 +146,10 @@ NUM_PROMPT, IS_PREFILL = range(8, 10)
 NUM_FULL: Final = 10
 """Number of blocks that its known tokens fill."""
 NUM_CERTAIN: Final = 11
-"""Known tokens up to which no token can end it."""
+"""Known tokens up to which only `EOS` can end it."""
 NUM_CACHED_TOKENS, SEAT, STATUS = range(12, 15)
-NUM_IN_DOUBT: Final = 15
-"""Number of its drafts in flight; commits may reject all."""
+EOS: Final = 15
+"""NONE if it has none; no token equals that."""
 # then those that some steps read.
 MIN_TOKENS: Final = 16
 HAS_STOPS: Final = 17
@@ -159,8 +159,8 @@ REPEATS_COUNT: Final = 18
 END_BY_MAX_TOKENS: Final = 19
 """Prompt length plus `max_tokens`, whatever the model length."""
 LAST_NODE: Final = 20
-EOS: Final = 21
-"""NONE if it has none; no token equals that."""
+NUM_IN_DOUBT: Final = 21
+"""Number of its drafts in flight; commits may reject all."""
 NUM_STOPS: Final = 22
 MAX_KNOWN: Final = 23
 """Known tokens at which it finishes for its length."""

@@ -7,6 +7,8 @@ An item of the request is due, or it lacks blocks that only turns that have ende
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from blockstep.impl.host import planning as p
 from blockstep.impl.host import state as c
 from blockstep.impl.host.encodings import Encodings
@@ -16,15 +18,13 @@ from blockstep.impl.host.transfers import Transfers
 from blockstep.impl.host.turns import Turns
 
 
+@dataclass(eq=False)
 class Steps:
     """Makes plans with the managers of the resources that machine code does not know."""
 
-    def __init__(
-        self, encodings: Encodings | None, turns: Turns | None, transfers: Transfers | None
-    ) -> None:
-        self.encodings = encodings
-        self.turns = turns
-        self.transfers = transfers
+    encodings: Encodings | None
+    turns: Turns | None
+    transfers: Transfers | None
 
     def plan_step(
         self, s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool

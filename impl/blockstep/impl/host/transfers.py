@@ -9,7 +9,7 @@ Machine code admits requests with what a store loads; what a store and a worker 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,35 +23,24 @@ from blockstep.impl.host.state import Int64s, reserve_deferred
 from blockstep.spec import vocabulary as v
 
 
+@dataclass(eq=False)
 class Transfers:
-    """The offers of a store, the loads under way, and the blocks that a transfer holds.
+    """The offers of a store, the loads under way, and the blocks that a transfer holds."""
 
-    Args:
-        config: the constants of the run.
-        requests: unfinished requests.
-        masks: their grammars.
-        last_frames: the last frame in flight with a row of each finished request, if there is one.
-    """
+    config: v.Config
+    requests: Requests
+    masks: Masks
+    last_frames: Mapping[v.RequestId, v.FrameId]
+    """The last frame in flight with a row of each finished request, if there is one."""
+    offers: dict[v.RequestId, v.KVOffer] = field(default_factory=dict)
+    """The offers for unfinished requests; without one, the store neither loads nor stores KV."""
+    loads: dict[v.FrameId, tuple[v.KVLoad, ...]] = field(default_factory=dict)
+    """For frames in flight, the loads that finish before their rows run, in order."""
+    held: dict[v.RequestId, v.HeldBlocks] = field(default_factory=dict)
+    """The blocks of finished requests that a transfer still uses."""
 
-    def __init__(
-        self,
-        config: v.Config,
-        requests: Requests,
-        masks: Masks,
-        last_frames: Mapping[v.RequestId, v.FrameId],
-    ) -> None:
-        self.config = config
-        self.requests = requests
-        self.masks = masks
-        self.last_frames = last_frames
-        self.offers: dict[v.RequestId, v.KVOffer] = {}
-        """The offers for unfinished requests; without one, the store neither loads nor stores KV.
-        """
-        self.loads: dict[v.FrameId, tuple[v.KVLoad, ...]] = {}
-        """For frames in flight, the loads that finish before their rows run, in order."""
-        self.held: dict[v.RequestId, v.HeldBlocks] = {}
-        """The blocks of finished requests that a transfer still uses."""
-        groups = requests.state.groups
+    def __post_init__(self) -> None:
+        groups = self.requests.state.groups
         self._is_whole = bool((groups[:, c.KIND] == c.IS_FULL).all())
         """Whether in all groups later tokens read every token."""
 
@@ -84,10 +73,8 @@ class Transfers:
         """Add the loads of a step to its plan, and what of its preempted requests is saved."""
         s = self.requests.state
         if s.scalars[c.NUM_SAVES]:
-            saves = [
-                self._make_save(*row) for row in s.loads[: s.scalars[c.NUM_SAVES], :3].tolist()
-            ]
-            plan.kv_saves = tuple(saves)
+            rows = s.loads[: s.scalars[c.NUM_SAVES], :3].tolist()
+            plan.kv_saves = tuple([self._make_save(*row) for row in rows])
         if not s.scalars[c.NUM_LOADS]:
             return
         loads = [self._make_load(*row) for row in s.loads[: s.scalars[c.NUM_LOADS]].tolist()]
