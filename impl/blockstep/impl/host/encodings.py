@@ -104,6 +104,6 @@ class Encodings:
     def undo_preempted(self, s: State) -> None:
         """Undo the encodings of requests that were preempted since the last call (P4, P22)."""
         num_preempted = int(s.scalars[c.NUM_PREEMPTED])
-        for slot in s.scratch[self._num_undone : num_preempted].tolist():
+        for slot in s.scratch[self._num_undone : num_preempted].tolist() if num_preempted else ():
             self._budget += self.cache.undo(slot, self._encodings, self.requests.requests)
         self._num_undone = num_preempted

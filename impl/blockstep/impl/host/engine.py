@@ -85,8 +85,7 @@ class HostEngine(Doors[Frame]):
         managers = (self.encodings, self.turns, self.transfers, self.forks)
         self._plans = Plans(config, self.requests, self.masks, *managers)
         calls = (self._end_turn, self._close, self._note_ends)
-        parts_of_commits = (self.encodings, self.transfers)
-        self._commits = Commits(*calls, self.requests, self.masks, *parts_of_commits)
+        self._commits = Commits(*calls, self.requests, self.masks, self.encodings, self.transfers)
 
     def snapshot(self) -> v.Snapshot:
         """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
@@ -214,7 +213,7 @@ class HostEngine(Doors[Frame]):
         """Make room for what one event may log, and for the blocks that it may free later."""
         if self.config.enable_kv_cache_events:
             self.requests.state = c.reserve_log(self.requests.state)
-        if self.transfers is not None:
+        if self.config.kv_connector and self.config.max_frames_in_flight > 1:
             self.requests.state = c.reserve_deferred(self.requests.state)
 
     def _take_report(self, transfers: v.KVTransfers) -> v.Outputs:

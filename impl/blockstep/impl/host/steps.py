@@ -38,7 +38,8 @@ class Steps:
         if self.turns is not None:
             self.turns.begin_step()
         result = p.plan_step(s, frame_id, previous_id, oldest_id, budget, admits)
-        self._undo_preempted(s)
+        if self.encodings is not None:
+            self.encodings.undo_preempted(s)
         if not s.scalars[c.STOPPED]:
             return result
         position, slot = s.scalars[[c.STOP_POSITION, c.STOP_SLOT]].tolist()
