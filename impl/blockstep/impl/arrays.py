@@ -270,17 +270,17 @@ class ArrayPlan:
     def build_objects(self) -> PlanObjects:
         """Return the plan in as many objects as vLLM builds."""
         names, blocks = self.request_ids, self.tables_of
-        computed, outputs = self.num_computed_tokens.tolist(), self.num_output_tokens.tolist()
-        scheduled = dict.fromkeys(names, 1)  # most rows have one token
-        others = (self.num_scheduled_tokens != 1).nonzero()[0]
-        pairs = zip(others.tolist(), self.num_scheduled_tokens[others].tolist(), strict=True)
-        for row, num_tokens in pairs:
-            scheduled[names[row]] = num_tokens
+        computed, scheduled = self.num_computed_tokens.tolist(), self.num_scheduled_tokens.tolist()
+        outputs, total = self.num_output_tokens.tolist(), sum(scheduled)
+        have_one_each = total == len(names)  # then this is faster:
+        counts = (
+            dict.fromkeys(names, 1) if have_one_each else dict(zip(names, scheduled, strict=True))
+        )
         tables: list[BlockTables | None] = [None] * len(names)
         for row, taken in blocks.items():
             tables[row] = taken
         new = [
-            NewRow(request, tables[row] or _NO_NEW_BLOCKS, computed[row], scheduled[names[row]])
+            NewRow(request, tables[row] or _NO_NEW_BLOCKS, computed[row], scheduled[row])
             for row, request in self.new_rows.items()
         ]
         cached = names
@@ -290,7 +290,7 @@ class ArrayPlan:
             tables = [tables[row] for row in old]
             computed, outputs = [computed[row] for row in old], [outputs[row] for row in old]
         return PlanObjects(
-            num_scheduled_tokens=scheduled,
+            num_scheduled_tokens=counts,
             new=new,
             req_ids=cached,
             resumed_req_ids={names[row] for row in self.resumed_rows},
@@ -301,7 +301,7 @@ class ArrayPlan:
             scheduled_spec_decode_tokens={
                 names[row]: drafts for row, drafts in self.draft_token_ids.items()
             },
-            total_num_scheduled_tokens=int(self.num_scheduled_tokens.sum()),
+            total_num_scheduled_tokens=total,
             finished_req_ids=set(self.finished_req_ids),
             preempted_req_ids=set(self.preempted_req_ids),
         )
