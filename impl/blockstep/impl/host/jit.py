@@ -68,21 +68,22 @@ def rarely(function: F) -> F:
 
 def making_arrays(function: F) -> F:
     """Mark a function like `compiled` that may make arrays; best called once in a step."""
-    return _compile(function, **_INNER)
+    return _compile(function, _nrt=True, **_INNER)
 
 
 class Entry:
     """A function of a state that Python calls, and compiled functions, too.
 
     If it makes no array, these inline it and count no references. Python calls a second function,
-    which finds the arrays of the state by their addresses: to take them one by one from Python
-    would last 4 us. Once it is compiled, Python calls machine code without a look at the types of
-    the arguments, which are those declared: that look would take 2 us.
+    which finds the arrays of the state by their addresses. Once that is compiled, Python calls it
+    without a look at the types of the arguments, which are those declared.
     """
 
     def __init__(self, function: Callable[..., Any], kinds: tuple[str, ...], makes_arrays: bool):
         self.kinds = kinds
-        self.inner: Any = (making_arrays if makes_arrays else compiled)(function)
+        self.inner: Any = compiled(function)
+        if makes_arrays:  # large: a part of the second function, so that it is compiled once
+            self.inner = _compile(function, inline="always", _nrt=True, **_INNER)
         code = function.__code__
         state, *rest = code.co_varnames[: code.co_argcount]
         names = ", ".join(rest)
@@ -151,7 +152,7 @@ def _make_view() -> Any:
     return _compile(made["view"], forceinline=True, **_INNER)
 
 
-def _compile(function: F, **options: bool) -> F:
+def _compile(function: F, **options: bool | str) -> F:
     if not IS_COMPILED:
         return function
     before = numba.config.CACHE_DIR
