@@ -6,7 +6,7 @@ admission, new and resumed mixed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
@@ -80,6 +80,38 @@ class SlotNames:
         return SlotNames(self._table, self._slots.take(rows))
 
 
+class RowDrafts(Mapping[int, TokenIds]):
+    """Drafts by row, built when first read; they are at the end of `ids`."""
+
+    __slots__ = ("_counts", "_ids", "_rows")
+
+    def __init__(self, counts: Int32s, ids: Int32s) -> None:
+        self._counts, self._ids = counts, ids
+        self._rows: dict[int, TokenIds] | None = None
+
+    def _get_rows(self) -> dict[int, TokenIds]:
+        if self._rows is None:
+            ends = np.cumsum(self._counts)
+            ids = self._ids[len(self._ids) - int(ends[-1]) :].tolist() if len(ends) else []
+            self._rows = {
+                row: tuple(ids[end - count : end])
+                for row, (end, count) in enumerate(
+                    zip(ends.tolist(), self._counts.tolist(), strict=True)
+                )
+                if count
+            }
+        return self._rows
+
+    def __getitem__(self, row: int) -> TokenIds:
+        return self._get_rows()[row]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._get_rows())
+
+    def __len__(self) -> int:
+        return len(self._get_rows())
+
+
 class PlanObjects(msgspec.Struct, gc=False):
     """The objects that vLLM builds for a plan: `SchedulerOutput` with its `CachedRequestData`."""
 
@@ -97,7 +129,7 @@ class PlanObjects(msgspec.Struct, gc=False):
     preempted_req_ids: set[RequestId]
 
 
-class OutputObject(msgspec.Struct):
+class OutputObject(msgspec.Struct, gc=False):
     """The object that vLLM builds for each row of a commit: `EngineCoreOutput`."""
 
     request_id: RequestId
@@ -136,6 +168,7 @@ class ArrayPlan:
     """Requests by row that the worker has not seen."""
     resumed_rows: list[int]
     finished_req_ids: tuple[RequestId, ...]
+    """Finished requests, in the order of their ends."""
     preempted_req_ids: tuple[RequestId, ...]
     num_common_prefix_blocks: tuple[int, ...] = ()
     """Leading blocks that all running requests share, by group."""
@@ -200,7 +233,7 @@ class ArrayPlan:
             self.frame_id,
             tuple(new),
             tuple(rows),
-            self.finished_req_ids,
+            tuple(sorted(self.finished_req_ids)),
             self.preempted_req_ids,
             remapped_req_ids=self.remapped_req_ids,
             block_copies=self.block_copies,
@@ -238,7 +271,11 @@ class ArrayPlan:
         """Return the plan in as many objects as vLLM builds."""
         names, blocks = self.request_ids, self.tables_of
         computed, scheduled = self.num_computed_tokens.tolist(), self.num_scheduled_tokens.tolist()
-        outputs = self.num_output_tokens.tolist()
+        outputs, total = self.num_output_tokens.tolist(), sum(scheduled)
+        have_one_each = total == len(names)  # then this is faster:
+        counts = (
+            dict.fromkeys(names, 1) if have_one_each else dict(zip(names, scheduled, strict=True))
+        )
         tables: list[BlockTables | None] = [None] * len(names)
         for row, taken in blocks.items():
             tables[row] = taken
@@ -253,7 +290,7 @@ class ArrayPlan:
             tables = [tables[row] for row in old]
             computed, outputs = [computed[row] for row in old], [outputs[row] for row in old]
         return PlanObjects(
-            num_scheduled_tokens=dict(zip(names, scheduled, strict=True)),
+            num_scheduled_tokens=counts,
             new=new,
             req_ids=cached,
             resumed_req_ids={names[row] for row in self.resumed_rows},
@@ -264,7 +301,7 @@ class ArrayPlan:
             scheduled_spec_decode_tokens={
                 names[row]: drafts for row, drafts in self.draft_token_ids.items()
             },
-            total_num_scheduled_tokens=sum(scheduled),
+            total_num_scheduled_tokens=total,
             finished_req_ids=set(self.finished_req_ids),
             preempted_req_ids=set(self.preempted_req_ids),
         )

@@ -101,7 +101,8 @@ class Doors(ABC, Generic[F]):
         self.frames: dict[FrameId, F] = {}
         """Frames in flight, oldest first."""
         self.next_frame_id: FrameId = 0
-        self.finished_req_ids: set[RequestId] = set()
+        self.finished_req_ids: dict[RequestId, None] = {}
+        """Requests that have finished since the last plan, in that order."""
         self._previous_id: FrameId = -1
         """Id of the last plan; -1 before the first."""
         self._last_frame_of_ended: dict[RequestId, FrameId] = {}
@@ -299,7 +300,7 @@ class Doors(ABC, Generic[F]):
         """Remove a request that has ended; the next plan lists it as finished."""
         last = self._get_last_frame(slot)
         request_id = self._register.remove(slot)
-        self.finished_req_ids.add(request_id)
+        self.finished_req_ids[request_id] = None
         if last in self.frames:
             self._last_frame_of_ended[request_id] = last
         return request_id

@@ -21,7 +21,7 @@ from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
 from blockstep.impl.host import IS_COMPILED, HostEngine
 from blockstep.impl.host import state as state_of_engine
-from blockstep.impl.host.state import FREE_SEAT, NEXT_SEAT, NONE, NUM_FREE_NODES
+from blockstep.impl.host.state import FREE_SEAT, LINE_BYTES, NEXT_SEAT, NONE, NUM_FREE_NODES
 from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
 from blockstep.spec import Oracle
 from blockstep.spec.features.identity import get_item_keys
@@ -30,6 +30,7 @@ from blockstep.spec.vocabulary import (
     Ack,
     Commit,
     Config,
+    FinishReason,
     Fork,
     Grammar,
     GrammarReady,
@@ -209,6 +210,50 @@ def test_a_copy_has_a_life_of_its_own(how: Callable[[HostEngine], HostEngine]) -
     request = other.snapshot().request("a")
     assert request is not None
     assert request.output_token_ids == (8,)
+
+
+def test_each_row_of_a_request_begins_with_a_cache_line() -> None:
+    engine = HostEngine(Config(num_blocks=200, block_size=2, max_model_len=20))
+    for number in range(70):
+        engine.apply(Submit(Request(f"r{number}", (1,), stop_token_ids=tuple(range(number)))))
+        rows = engine.requests.state.requests
+        assert rows.ctypes.data % LINE_BYTES == rows.strides[0] % LINE_BYTES == 0
+
+
+def test_places_of_a_state_are_those_of_its_arrays() -> None:
+    state = HostEngine(Config(num_blocks=4)).requests.state
+    places = state.places
+    assert state.places is places
+    assert places[:2].tolist() == [state.scalars.ctypes.data, len(state.scalars)]
+    assert places[-2:].tolist() == [state.scratch.ctypes.data, len(state.scratch)]
+    for other in (copy.deepcopy(state), state._replace(scalars=state.scalars.copy())):
+        assert other.places[0] == other.scalars.ctypes.data != places[0]
+
+
+def test_requests_that_end_together_have_reasons_of_their_own() -> None:
+    engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
+    for name, request in {
+        "a": Request("a", (1, 2, 3), stop_token_ids=(8, 9)),
+        "b": Request("b", (1, 2, 3), eos_token_id=9),
+        "c": Request("c", (1, 2, 3), stop_token_ids=(8,)),
+        "d": Request("d", (1, 2, 3), max_tokens=1),
+        "e": Request("e", (1, 2, 3), stop_token_ids=(9,)),
+    }.items():
+        assert engine.apply(Submit(request)) == Ack(), name
+    plan = engine.schedule_arrays()
+    assert isinstance(plan, ArrayPlan)
+    outputs = engine.commit_arrays(plan.frame_id, np.full(5, 9, np.int32))
+    assert isinstance(outputs, ArrayOutputs)
+    assert outputs.ended == {
+        0: (FinishReason.STOP, 9),
+        1: (FinishReason.STOP, None),
+        3: (FinishReason.LENGTH, None),
+        4: (FinishReason.STOP, 9),
+    }
+    after = engine.schedule_arrays()
+    assert isinstance(after, ArrayPlan)
+    assert after.finished_req_ids == ("a", "b", "d", "e")
+    assert after.request_ids == ["c"]
 
 
 def test_tokens_of_any_integer_type_and_layout_are_taken() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +41,8 @@ class Named:
     def overloads(self) -> dict[object, SimpleNamespace]:
         """Return the machine code, which says what it was compiled for."""
         return {
-            types: SimpleNamespace(entry_point=partial(str, types)) for types in self.signatures
+            types: SimpleNamespace(entry_point=lambda places, types=types: (places, types))
+            for types in self.signatures
         }
 
 
@@ -81,7 +81,8 @@ def test_an_interrupted_compilation_is_gone_on_with(
         jit.compile_entries.__wrapped__()
     jit.compile_entries.__wrapped__()
     assert [len(entry.outer.signatures) for entry in entries] == [1, 1]
-    assert [entry() for entry in entries] == ["(int64,)", "(bool,)"]
+    state: Any = SimpleNamespace(places=7)
+    assert str([entry(state) for entry in entries]) == "[(7, (int64,)), (7, (bool,))]"
 
 
 def test_python_calls_the_machine_code_of_the_declared_types() -> None:

@@ -288,7 +288,8 @@ class ArraySide(Side):
             blocks = tuple([block for table in tables.get(row, ()) for block in table])
             numbers = computed[row], scheduled[row], blocks, len(drafts.get(row, ()))
             rows.append(PlannedRow(name, *numbers, row in plan.new_rows))
-        return Decision(tuple(rows), plan.preempted_req_ids, plan.finished_req_ids)
+        finished = tuple(sorted(plan.finished_req_ids))
+        return Decision(tuple(rows), plan.preempted_req_ids, finished)
 
     def read_outputs(self, outputs: Any) -> Delivered:
         """See `Side`."""

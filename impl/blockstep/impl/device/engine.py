@@ -137,12 +137,17 @@ class DeviceEngine(Doors[Frame]):
         """
         self.next_frame_id += num_plans
         self._previous_id = self.next_frame_id - 1
-        self.finished_req_ids -= told
+        self._tell_no_more(told)
         for slot, name in ended:
             if self.inbox.slot_of.get(name) == slot:  # if not aborted meanwhile
                 self._forget(slot)
-        self.finished_req_ids -= {name for _, name in ended} - untold
+        self._tell_no_more({name for _, name in ended} - untold)
         self.previous_names = names
+
+    def _tell_no_more(self, told: Set[RequestId]) -> None:
+        """Leave these finished requests out of the next plan."""
+        for name in told:
+            self.finished_req_ids.pop(name, None)
 
     def _get_last_frame(self, slot: int) -> FrameId:
         return self.inbox.last_frames.get(slot, layout.NONE)

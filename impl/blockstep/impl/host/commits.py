@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -29,28 +30,21 @@ NoteEnds: TypeAlias = Callable[[Frame, Int32s, int, ArrayOutputs], None]
 deliver] (row, tokens, cached tokens and verdict), the number of requests, and the outputs."""
 
 
+@dataclass(eq=False)
 class Commits:
     """Takes the model output of frames; a manager is None if the config lacks it."""
 
-    def __init__(
-        self,
-        end_turn: EndTurn,
-        note_ends: NoteEnds,
-        requests: Requests,
-        masks: Masks,
-        encodings: Encodings | None,
-        transfers: Transfers | None,
-    ) -> None:
-        self.end_turn = end_turn
-        self.note_ends = note_ends
-        self.requests = requests
-        self.masks = masks
-        self.encodings = encodings
-        self.transfers = transfers
-        self.failed: list[RequestId] = []
-        """Requests that fail by their load in the commit that was taken last; not ended by it."""
-        self.preempted: list[int] = []
-        """Requests that it preempted, as their loads have failed."""
+    end_turn: EndTurn
+    close: Callable[[FrameId], None]
+    note_ends: NoteEnds
+    requests: Requests
+    masks: Masks
+    encodings: Encodings | None
+    transfers: Transfers | None
+    failed: list[RequestId] = field(default_factory=list)
+    """Requests that fail by their load in the commit that was taken last; not ended by it."""
+    preempted: list[int] = field(default_factory=list)
+    """Requests that it preempted, as their loads have failed."""
 
     def take(
         self,
@@ -98,6 +92,7 @@ class Commits:
             self.masks.advance(frame_id, frame, told, kept)
         lengths = None if len(kept) == num_rows else told[1]
         outputs = ArrayOutputs(names, kept, lengths, told[2], {})
+        self.close(frame_id)
         if num_ended:
             self.note_ends(frame, told, num_ended, outputs)
         return outputs

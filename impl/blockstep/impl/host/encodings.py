@@ -15,21 +15,13 @@ from blockstep.impl.encoder import EncoderCache, Encoding
 from blockstep.impl.host import state as c
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.state import State
-from blockstep.spec.vocabulary import (
-    Config,
-    EncoderInputs,
-    EncoderOffer,
-    EncoderReset,
-    Rejected,
-    Request,
-    refuse_other_size,
-)
+from blockstep.spec import vocabulary as v
 
 
 class Encodings:
     """Chooses the encoder outputs of rows, and holds them once the rows have their blocks."""
 
-    def __init__(self, config: Config, requests: Requests) -> None:
+    def __init__(self, config: v.Config, requests: Requests) -> None:
         self.config = config
         self.requests = requests
         self.cache = EncoderCache(config)
@@ -58,12 +50,9 @@ class Encodings:
             following = self.requests.find_item(requests[slot], computed)
             self.requests.state.requests[slot, c.NEXT_ITEM] = following
         chosen = [(requests[slot].request_id, of_row) for slot, of_row in self._encodings.items()]
-        plan.scheduled_encoder_inputs = tuple(
-            [EncoderInputs(name, tuple(it.inputs)) for name, it in chosen if it.inputs]
-        )
-        plan.external_encoder_inputs = tuple(
-            [EncoderInputs(name, tuple(it.external)) for name, it in chosen if it.external]
-        )
+        inputs = [v.EncoderInputs(name, tuple(it.inputs)) for name, it in chosen if it.inputs]
+        loaded = [v.EncoderInputs(name, tuple(it.external)) for name, it in chosen if it.external]
+        plan.scheduled_encoder_inputs, plan.external_encoder_inputs = tuple(inputs), tuple(loaded)
 
     def drop_running(self) -> None:
         """Release all items of running requests, before all are preempted."""
@@ -71,14 +60,14 @@ class Encodings:
         for slot in s.lines[: s.scalars[c.NUM_RUNNING], c.RUNNING][::-1].tolist():
             self.cache.drop(self.requests.requests[slot])
 
-    def take(self, event: EncoderReset | EncoderOffer) -> None:
+    def take(self, event: v.EncoderReset | v.EncoderOffer) -> None:
         """Take a message about the cache."""
-        if isinstance(event, EncoderReset):
+        if isinstance(event, v.EncoderReset):
             self.cache.reset()
         else:
             self.cache.offered = frozenset(event.identifiers)
 
-    def find_other_size(self, request: Request, chunks: Sequence[Request]) -> Rejected | None:
+    def find_other_size(self, request: v.Request, chunks: Sequence[v.Request]) -> v.Rejected | None:
         """Return why an item is rejected, or None: its identifier is in use with another size.
 
         `chunks`: further inputs of sessions.
@@ -86,10 +75,10 @@ class Encodings:
         for item in request.items:
             known = self._find_size(item.identifier, chunks)
             if known not in (None, item.num_embeds):
-                return refuse_other_size(request, item, known)
+                return v.refuse_other_size(request, item, known)
         return None
 
-    def _find_size(self, identifier: str, chunks: Sequence[Request]) -> int | None:
+    def _find_size(self, identifier: str, chunks: Sequence[v.Request]) -> int | None:
         unfinished = [self.requests.requests[slot] for slot in self.requests.slot_of.values()]
         for request in (*unfinished, *chunks):
             for item in request.items:
@@ -115,6 +104,6 @@ class Encodings:
     def undo_preempted(self, s: State) -> None:
         """Undo the encodings of requests that were preempted since the last call (P4, P22)."""
         num_preempted = int(s.scalars[c.NUM_PREEMPTED])
-        for slot in s.scratch[self._num_undone : num_preempted].tolist():
+        for slot in s.scratch[self._num_undone : num_preempted].tolist() if num_preempted else ():
             self._budget += self.cache.undo(slot, self._encodings, self.requests.requests)
         self._num_undone = num_preempted

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from blockstep.impl import refusals as r
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
 from blockstep.impl.capabilities import HOST
 from blockstep.impl.doors import Doors
@@ -25,25 +26,17 @@ from blockstep.impl.host.plans import Plans
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.results import BY_EOS, BY_LENGTH, BY_REPETITION, BY_STOP_TOKEN
 from blockstep.impl.host.sessions import Sessions
-from blockstep.impl.host.state import Int32s, count_most_blocks, reserve_deferred, reserve_log
+from blockstep.impl.host.state import Int32s, Int64s
 from blockstep.impl.host.transfers import Transfers
 from blockstep.impl.host.turns import Turns
 from blockstep.impl.host.view import View
-from blockstep.impl.refusals import (
-    count_beside,
-    frame_problem,
-    held_by_transfer,
-    most_slots,
-    schedule_problem,
-    submit_problem,
-)
 from blockstep.spec import vocabulary as v
 
-_REASONS: Final = {
-    BY_EOS: v.FinishReason.STOP,
-    BY_STOP_TOKEN: v.FinishReason.STOP,
-    BY_LENGTH: v.FinishReason.LENGTH,
-    BY_REPETITION: v.FinishReason.REPETITION,
+_ENDS: Final[dict[int, tuple[v.FinishReason, int | None]]] = {
+    BY_EOS: (v.FinishReason.STOP, None),
+    BY_STOP_TOKEN: (v.FinishReason.STOP, None),
+    BY_LENGTH: (v.FinishReason.LENGTH, None),
+    BY_REPETITION: (v.FinishReason.REPETITION, None),
 }
 _NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 
@@ -76,15 +69,11 @@ class HostEngine(Doors[Frame]):
         """The encoder outputs that requests need; None if the config models no encoder."""
         self.turns = Turns(self.requests) if config.has_pins else None
         """The blocks that turns of jobs keep; None if the config has no pins."""
-        ended = self._last_frame_of_ended
-        self.transfers: Transfers | None = None
+        ended, common = self._last_frame_of_ended, (config, self.requests, self.masks)
+        self.transfers = Transfers(*common, ended) if config.kv_connector else None
         """The transfers with a store; None without one."""
-        if config.kv_connector:
-            self.transfers = Transfers(config, self.requests, self.masks, ended)
-        self.forks: Forks | None = None
+        self.forks = Forks(*common, self.frames, ended) if config.enable_forks else None
         """None without forks."""
-        if config.enable_forks:
-            self.forks = Forks(config, self.requests, self.masks, self.frames, ended)
         self._keys = Keys(self.requests)
         parts = {
             "encoder": None if self.encodings is None else self.encodings.cache.snapshot,
@@ -95,14 +84,8 @@ class HostEngine(Doors[Frame]):
         self._view = View(self, self.requests, self._keys, *shown)
         managers = (self.encodings, self.turns, self.transfers, self.forks)
         self._plans = Plans(config, self.requests, self.masks, *managers)
-        self._commits = Commits(
-            self._end_turn,
-            self._note_ends,
-            self.requests,
-            self.masks,
-            self.encodings,
-            self.transfers,
-        )
+        calls = (self._end_turn, self._close, self._note_ends)
+        self._commits = Commits(*calls, self.requests, self.masks, self.encodings, self.transfers)
 
     def snapshot(self) -> v.Snapshot:
         """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
@@ -153,7 +136,7 @@ class HostEngine(Doors[Frame]):
     def schedule_arrays(self) -> ArrayPlan | v.Rejected:
         """Make a plan without an object per row; rejected like the event `Schedule`."""
         if len(self.frames) >= self.config.max_frames_in_flight:
-            problem = schedule_problem(self.config, len(self.frames))
+            problem = r.schedule_problem(self.config, len(self.frames))
             assert problem is not None, "the pipeline is full"
             return problem
         is_open = self.pause_state is not v.PauseState.PAUSED_ALL
@@ -165,7 +148,7 @@ class HostEngine(Doors[Frame]):
             next(iter(self.frames), frame_id),
             self.config.max_num_batched_tokens if is_open else 0,
             self.pause_state is v.PauseState.UNPAUSED,
-            tuple(sorted(self.finished_req_ids)) if self.finished_req_ids else (),
+            tuple(self.finished_req_ids),
         )
         if len(frame.names):
             self.frames[frame_id] = frame
@@ -192,7 +175,7 @@ class HostEngine(Doors[Frame]):
             transfers: the worker's report about transfers.
         """
         if next(iter(self.frames), None) != frame_id:
-            problem = frame_problem(frame_id, self.frames)
+            problem = r.frame_problem(frame_id, self.frames)
             assert problem is not None, "it is not the oldest frame"
             return problem
         tokens = np.ascontiguousarray(token_ids, np.int32)
@@ -213,11 +196,7 @@ class HostEngine(Doors[Frame]):
         return outputs.build_outputs()
 
     def _take(
-        self,
-        frame_id: v.FrameId,
-        token_ids: Int32s,
-        counts: Int32s | None,
-        report: v.KVTransfers,
+        self, frame_id: v.FrameId, token_ids: Int32s, counts: Int32s | None, report: v.KVTransfers
     ) -> ArrayOutputs | v.Rejected:
         """Commit the oldest frame."""
         self._reserve()
@@ -228,15 +207,14 @@ class HostEngine(Doors[Frame]):
             self._forget_names(self._commits.preempted)
             outputs.failed = self._end_failed(self._commits.failed)
             self.transfers.take_finished(report)
-        self._close(frame_id)
         return outputs
 
     def _reserve(self) -> None:
         """Make room for what one event may log, and for the blocks that it may free later."""
         if self.config.enable_kv_cache_events:
-            self.requests.state = reserve_log(self.requests.state)
-        if self.transfers is not None:
-            self.requests.state = reserve_deferred(self.requests.state)
+            self.requests.state = c.reserve_log(self.requests.state)
+        if self.config.kv_connector and self.config.max_frames_in_flight > 1:
+            self.requests.state = c.reserve_deferred(self.requests.state)
 
     def _take_report(self, transfers: v.KVTransfers) -> v.Outputs:
         if self.transfers is None:
@@ -274,15 +252,19 @@ class HostEngine(Doors[Frame]):
 
     def _note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
         """Record the requests that this commit has finished."""
-        for row in self.requests.state.scratch[:num_ended].tolist():
-            at, _, _, verdict = told[:, row].tolist()
-            stop = None
-            if verdict == BY_STOP_TOKEN:
-                stop = int(outputs.token_ids[told[1, : row + 1].sum() - 1])
-            outputs.ended[row] = (_REASONS[verdict], stop)
-            slot = int(frame.who[0, at])
-            if not self.sessions.stop(slot):
-                self._forget(slot)
+        places = self.requests.state.scratch[:num_ended].copy()
+        rows, verdicts = places.tolist(), told[3].take(places).tolist()
+        outputs.ended = {row: _ENDS[told] for row, told in zip(rows, verdicts, strict=True)}
+        if BY_STOP_TOKEN in verdicts:
+            lasts = (told[1].cumsum() - 1).tolist()
+            for row, verdict in zip(rows, verdicts, strict=True):
+                if verdict == BY_STOP_TOKEN:
+                    outputs.ended[row] = v.FinishReason.STOP, int(outputs.token_ids[lasts[row]])
+        slots = frame.who[0].take(told[0].take(places))
+        if self.sessions.updates:
+            stop = self.sessions.stop
+            slots = np.array([slot for slot in slots.tolist() if not stop(slot)], np.int64)
+        self._forget_all(slots)
 
     def _close(self, frame_id: v.FrameId) -> None:
         super()._close(frame_id)
@@ -307,7 +289,7 @@ class HostEngine(Doors[Frame]):
 
     def _find_update_problem(self, whole: v.Request, update: v.Request) -> v.Rejected | None:
         """Return why a session with one input more is rejected, or None."""
-        problem = submit_problem(self.config, whole, self._count_most_blocks(whole), False, False)
+        problem = r.submit_problem(self.config, whole, self._count_most_blocks(whole), False, False)
         return problem or self._find_other_size(update)
 
     def _find_other_size(self, _request: v.Request) -> v.Rejected | None:
@@ -343,7 +325,7 @@ class HostEngine(Doors[Frame]):
 
     def _submit(self, request: v.Request) -> v.Ack | v.Rejected:
         if self.transfers is not None and request.request_id in self.transfers.held:
-            return held_by_transfer(request.request_id)
+            return r.held_by_transfer(request.request_id)
         answer = super()._submit(request)
         if isinstance(answer, v.Ack):
             self.masks.add(request)
@@ -364,16 +346,29 @@ class HostEngine(Doors[Frame]):
         return super()._fork(event) if self.forks is None else self.forks.fork(event)
 
     def _forget(self, slot: int) -> v.RequestId:
-        if self.encodings is not None:
-            self.encodings.cache.drop(self.requests.requests[slot])
-        if self.turns is not None:
-            self.turns.pins.end_turn(self.requests.requests[slot].job_id)
-        request_id = super()._forget(slot)
-        if self.transfers is not None:
-            self.transfers.offers.pop(request_id, None)
-        self.masks.matchers.pop(request_id, None)
-        self.sessions.updates.pop(request_id, None)
-        return request_id
+        return self._forget_all(np.array([slot]))[0]
+
+    def _forget_all(self, slots: Int64s) -> list[v.RequestId]:
+        """Remove requests that have ended; the next plan lists them as finished."""
+        if self.encodings is not None or self.turns is not None:
+            for request in map(self.requests.requests.__getitem__, slots.tolist()):
+                if self.encodings is not None:
+                    self.encodings.cache.drop(request)
+                if self.turns is not None:
+                    self.turns.pins.end_turn(request.job_id)
+        names = self.requests.remove_all(slots)
+        self.finished_req_ids |= dict.fromkeys(names)
+        if self.frames:
+            lasts = self.requests.state.requests[slots, c.LAST_FRAME].tolist()
+            for name, last in zip(names, lasts, strict=True):
+                if last in self.frames:
+                    self._last_frame_of_ended[name] = last
+        offers = {} if self.transfers is None else self.transfers.offers
+        kept: dict[v.RequestId, Any]
+        for kept in (offers, self.masks.matchers, self.sessions.updates):
+            for name in names if kept else ():
+                kept.pop(name, None)
+        return names
 
     def _get_verified(self, frame_id: v.FrameId) -> Mapping[v.RequestId, v.TokenIds | None]:
         rows = super()._get_verified(frame_id)
@@ -401,12 +396,12 @@ class HostEngine(Doors[Frame]):
         self.requests.state.requests[slot, c.GRAMMAR_READY] = 1
 
     def _count_most_blocks(self, request: v.Request) -> int:
-        slots = most_slots(self.config, request)
-        return count_most_blocks(self.requests.state.groups, slots, count_beside(request))
+        slots, beside = r.most_slots(self.config, request), r.count_beside(request)
+        return c.count_most_blocks(self.requests.state.groups, slots, beside)
 
     def _end(self, slot: int) -> None:
         if self.transfers is not None:
-            self.requests.state = reserve_deferred(self.requests.state)
+            self.requests.state = c.reserve_deferred(self.requests.state)
             self.transfers.hold(slot)
         end(self.requests.state, slot)
 

@@ -7,6 +7,7 @@ writes in place. Machine code makes the copies.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from blockstep.impl.arrays import ArrayPlan
 from blockstep.impl.grammars import Matcher, make_matcher
@@ -19,23 +20,16 @@ from blockstep.impl.refusals import bad_fork, fork_problem
 from blockstep.spec.vocabulary import Ack, BlockCopy, Config, Fork, FrameId, Rejected, RequestId
 
 
+@dataclass(eq=False)
 class Forks:
     """Makes branches: requests with outputs, and with blocks before their first row."""
 
-    def __init__(
-        self,
-        config: Config,
-        requests: Requests,
-        masks: Masks,
-        frames: Mapping[FrameId, Frame],
-        ended: Mapping[RequestId, FrameId],
-    ) -> None:
-        self.config = config
-        self.requests = requests
-        self.masks = masks
-        self.frames = frames
-        self.ended = ended
-        """The last frame in flight with a row of each finished request, if there is one."""
+    config: Config
+    requests: Requests
+    masks: Masks
+    frames: Mapping[FrameId, Frame]
+    ended: Mapping[RequestId, FrameId]
+    """The last frame in flight with a row of each finished request, if there is one."""
 
     def fork(self, event: Fork) -> Ack | Rejected:
         """Add a branch at the front of the queue (seed 002, "Fork: Creating New Beams")."""

@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from blockstep.impl.arrays import SlotNames
+from blockstep.impl.arrays import RowDrafts, SlotNames
 from blockstep.impl.host import state as c
 from blockstep.impl.host.results import NEGATIVE_TOKEN, WRONG_COUNTS, WRONG_NUMBER, WRONG_ROW
 from blockstep.impl.host.state import Int32s, Int64s
 from blockstep.spec.vocabulary import MAX_INT, RequestId, RowTokens, TokenIds
-
-
-class RowDrafts(Mapping[int, TokenIds]):
-    """Drafts by row, built when first read; they are at the end of `ids`."""
-
-    __slots__ = ("_counts", "_ids", "_rows")
-
-    def __init__(self, counts: Int32s, ids: Int32s) -> None:
-        self._counts, self._ids = counts, ids
-        self._rows: dict[int, TokenIds] | None = None
-
-    def _get_rows(self) -> dict[int, TokenIds]:
-        if self._rows is None:
-            ends = np.cumsum(self._counts)
-            ids = self._ids[len(self._ids) - int(ends[-1]) :].tolist() if len(ends) else []
-            self._rows = {
-                row: tuple(ids[end - count : end])
-                for row, (end, count) in enumerate(
-                    zip(ends.tolist(), self._counts.tolist(), strict=True)
-                )
-                if count
-            }
-        return self._rows
-
-    def __getitem__(self, row: int) -> TokenIds:
-        return self._get_rows()[row]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._get_rows())
-
-    def __len__(self) -> int:
-        return len(self._get_rows())
 
 
 @dataclass(slots=True, eq=False)

@@ -10,15 +10,8 @@ token reads; a group of larger blocks names each by the node of its last tokens:
 
 from __future__ import annotations
 
+from blockstep.impl.host import blocks as b
 from blockstep.impl.host import state as c
-from blockstep.impl.host.blocks import (
-    defer_range,
-    free_range,
-    is_fenced,
-    list_nodes,
-    take_block,
-    touch,
-)
 from blockstep.impl.host.jit import compiled, entry
 from blockstep.impl.host.state import State
 from blockstep.spec.vocabulary import NULL_BLOCK
@@ -58,10 +51,10 @@ def leave_blocks(s: State, slot: int) -> None:
         begin = s.holdings[slot, group, c.LEFT]
         if end > begin:
             seat = s.requests[slot, c.SEAT]
-            if is_fenced(s, slot):
-                defer_range(s, slot, group, begin, end, True)
+            if b.is_fenced(s, slot):
+                b.defer_range(s, slot, group, begin, end, True)
             else:
-                free_range(s, group, seat, begin, end)
+                b.free_range(s, group, seat, begin, end)
             for index in range(begin, end):
                 s.block_tables[group, seat, index] = NULL_BLOCK
             s.holdings[slot, group, c.LEFT] = end
@@ -164,12 +157,12 @@ def take_needed(s: State, slot: int, end: int, slots: int, loaded: int) -> None:
         if missing > 0:
             if s.groups[group, c.KIND] == c.IS_ALIGNED:
                 if has_spare == 0 and _is_apart(s, group, end, loaded) != 0:
-                    s.block_tables[group, s.requests[slot, c.SEAT], held] = take_block(s)
+                    s.block_tables[group, s.requests[slot, c.SEAT], held] = b.take_block(s)
                     s.holdings[slot, group, c.HELD] = held + 1
                     missing -= 1
                 held = _move_spare(s, slot, group, count_blocks(s, group, end))
             for index in range(held, held + missing):
-                s.block_tables[group, s.requests[slot, c.SEAT], index] = take_block(s)
+                s.block_tables[group, s.requests[slot, c.SEAT], index] = b.take_block(s)
             s.holdings[slot, group, c.HELD] = held + missing
             s.lines[row, c.ROW_BLOCKS + c.ROW_NUMBERS * group + 1] = held + missing
 
@@ -224,7 +217,7 @@ def _take_own(s: State, slot: int, group: int) -> None:
     index = _find_shared(s, slot, group)
     if index != c.NONE:
         seat, at = s.requests[slot, c.SEAT], s.scalars[c.NUM_COPIES]
-        source, own = s.block_tables[group, seat, index], take_block(s)
+        source, own = s.block_tables[group, seat, index], b.take_block(s)
         s.blocks[source, c.REF_COUNT] -= 1
         s.block_tables[group, seat, index] = own
         s.copies[at, 0], s.copies[at, 1], s.copies[at, 2] = slot, source, own
@@ -290,7 +283,7 @@ def find_hits(s: State, slot: int) -> int:
     The length is lowered until every group has all blocks that it needs. An EAGLE head needs the
     last hit block computed again (seed 001, "find_longest_cache_hit").
     """
-    list_nodes(s, s.requests[slot, c.LAST_NODE], s.requests[slot, c.NUM_FULL], s.scratch)
+    b.list_nodes(s, s.requests[slot, c.LAST_NODE], s.requests[slot, c.NUM_FULL], s.scratch)
     longest, unit = s.requests[slot, c.NUM_KNOWN], s.scalars[c.UNIT]
     for group in range(s.scalars[c.NUM_GROUPS]):
         size, dropped = s.groups[group, c.SIZE], s.groups[group, c.DROPPED]
@@ -370,7 +363,7 @@ def adopt(s: State, slot: int, hit: int, start: int) -> None:
             block = NULL_BLOCK
             if index >= first:
                 block = _find(s, group, index)
-                touch(s, block)
+                b.touch(s, block)
             s.block_tables[group, seat, index] = block
         s.holdings[slot, group, c.HELD], s.holdings[slot, group, c.PUBLISHED] = held, hits
         s.holdings[slot, group, c.LEFT] = first
@@ -385,7 +378,7 @@ def fits_behind(s: State, slot: int, tokens: int) -> bool:
     computed, known = s.requests[slot, c.NUM_COMPUTED], s.requests[slot, c.NUM_KNOWN]
     seat, free = s.requests[slot, c.SEAT], count_free(s)
     needed, whole, end = count_copies(s, slot), 0, computed + tokens
-    has_fence = is_fenced(s, slot)
+    has_fence = b.is_fenced(s, slot)
     for group in range(s.scalars[c.NUM_GROUPS]):
         held, first = s.holdings[slot, group, c.HELD], find_first_read(s, group, computed)
         for index in range(s.holdings[slot, group, c.LEFT], 0 if has_fence else first):

@@ -14,7 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-from blockstep.impl.host.state import make_state
+import numpy as np
+
+from blockstep.impl.host.state import State, make_state
 from blockstep.spec.vocabulary import Config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,36 +68,35 @@ def rarely(function: F) -> F:
 
 def making_arrays(function: F) -> F:
     """Mark a function like `compiled` that may make arrays; best called once in a step."""
-    return _compile(function, **_INNER)
+    return _compile(function, _nrt=True, **_INNER)
 
 
 class Entry:
-    """A function that Python calls, and compiled functions, too.
+    """A function of a state that Python calls, and compiled functions, too.
 
-    If it makes no array, these inline it and count no references, and Python calls a second
-    function, which has a wrapper and does nothing else. Once it is compiled, Python calls machine
-    code without a look at the types of the arguments, which are those declared: that look would
-    take 2 us.
+    If it makes no array, these inline it and count no references. Python calls a second function,
+    which finds the arrays of the state by their addresses. Once that is compiled, Python calls it
+    without a look at the types of the arguments, which are those declared.
     """
 
     def __init__(self, function: Callable[..., Any], kinds: tuple[str, ...], makes_arrays: bool):
         self.kinds = kinds
-        if makes_arrays:
-            self.inner = outer = _compile(function, cache=True, no_cfunc_wrapper=True)
-        else:
-            self.inner = compiled(function)
-            code = function.__code__
-            names = ", ".join(code.co_varnames[: code.co_argcount])
-            source = f"def {code.co_name}({names}): return inner({names})"
-            made: dict[str, Any] = {"inner": self.inner, "__name__": function.__module__}
-            exec(compile(source, code.co_filename, "exec"), made)  # noqa: S102 - no text of others
-            outer = _compile(made[code.co_name], cache=True, no_cfunc_wrapper=True)
-        self.outer: Any = outer
-        self._call: Callable[..., Any] = outer
+        self.inner: Any = compiled(function)
+        if makes_arrays:  # large: a part of the second function, so that it is compiled once
+            self.inner = _compile(function, inline="always", _nrt=True, **_INNER)
+        code = function.__code__
+        state, *rest = code.co_varnames[: code.co_argcount]
+        names = ", ".join(rest)
+        source = f"def {code.co_name}({state}, {names}): return inner(view({state}), {names})"
+        made: dict[str, Any] = {"inner": self.inner, "view": _make_view()}
+        made["__name__"] = function.__module__
+        exec(compile(source, code.co_filename, "exec"), made)  # noqa: S102 - no text of others
+        self.outer: Any = _compile(made[code.co_name], cache=True, no_cfunc_wrapper=True)
+        self._call: Callable[..., Any] = self.outer
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, state: State, *arguments: Any) -> Any:
         """Call it from Python."""
-        return self._call(*arguments)
+        return self._call(state.places, *arguments)
 
     def compile(self) -> None:
         """Compile it for its declared types, or load it from a file."""
@@ -130,7 +131,28 @@ def entry(*kinds: str, makes_arrays: bool = False) -> Callable[[F], F]:
     return decorate
 
 
-def _compile(function: F, **options: bool) -> F:
+@cache
+def _make_view() -> Any:
+    """Return a compiled function that makes a state from its places."""
+
+    def get_pointer(_context: object, _address: object) -> Any:
+        def convert(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            return builder.inttoptr(given[0], context.get_value_type(signature.return_type))
+
+        return numba.types.voidptr(numba.types.int64), convert
+
+    made: dict[str, Any] = {"State": State, "np": np, "carray": numba.carray}
+    made["pointer"] = numba.extending.intrinsic(get_pointer)
+    at, arrays = 0, []
+    for array in make_state(Config(num_blocks=2)):
+        shape = "".join(f"p[{place}], " for place in range(at + 1, at + 1 + array.ndim))
+        arrays.append(f"carray(pointer(p[{at}]), ({shape}), np.{array.dtype})")
+        at += 1 + array.ndim
+    exec(f"def view(p): return State({', '.join(arrays)})", made)  # noqa: S102 - no text of others
+    return _compile(made["view"], forceinline=True, **_INNER)
+
+
+def _compile(function: F, **options: bool | str) -> F:
     if not IS_COMPILED:
         return function
     before = numba.config.CACHE_DIR
@@ -202,10 +224,9 @@ def _find_cache() -> Path:
 
 
 def _type_of(kind: str) -> Any:
-    if kind == "state":
-        return numba.typeof(make_state(Config(num_blocks=2)))
     if kind in ("int", "bool"):
         return numba.types.int64 if kind == "int" else numba.types.boolean
+    kind = "int64 1" if kind == "state" else kind
     element, dimensions = kind.removeprefix("out ").split()
     is_read = not kind.startswith("out ")
     return numba.types.Array(getattr(numba.types, element), int(dimensions), "C", readonly=is_read)

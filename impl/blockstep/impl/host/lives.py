@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from blockstep.impl.host import blocks as b
 from blockstep.impl.host import state as c
-from blockstep.impl.host.blocks import (
-    find_node,
-    free_blocks,
-    list_nodes,
-    publish,
-    release_node,
-    touch,
-    withdraw,
-)
 from blockstep.impl.host.groups import count_blocks, find_first_read
 from blockstep.impl.host.jit import compiled, entry
 from blockstep.impl.host.queues import goes_before, leave_queue, prepend
@@ -24,17 +16,27 @@ from blockstep.impl.host.state import Int32s, State
 
 @entry("state", "int", "int32 1", "int32 1")
 def store_prompt(s: State, slot: int, tokens: Int32s, extras: Int32s) -> None:
-    """Store the tokens of a new request; `extras` are those of each full block of its prompt."""
+    """Store the tokens of a new request; `extras` are those of each full block of its prompt, of
+    the next block, and of all later ones."""
     size = s.scalars[c.BLOCK_SIZE]
     full = len(tokens) // size
+    s.requests[slot, c.FIRST_EXTRAS], s.requests[slot, c.EXTRAS] = extras[full], extras[full + 1]
+    _count_extras(s, slot, 1)
     node = c.NONE
     for index in range(full):
-        node = find_node(s, node, extras[index], tokens[index * size : (index + 1) * size])
+        node = b.find_node(s, node, extras[index], tokens[index * size : (index + 1) * size])
     if node != c.NONE:
         s.nodes[node, c.NUM_USES] += 1
     s.requests[slot, c.LAST_NODE], s.requests[slot, c.NUM_FULL] = node, full
     for index in range(full * size, len(tokens)):
         s.tails[slot, index - full * size] = tokens[index]
+
+
+@compiled
+def _count_extras(s: State, slot: int, change: int) -> None:
+    """Count a request that begins or ceases to use the extras of its later blocks."""
+    s.extras_uses[s.requests[slot, c.FIRST_EXTRAS]] += change
+    s.extras_uses[s.requests[slot, c.EXTRAS]] += change
 
 
 @compiled
@@ -50,7 +52,7 @@ def append_token(s: State, slot: int, token: int) -> None:
     before = s.requests[slot, c.LAST_NODE]
     is_first = index == s.requests[slot, c.NUM_PROMPT] // size
     extras = s.requests[slot, c.FIRST_EXTRAS] if is_first else s.requests[slot, c.EXTRAS]
-    node = find_node(s, before, extras, s.tails[slot])
+    node = b.find_node(s, before, extras, s.tails[slot])
     s.nodes[node, c.NUM_USES] += 1
     s.requests[slot, c.LAST_NODE] = node
     if before != c.NONE:
@@ -85,7 +87,7 @@ def take_seat(s: State, slot: int) -> None:
     s.scalars[c.FREE_SEAT] = s.lines[found, c.NEXT_SEAT]
     s.requests[slot, c.SEAT] = found
     full = s.requests[slot, c.NUM_FULL]
-    list_nodes(s, s.requests[slot, c.LAST_NODE], full, s.node_tables[found])
+    b.list_nodes(s, s.requests[slot, c.LAST_NODE], full, s.node_tables[found])
 
 
 @compiled
@@ -111,7 +113,7 @@ def _count_adapter(s: State, slot: int, change: int) -> None:
 @compiled
 def _unseat(s: State, slot: int) -> None:
     """Free the blocks and the batch row of a request."""
-    free_blocks(s, slot)
+    b.free_blocks(s, slot)
     found = s.requests[slot, c.SEAT]
     s.lines[found, c.NEXT_SEAT] = s.scalars[c.FREE_SEAT]
     s.scalars[c.FREE_SEAT] = found
@@ -119,12 +121,15 @@ def _unseat(s: State, slot: int) -> None:
 
 
 @compiled
-def find_position(s: State, slot: int) -> int:
-    """Return its position in the running list, searched from the end."""
-    position = s.scalars[c.NUM_RUNNING] - 1
-    while s.lines[position, c.RUNNING] != slot:
-        position -= 1
-    return int(position)
+def close_running(s: State) -> None:
+    """Remove the requests that do not run any more from the running list."""
+    kept = 0
+    for position in range(s.scalars[c.NUM_RUNNING]):
+        slot = s.lines[position, c.RUNNING]
+        if s.requests[slot, c.STATUS] == c.IS_RUNNING:
+            s.lines[kept, c.RUNNING] = slot
+            kept += 1
+    s.scalars[c.NUM_RUNNING] = kept
 
 
 @compiled
@@ -152,11 +157,11 @@ def preempt(s: State, slot: int) -> None:
     for group in range(s.scalars[c.NUM_GROUPS]):
         first = s.requests[slot, c.NUM_COMPUTED] // s.groups[group, c.SIZE]
         for index in range(first, s.holdings[slot, group, c.HELD]):
-            withdraw(s, s.block_tables[group, found, index])
+            b.withdraw(s, s.block_tables[group, found, index])
     _unseat(s, slot)
     s.requests[slot, c.NUM_COMPUTED] = s.requests[slot, c.NUM_DRAFTS] = 0
     s.requests[slot, c.NEXT_ITEM] = s.requests[slot, c.FIRST_ITEM]
-    s.requests[slot, c.ROW], s.requests[slot, c.UNSETTLED] = c.NONE, 0
+    s.requests[slot, c.UNSETTLED] = 0
     s.requests[slot, c.TIMES_PREEMPTED] += 1
     s.requests[slot, c.STATUS] = c.IS_PREEMPTED
     s.scalars[c.PREEMPTIONS] += 1
@@ -166,29 +171,40 @@ def preempt(s: State, slot: int) -> None:
 @entry("state", "int")
 def end(s: State, slot: int) -> None:
     """End an unfinished request, whether it runs or waits."""
+    is_running = s.requests[slot, c.STATUS] == c.IS_RUNNING
+    end_row(s, slot)
+    if is_running:
+        close_running(s)
+
+
+@compiled
+def end_row(s: State, slot: int) -> None:
+    """End a request; the caller removes it from the running list."""
     if s.requests[slot, c.STATUS] == c.IS_RUNNING:
-        leave_running(s, find_position(s, slot))
+        _count_adapter(s, slot, -1)
     else:
         leave_queue(s, slot)
     if s.requests[slot, c.SEAT] != c.NONE:
         _unseat(s, slot)
     s.scalars[c.NUM_RECEIVED] -= int(s.requests[slot, c.STATUS] == c.HAS_LOADED)
-    release_node(s, s.requests[slot, c.LAST_NODE])
-    s.requests[slot, c.BIRTH] = 0
+    b.release_node(s, s.requests[slot, c.LAST_NODE])
+    _count_extras(s, slot, -1)
+    s.requests[slot, c.BIRTH], s.requests[slot, c.STATUS] = 0, c.HAS_ENDED
 
 
 @entry("state", "int")
 def preempt_one(s: State, slot: int) -> None:
     """Preempt a running request."""
-    leave_running(s, find_position(s, slot))
+    _count_adapter(s, slot, -1)
     preempt(s, slot)
+    close_running(s)
 
 
 @entry("state", "int")
 def publish_computed(s: State, slot: int) -> None:
     """Publish the full blocks of the computed tokens of a request, once their load is confirmed."""
     computed = s.requests[slot, c.NUM_COMPUTED]
-    publish(s, slot, computed, min(computed, s.requests[slot, c.NUM_KNOWN]))
+    b.publish(s, slot, computed, min(computed, s.requests[slot, c.NUM_KNOWN]))
 
 
 # Sessions: at a stop they rest, and keep their blocks
@@ -196,12 +212,13 @@ def publish_computed(s: State, slot: int) -> None:
 
 @compiled
 def rest(s: State, slot: int) -> None:
-    """Stop a session, which is in no queue then; rows of later frames are of a life before.
+    """Stop a session, which is in no queue then; rows of later frames are of a life before. The
+    caller removes it from the running list.
 
     All tokens from the last one on are uncomputed, even those that frames in flight compute.
     """
     if s.requests[slot, c.STATUS] == c.IS_RUNNING:
-        leave_running(s, find_position(s, slot))
+        _count_adapter(s, slot, -1)
         computed = s.requests[slot, c.NUM_KNOWN] - 1
         has_run_ahead = s.requests[slot, c.NUM_COMPUTED] > computed
         s.requests[slot, c.NUM_COMPUTED] = computed
@@ -254,7 +271,7 @@ def unpark(s: State, slot: int) -> None:
 @entry("state", "int")
 def drop_blocks(s: State, slot: int) -> None:
     """Free the blocks of a request after an empty load; it keeps its batch row."""
-    free_blocks(s, slot)
+    b.free_blocks(s, slot)
     s.requests[slot, c.NEXT_ITEM] = s.requests[slot, c.FIRST_ITEM]
     unpark(s, slot)
 
@@ -296,12 +313,13 @@ def find_giver(s: State, needy: int) -> int:
 def store_input(s: State, slot: int, tokens: Int32s, extras: Int32s) -> None:
     """Replace the tokens of a session by those that it keeps and its next input."""
     before = s.requests[slot, c.LAST_NODE]
+    _count_extras(s, slot, -1)
     store_prompt(s, slot, tokens, extras)
-    release_node(s, before)
+    b.release_node(s, before)
     seated = s.requests[slot, c.SEAT]
     if seated != c.NONE:
         full = s.requests[slot, c.NUM_FULL]
-        list_nodes(s, s.requests[slot, c.LAST_NODE], full, s.node_tables[seated])
+        b.list_nodes(s, s.requests[slot, c.LAST_NODE], full, s.node_tables[seated])
 
 
 # Branches: they hold the blocks of their parent
@@ -317,7 +335,7 @@ def branch(s: State, parent: int, child: int, common: int) -> None:
     computed = s.requests[parent, c.NUM_COMPUTED]
     if computed == 0:
         return
-    publish(s, parent, computed, min(computed, s.requests[parent, c.NUM_KNOWN]))
+    b.publish(s, parent, computed, min(computed, s.requests[parent, c.NUM_KNOWN]))
     tokens = _find_branch_point(
         s, parent, min(computed, common, s.requests[child, c.NUM_KNOWN] - 1)
     )
@@ -335,7 +353,7 @@ def branch(s: State, parent: int, child: int, common: int) -> None:
             block = s.block_tables[group, other, index]
             s.block_tables[group, own, index] = block
             if index >= left:
-                touch(s, block)
+                b.touch(s, block)
     s.requests[child, c.NUM_COMPUTED] = tokens
     s.requests[child, c.MAY_SHARE] = s.requests[parent, c.MAY_SHARE] = 1
 

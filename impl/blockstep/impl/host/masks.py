@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,41 +13,29 @@ from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.state import Int32s, Int64s
 from blockstep.impl.refusals import grammar_behind, mask_problem
-from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
-    Config,
-    FrameId,
-    GrammarBitmask,
-    GrammarOutput,
-    GrammarRow,
-    Rejected,
-    Request,
-    RequestId,
-    RowTokens,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 
+@dataclass(eq=False)
 class Masks:
     """The grammars of unfinished requests; rows without one cost a step nothing."""
 
-    def __init__(self, config: Config, requests: Requests, frames: Mapping[FrameId, Frame]) -> None:
-        self.config = config
-        self.requests = requests
-        self.frames = frames
-        self.matchers: dict[RequestId, Matcher] = {}
-        """For each unfinished request with a grammar, the position in the grammar."""
-        self.verifiable: dict[FrameId, dict[RequestId, TokenIds]] = {}
-        """The real drafts of each row, cut at the first that the grammar forbids, for frames in
-        flight whose bitmask was made under asynchronous scheduling. No others are verified."""
+    config: v.Config
+    requests: Requests
+    frames: Mapping[v.FrameId, Frame]
+    matchers: dict[v.RequestId, Matcher] = field(default_factory=dict)
+    """For each unfinished request with a grammar, the position in the grammar."""
+    verifiable: dict[v.FrameId, dict[v.RequestId, v.TokenIds]] = field(default_factory=dict)
+    """The real drafts of each row, cut at the first that the grammar forbids, for frames in
+    flight whose bitmask was made under asynchronous scheduling. No others are verified."""
 
-    def add(self, request: Request) -> None:
+    def add(self, request: v.Request) -> None:
         """Begin the grammar of a new request, if it has one."""
         matcher = make_matcher(self.config, request)
         if matcher is not None:
             self.matchers[request.request_id] = matcher
 
-    def cut(self, row: RowTokens) -> TokenIds:
+    def cut(self, row: v.RowTokens) -> v.TokenIds:
         """Return the leading drafts of a request that its grammar accepts."""
         matcher = self.matchers.get(row.request_id)
         return row.token_ids if matcher is None else matcher.cut(row.token_ids)
@@ -61,7 +50,7 @@ class Masks:
         own = 1 + told[c.TOLD_DRAFTS]
         return bool(masked.any()), bool((requests[slots, c.NUM_PROMISED] > own)[masked].any())
 
-    def make_mask(self, event: GrammarBitmask) -> GrammarOutput | Rejected:
+    def make_mask(self, event: v.GrammarBitmask) -> v.GrammarOutput | v.Rejected:
         """Return the bitmask of a frame, and its drafts cut at the first that the grammar
         forbids."""
         problem = mask_problem(self.config, event, self.frames)
@@ -76,22 +65,16 @@ class Masks:
         if behind:
             return grammar_behind(event.frame_id, behind)
         brought = {row.request_id: row.token_ids for row in event.drafts}
-        return GrammarOutput(
-            tuple(
-                [
-                    self._make_row(event.frame_id, name, drafts, brought)
-                    for name, drafts in masked.items()
-                ]
-            )
-        )
+        rows = [self._make_row(event.frame_id, *pair, brought) for pair in masked.items()]
+        return v.GrammarOutput(tuple(rows))
 
     def _make_row(
         self,
-        frame_id: FrameId,
-        name: RequestId,
-        planned: TokenIds,
-        brought: Mapping[RequestId, TokenIds],
-    ) -> GrammarRow:
+        frame_id: v.FrameId,
+        name: v.RequestId,
+        planned: v.TokenIds,
+        brought: Mapping[v.RequestId, v.TokenIds],
+    ) -> v.GrammarRow:
         matcher, known = self.matchers[name], planned
         if self.config.async_scheduling:
             verifiable = self.verifiable.setdefault(frame_id, {})
@@ -99,11 +82,11 @@ class Masks:
         valid = matcher.cut(known)
         if self.config.async_scheduling:
             verifiable[name] = valid
-        padded = (*valid, *(DRAFT_PLACEHOLDER,) * (len(planned) - len(valid)))
-        return GrammarRow(name, matcher.list_masks(padded), padded)
+        padded = (*valid, *(v.DRAFT_PLACEHOLDER,) * (len(planned) - len(valid)))
+        return v.GrammarRow(name, matcher.list_masks(padded), padded)
 
     def find_problem(
-        self, frame_id: FrameId, frame: Frame, token_ids: Int32s, counts: Int32s
+        self, frame_id: v.FrameId, frame: Frame, token_ids: Int32s, counts: Int32s
     ) -> str | None:
         """Return why a grammar forbids a model output, or None; malformed ones are not judged."""
         if len(counts) != frame.who.shape[1] or (counts < 0).any():
@@ -121,7 +104,7 @@ class Masks:
                 return f"{name!r} has {tokens}: its grammar forbids one; sample by the mask"
         return None
 
-    def advance(self, frame_id: FrameId, frame: Frame, told: Int32s, kept: Int32s) -> None:
+    def advance(self, frame_id: v.FrameId, frame: Frame, told: Int32s, kept: Int32s) -> None:
         """Advance grammars by the delivered tokens, the last one included."""
         cut, ends = self.verifiable.get(frame_id, {}), np.cumsum(told[1])
         for place, row in enumerate(told[0].tolist()):
@@ -136,7 +119,7 @@ class Masks:
                 left_out = int(frame.planned[c.TOLD_DRAFTS, row]) - len(cut[name])
                 self.requests.state.scalars[c.DRAFTS_SCHEDULED] -= left_out
 
-    def _list_masked(self, frame: Frame) -> Iterator[tuple[int, RequestId]]:
+    def _list_masked(self, frame: Frame) -> Iterator[tuple[int, v.RequestId]]:
         """Yield the sampling rows that are not discarded, of requests with a grammar."""
         slots, births = frame.who
         requests = self.requests.state.requests

@@ -8,16 +8,10 @@ import numpy as np
 
 from blockstep.impl.host import groups as g
 from blockstep.impl.host import lives
+from blockstep.impl.host import queues as q
 from blockstep.impl.host import state as c
 from blockstep.impl.host.blocks import is_fenced, publish
 from blockstep.impl.host.jit import compiled, entry, rarely
-from blockstep.impl.host.queues import (
-    goes_before,
-    leave_queue,
-    pass_over,
-    return_passed,
-    select_head,
-)
 from blockstep.impl.host.state import Int32s, Int64s, State
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER
 
@@ -39,6 +33,10 @@ def run_rows(s: State, position: int, given: int) -> int:
     """
     s.scalars[c.STOPPED] = c.GOES_ON
     while 0 <= position < s.scalars[c.NUM_RUNNING] and s.scalars[c.BUDGET] > 0:
+        after = _run_plain_rows(s, position) if given == c.NONE else position
+        if after > position:
+            position = after
+            continue
         slot = s.lines[position, c.RUNNING]
         tokens = _tokens_to_run(s, slot) if given == c.NONE else given
         if s.scalars[c.HOLDS_PREFILLS] != 0 and s.requests[slot, c.IS_PREFILL] != 0:
@@ -52,6 +50,32 @@ def run_rows(s: State, position: int, given: int) -> int:
         if given != c.NONE:
             return position
     return int(s.scalars[c.STOP_POSITION]) if s.scalars[c.STOPPED] == c.IS_SHORT else c.NONE
+
+
+@compiled
+def _run_plain_rows(s: State, position: int) -> int:
+    """Schedule running requests that get one token and change no block, from `position` on, up to
+    the first other one; return its position. It does what the loop around it does, with fewer
+    variables, so that they fit into registers."""
+    while position < s.scalars[c.NUM_RUNNING] and s.scalars[c.BUDGET] > 0:
+        slot = s.lines[position, c.RUNNING]
+        computed, promised = s.requests[slot, c.NUM_COMPUTED], s.requests[slot, c.NUM_PROMISED]
+        end = computed + 1
+        if (
+            s.requests[slot, c.NUM_KNOWN] + promised != end
+            or s.requests[slot, c.NUM_DRAFTS] != 0
+            or end + s.scalars[c.NUM_LOOKAHEAD] > s.requests[slot, c.QUIET]
+            or end >= s.scalars[c.MAX_MODEL_LEN]
+            or (promised > 0 and end + 1 - promised >= s.requests[slot, c.END_BY_MAX_TOKENS])
+            or (s.scalars[c.HAS_ITEMS] != 0 and end > s.requests[slot, c.NEXT_ITEM])
+            or (s.scalars[c.HAS_FORKS] != 0 and s.requests[slot, c.MAY_SHARE] != 0)
+            or (s.scalars[c.HOLDS_PREFILLS] != 0 and s.requests[slot, c.IS_PREFILL] != 0)
+        ):
+            break
+        s.lines[s.scalars[c.NUM_ROWS], c.ROW_LOOKS] = 0
+        _add_row(s, slot, 1, 0)
+        position += 1
+    return position
 
 
 @compiled
@@ -110,7 +134,6 @@ def _add_row(s: State, slot: int, tokens: int, drafts: int) -> None:
     row = s.scalars[c.NUM_ROWS]
     s.lines[row, c.ROW_SLOT], s.lines[row, c.ROW_TOKENS] = slot, tokens
     s.lines[row, c.ROW_DRAFTS] = drafts
-    s.requests[slot, c.ROW] = row
     s.scalars[c.NUM_ROWS] = row + 1
     s.scalars[c.BUDGET] -= tokens
 
@@ -157,7 +180,7 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
         lives.leave_running(s, at)
         if at < position:
             position -= 1
-        row = s.requests[victim, c.ROW]
+        row = _find_row(s, victim)
         if row != c.NONE:  # its tokens return to the budget
             s.scalars[c.BUDGET] += s.lines[row, c.ROW_TOKENS]
             s.lines[row, c.ROW_SLOT] = c.NONE
@@ -172,6 +195,15 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
         if victim == slot:
             return -1
     return position
+
+
+@compiled
+def _find_row(s: State, slot: int) -> int:
+    """Return the row of a request in this step; NONE if it has none yet."""
+    for row in range(s.scalars[c.NUM_ROWS]):
+        if s.lines[row, c.ROW_SLOT] == slot:
+            return int(row)
+    return c.NONE
 
 
 @compiled
@@ -215,7 +247,7 @@ def _select_victim(s: State) -> int:
                 return int(position)
     if s.scalars[c.IS_PRIORITY]:
         for position in range(found - 1, -1, -1):
-            if goes_before(s, s.lines[found, c.RUNNING], s.lines[position, c.RUNNING]):
+            if q.goes_before(s, s.lines[found, c.RUNNING], s.lines[position, c.RUNNING]):
                 found = position
     return int(found)
 
@@ -228,11 +260,11 @@ def admit_rows(s: State, oldest_id: int) -> int:
     """Admit waiting requests; return the first that needs Python, NONE if there is none."""
     s.scalars[c.STOPPED] = c.GOES_ON
     while s.scalars[c.BUDGET] > 0 and s.scalars[c.NUM_RUNNING] < s.scalars[c.MAX_NUM_SEQS]:
-        slot = select_head(s)
+        slot = q.select_head(s)
         if slot == c.NONE:
             break
         if is_passed_over(s, slot, oldest_id):
-            pass_over(s, slot)
+            q.pass_over(s, slot)
             continue
         if s.requests[slot, c.STATUS] == c.HAS_LOADED and s.requests[slot, c.NUM_COMPUTED] == 0:
             s.scalars[c.STOPPED] = c.BEGINS_ANEW
@@ -248,7 +280,7 @@ def admit_rows(s: State, oldest_id: int) -> int:
             s.scalars[c.STOPPED] = c.IS_DUE
             return slot
         if found == PARKED:
-            pass_over(s, slot)
+            q.pass_over(s, slot)
     return c.NONE
 
 
@@ -345,7 +377,7 @@ def try_admit(s: State, slot: int, given: int) -> int:
         return REFUSED
     if not (g.fits_behind(s, slot, tokens) if has_blocks else g.fits(s, slot, hit, start, tokens)):
         return REFUSED
-    leave_queue(s, slot)
+    q.leave_queue(s, slot)
     has_loaded = s.requests[slot, c.STATUS] == c.HAS_LOADED
     if has_loaded:
         lives.unpark(s, slot)
@@ -510,7 +542,7 @@ def _close_gaps(s: State) -> None:
 @entry("state", "int", "int", "int", makes_arrays=True)
 def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanArrays:
     """Write the plan's differences (P26), and count scheduled tokens as computed."""
-    return_passed(s)
+    q.return_passed(s)
     if s.scalars[c.PREFILL_INTERVAL] > 1:
         _count_wait(s, num_running)
     rows, num_blocks, num_zeroed, num_drafts = s.scalars[c.NUM_ROWS], 0, 0, 0
@@ -569,8 +601,13 @@ def _fill_plan(
 ) -> tuple[int, int]:
     """Return the number of rows that sample, and of running ones that the previous plan lacked."""
     rows, groups = s.scalars[c.NUM_ROWS], s.scalars[c.NUM_GROUPS]
-    at_block, num_samples, at_missed = 0, 0, s.scalars[c.NUM_PREEMPTED]
-    for row in range(rows):
+    at_block, num_samples, at_missed, row = 0, 0, s.scalars[c.NUM_PREEMPTED], -1
+    while row + 1 < rows:
+        first = row + 1
+        row, more = _fill_plain_rows(s, frame_id, previous_id, num_running, who, told, first)
+        num_samples += more
+        if row == rows:
+            break
         slot, drafts = s.lines[row, c.ROW_SLOT], s.lines[row, c.ROW_DRAFTS]
         seated = s.requests[slot, c.SEAT]
         who[0, row], who[1, row] = slot, s.requests[slot, c.BIRTH]
@@ -591,8 +628,26 @@ def _fill_plan(
             at_missed += 1
         num_samples += _advance(s, slot, row, told)
         s.requests[slot, c.LAST_FRAME] = frame_id
-        s.requests[slot, c.ROW] = c.NONE
     return num_samples, at_missed - s.scalars[c.NUM_PREEMPTED]
+
+
+@compiled
+def _fill_plain_rows(
+    s: State, frame_id: int, previous_id: int, num_running: int, who: Int64s, told: Int32s, row: int
+) -> tuple[int, int]:
+    """Write rows without new blocks and drafts of requests that the worker knows, from `row` on;
+    return the first other row, and the number of those that sample."""
+    num_samples = 0
+    while row < num_running:
+        slot = s.lines[row, c.ROW_SLOT]
+        has_more = s.lines[row, c.ROW_LOOKS] + s.lines[row, c.ROW_DRAFTS] != 0
+        if has_more or s.requests[slot, c.LAST_FRAME] != previous_id:
+            break
+        who[0, row], who[1, row] = slot, s.requests[slot, c.BIRTH]
+        num_samples += _advance(s, slot, row, told)
+        s.requests[slot, c.LAST_FRAME] = frame_id
+        row += 1
+    return row, num_samples
 
 
 @compiled

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from blockstep.impl.arrays import ArrayPlan, SlotNames
+from dataclasses import dataclass
+
+from blockstep.impl.arrays import ArrayPlan, RowDrafts, SlotNames
 from blockstep.impl.host import state as c
 from blockstep.impl.host.encodings import Encodings
 from blockstep.impl.host.forks import Forks
-from blockstep.impl.host.frames import Frame, RowDrafts
+from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.groups import count_common
 from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.planning import plan_step
@@ -18,30 +20,23 @@ from blockstep.impl.host.turns import Turns
 from blockstep.spec.vocabulary import Config, FrameId, GroupKind, RequestId
 
 
+@dataclass(eq=False)
 class Plans:
     """Makes plans; each manager adds its part, and is None if the config lacks it."""
 
-    def __init__(
-        self,
-        config: Config,
-        requests: Requests,
-        masks: Masks,
-        encodings: Encodings | None,
-        turns: Turns | None,
-        transfers: Transfers | None,
-        forks: Forks | None,
-    ) -> None:
-        self.config = config
-        self.requests = requests
-        self.masks = masks
-        self.encodings = encodings
-        self.transfers = transfers
-        self.forks = forks
-        self.steps: Steps | None = None
+    config: Config
+    requests: Requests
+    masks: Masks
+    encodings: Encodings | None
+    turns: Turns | None
+    transfers: Transfers | None
+    forks: Forks | None
+
+    def __post_init__(self) -> None:
+        parts = (self.encodings, self.turns, self.transfers)
+        self.steps = Steps(*parts) if any(part is not None for part in parts) else None
         """None if machine code plans without managers."""
-        if encodings is not None or turns is not None or transfers is not None:
-            self.steps = Steps(encodings, turns, transfers)
-        self._num_sections = 2 if len(config.kv_groups) == 1 else 3
+        self._num_sections = 2 if len(self.config.kv_groups) == 1 else 3
         """Numbers for each new block of a plan: its row, its id, and its group if there are
         several."""
 
@@ -130,9 +125,13 @@ class Plans:
             plan.preempted_req_ids = tuple(sorted(names))
         for row in scratch[num_preempted : num_preempted + num_missed].tolist():
             plan.all_token_ids[row] = self.requests.get_tokens(int(plan.slots[row]))
-        for row, slot in enumerate(plan.slots[num_running:].tolist(), num_running):
-            if self.requests.state.requests[slot, c.WAS_PREEMPTED]:
-                plan.resumed_rows.append(row)
-                plan.all_token_ids[row] = self.requests.get_tokens(slot)
-            else:
-                plan.new_rows[row] = self.requests.requests[slot]
+        slots, requests = plan.slots[num_running:], self.requests.requests
+        were_preempted = self.requests.state.requests[slots, c.WAS_PREEMPTED].tolist()
+        pairs = enumerate(slots.tolist(), num_running)
+        plan.new_rows = {row: requests[slot] for row, slot in pairs}
+        if 1 in were_preempted:
+            for row, was_preempted in enumerate(were_preempted, num_running):
+                if was_preempted:
+                    del plan.new_rows[row]
+                    plan.resumed_rows.append(row)
+                    plan.all_token_ids[row] = self.requests.get_tokens(int(plan.slots[row]))

@@ -14,39 +14,15 @@ from blockstep.impl.host.jit import compile_entries
 from blockstep.impl.host.lives import end, get_tokens, store_input, store_prompt
 from blockstep.impl.host.queues import append, prepend
 from blockstep.impl.host.results import append_outputs
-from blockstep.impl.host.state import (
-    count_longest,
-    grow_nodes,
-    grow_seats,
-    grow_slots,
-    grow_stops,
-    lengthen,
-    make_state,
-    resize_tables,
-)
 from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
 from blockstep.spec.vocabulary import BlockTables, Config, Policy, Request, RequestId, TokenIds
 
 _NO_ITEM: Final = 1 << 40
 _OF_INPUT: Final = [
-    *(
-        c.NUM_PROMPT,
-        c.NUM_KNOWN,
-        c.END_BY_MAX_TOKENS,
-        c.MAX_KNOWN,
-        c.MIN_TOKENS,
-        c.EOS,
-        c.ARRIVAL,
-        c.FIRST_ITEM,
-    ),
-    *(
-        c.HAS_STOPS,
-        c.NUM_STOPS,
-        c.REPEATS_MIN,
-        c.REPEATS_MAX,
-        c.REPEATS_COUNT,
-    ),
-]
+    c.NUM_PROMPT, c.NUM_KNOWN, c.END_BY_MAX_TOKENS, c.MAX_KNOWN, c.NUM_CERTAIN, c.MIN_TOKENS,
+    c.EOS, c.ARRIVAL, c.FIRST_ITEM, c.HAS_STOPS, c.NUM_STOPS, c.REPEATS_MIN, c.REPEATS_MAX,
+    c.REPEATS_COUNT,
+]  # fmt: skip
 """Columns that the next input of a session sets."""
 
 
@@ -59,7 +35,7 @@ class Requests:
     def __init__(self, config: Config) -> None:
         compile_entries()
         self.config = config
-        self.state = make_state(config)
+        self.state = c.make_state(config)
         self.slot_of: dict[RequestId, int] = {}
         self.requests: list[Request] = []
         self.extras = ExtrasTable()
@@ -112,7 +88,6 @@ class Requests:
         self._reserve_table(slot)
         self._store_stops(slot)
         self.state.requests[slot, c.ADAPTER] = self._number_adapter(request)
-        self._hold_extras(slot, extras)
         store_prompt(self.state, slot, tokens, extras)
         if self.config.policy is Policy.PRIORITY:
             for name, label in self._labels.add(request.request_id):
@@ -121,7 +96,6 @@ class Requests:
 
     def go_on(self, slot: int, whole: Request) -> None:
         """Continue a session: `whole` is its request with the next input; its status is waiting."""
-        self._release_extras(slot)
         self.requests[slot] = whole
         tokens = np.array(whole.prompt_token_ids, np.int32)
         self.reserve_nodes(len(tokens), 1 + len(self.state.nodes) // 8)
@@ -132,34 +106,29 @@ class Requests:
         self.state.requests[slot, c.NEXT_ITEM] = self.find_item(whole, computed)
         self._reserve_table(slot)
         self._store_stops(slot)
-        self._hold_extras(slot, extras)
         store_input(self.state, slot, tokens, extras)
-
-    def _hold_extras(self, slot: int, extras: NDArray[np.int32]) -> None:
-        self.state.requests[slot, c.FIRST_EXTRAS], self.state.requests[slot, c.EXTRAS] = extras[-2:]
-        if _has_extras(self.requests[slot]):
-            np.add.at(self.state.extras_uses, extras[-2:], 1)
-
-    def _release_extras(self, slot: int) -> None:
-        if _has_extras(self.requests[slot]):
-            row = self.state.requests[slot]
-            np.subtract.at(self.state.extras_uses, row[[c.EXTRAS, c.FIRST_EXTRAS]], 1)
 
     def remove(self, slot: int) -> RequestId:
         """Forget a finished request; return its id."""
-        request = self.requests[slot]
-        del self.slot_of[request.request_id]
-        self._unused.append(slot)
-        self.state.scalars[c.NUM_SESSIONS] -= request.resumable
-        self._release_extras(slot)
-        if self.config.max_loras and request.adapter is not None:
-            number = self._adapters[request.adapter]
-            self._num_of_adapter[number] -= 1
-            if not self._num_of_adapter[number]:
-                del self._adapters[request.adapter], self._num_of_adapter[number]
-        if self.config.policy is Policy.PRIORITY:
-            self._labels.remove(request.request_id)
-        return request.request_id
+        return self.remove_all(np.array([slot]))[0]
+
+    def remove_all(self, slots: c.Int64s) -> list[RequestId]:
+        """Forget finished requests; return their ids."""
+        names: list[RequestId] = self.names.take(slots).tolist()
+        self._unused += (unused := [*map(self.slot_of.pop, names)])
+        if self.state.scalars[c.NUM_SESSIONS]:
+            num_sessions = sum([self.requests[slot].resumable for slot in unused])
+            self.state.scalars[c.NUM_SESSIONS] -= num_sessions
+        for slot in unused if self._adapters else ():
+            adapter = self.requests[slot].adapter
+            if adapter is not None:
+                number = self._adapters[adapter]
+                self._num_of_adapter[number] -= 1
+                if not self._num_of_adapter[number]:
+                    del self._adapters[adapter], self._num_of_adapter[number]
+        for name in names if self.config.policy is Policy.PRIORITY else ():
+            self._labels.remove(name)
+        return names
 
     def get_tokens(self, slot: int) -> TokenIds:
         """Return the prompt and verified output tokens of a request."""
@@ -189,12 +158,12 @@ class Requests:
         """Make room for the nodes that `num_tokens` tokens of `num_requests` requests may fill."""
         needed = num_tokens // self.config.block_size + num_requests
         while self.state.scalars[c.NUM_FREE_NODES] < needed:
-            self.state = grow_nodes(self.state, 2 * len(self.state.nodes))
+            self.state = c.grow_nodes(self.state, 2 * len(self.state.nodes))
 
     def _store_stops(self, slot: int) -> None:
         stops = self.requests[slot].stop_token_ids
         if c.STOPS + len(stops) > self.state.requests.shape[1]:
-            self.state = grow_stops(self.state, 2 * len(stops))
+            self.state = c.grow_stops(self.state, 2 * len(stops))
         self.state.requests[slot, c.STOPS : c.STOPS + len(stops)] = stops
 
     def _find_slot(self, request: Request) -> int:
@@ -205,7 +174,7 @@ class Requests:
         slot = len(self.requests)
         self.requests.append(request)
         if slot == len(self.state.requests):
-            self.state = grow_slots(self.state, 2 * slot)
+            self.state = c.grow_slots(self.state, 2 * slot)
             self.names = np.concatenate((self.names, np.full(slot, None, object)))
         return slot
 
@@ -220,17 +189,16 @@ class Requests:
                 most = min(most, self.config.max_num_seqs + int(self.state.scalars[c.NUM_SESSIONS]))
             most = min(most, self.config.num_usable_blocks)
         while len(self.state.lines) < most:
-            self.state = grow_seats(self.state, 2 * len(self.state.lines))
+            self.state = c.grow_seats(self.state, 2 * len(self.state.lines))
 
     def _reserve_table(self, slot: int) -> None:
         """Make room for all blocks that a request may hold."""
-        needed = count_longest(self.config, int(self.state.requests[slot, c.MAX_KNOWN]))
+        needed = c.count_longest(self.config, int(self.state.requests[slot, c.MAX_KNOWN]))
         width = self.state.node_tables.shape[1]
         if width < needed:
-            longest = count_longest(self.config, self.config.max_model_len)
-            self.state = resize_tables(
-                self.state, len(self.state.lines), min(max(needed, 2 * width), longest)
-            )
+            longest = c.count_longest(self.config, self.config.max_model_len)
+            width = min(max(needed, 2 * width), longest)
+            self.state = c.resize_tables(self.state, len(self.state.lines), width)
 
     def _row_of(self, request: Request) -> list[int]:
         """Return the data of a new request, by column."""
@@ -248,6 +216,8 @@ class Requests:
             row[c.REPEATS_MIN] = request.repetition_detection.min_pattern_size
             row[c.REPEATS_MAX] = request.repetition_detection.max_pattern_size
             row[c.REPEATS_COUNT] = request.repetition_detection.min_count
+        if not row[c.NUM_STOPS] and not row[c.REPEATS_COUNT]:
+            row[c.NUM_CERTAIN] = row[c.MAX_KNOWN] - 1
         row[c.HAS_GRAMMAR] = request.grammar is not None
         row[c.FIRST_ITEM] = row[c.NEXT_ITEM] = self.find_item(request, 0)
         row[c.NUM_BESIDE] = sum(item.num_embeds for item in request.items)
@@ -278,7 +248,7 @@ class Requests:
             number = next(at for at in range(1, len(taken) + 2) if at not in taken)
             self._adapters[request.adapter] = number
             if number >= len(self.state.adapters):
-                longer = lengthen(self.state.adapters, 2 * number)
+                longer = c.lengthen(self.state.adapters, 2 * number)
                 self.state = self.state._replace(adapters=longer)
         self._num_of_adapter[number] += 1
         return number
@@ -292,7 +262,7 @@ class Requests:
             self.extras.sweep(self.state.extras_uses)
             if self.extras.count_unused(len(self.state.extras_uses)) < full + 2:
                 count = 2 * (len(self.extras.values) + full + 2)
-                longer = lengthen(self.state.extras_uses, count)
+                longer = c.lengthen(self.state.extras_uses, count)
                 self.state = self.state._replace(extras_uses=longer)
         found = list_extras(request, self.config.block_size, full + 1)
         found.append((request.adapter, *NOTHING[1:]))

@@ -9,7 +9,7 @@ import numpy as np
 from blockstep.impl.host import state as c
 from blockstep.impl.host.blocks import publish
 from blockstep.impl.host.jit import compiled, entry, making_arrays
-from blockstep.impl.host.lives import append_token, end, get_tokens, rest
+from blockstep.impl.host.lives import append_token, close_running, end_row, get_tokens, rest
 from blockstep.impl.host.state import Int32s, Int64s, State
 
 # Why a model output does not fit its frame.
@@ -34,10 +34,7 @@ row that delivers; the tokens; the number of rows that deliver, of tokens, and o
 NONE."""
 
 
-@entry(
-    *("state", "int64 2", "int32 2", "int32 1", "int32 1", "int32 1", "bool"),
-    makes_arrays=True,
-)
+@entry(*("state", "int64 2", "int32 2", "int32 1", "int32 1", "int32 1", "bool"), makes_arrays=True)
 def commit_step(
     s: State,
     who: Int64s,
@@ -112,9 +109,7 @@ def _check_counts(
     return FITS, 0
 
 
-@entry(
-    *("state", "int64 2", "int32 2", "int32 1", "int32 1", "bool", "out int32 2", "out int32 1"),
-)
+@entry(*("state", "int64 2", "int32 2", "int32 1", "int32 1", "bool", "out int32 2", "out int32 1"))
 def take_rows(
     s: State,
     who: Int64s,
@@ -129,7 +124,17 @@ def take_rows(
     row this stops, as Python ends it, or NONE."""
     start, ending = int(s.scalars[c.AT_TOKEN]), c.NONE
     num_rows, num_tokens = int(s.scalars[c.NUM_DELIVERING]), int(s.scalars[c.NUM_DELIVERED])
-    for row in range(s.scalars[c.AT_ROW], planned.shape[1]):
+    row = int(s.scalars[c.AT_ROW]) - 1
+    while row + 1 < planned.shape[1]:
+        row += 1
+        if not has_counts:
+            plain = _take_plain_rows(
+                s, who, planned, tokens[start:], told[:, num_rows:], kept[num_tokens:], row
+            )
+            row, start = row + plain, start + plain
+            num_rows, num_tokens = num_rows + plain, num_tokens + plain
+            if row == planned.shape[1]:
+                break
         samples, drafts = int(planned[c.TOLD_SAMPLES, row]), int(planned[c.TOLD_DRAFTS, row])
         count = int(counts[row]) if has_counts else samples
         first = start
@@ -159,13 +164,46 @@ def take_rows(
             if s.requests[slot, c.IS_SESSION] != 0:
                 rest(s, slot)
             elif s.requests[slot, c.MAY_KEEP] == 0:
-                end(s, slot)
+                end_row(s, slot)
             else:
                 s.scalars[c.AT_ROW], ending = row + 1, slot
                 break
+    if s.scalars[c.NUM_ENDED] > 0:
+        close_running(s)
     s.scalars[c.AT_TOKEN] = start
     s.scalars[c.NUM_DELIVERING], s.scalars[c.NUM_DELIVERED] = num_rows, num_tokens
     return int(ending)
+
+
+@compiled
+def _take_plain_rows(
+    s: State, who: Int64s, planned: Int32s, tokens: Int32s, told: Int32s, kept: Int32s, first: int
+) -> int:
+    """Store and deliver rows whose token fills no block and ends no request, from `first` on, up to
+    the first other row; return their number. It does what the loop around it does, with fewer
+    variables, so that they fit into registers."""
+    row, at, size, is_async = first, 0, s.scalars[c.BLOCK_SIZE], s.scalars[c.IS_ASYNC]
+    while row < planned.shape[1]:
+        slot = who[0, row]
+        known = s.requests[slot, c.NUM_KNOWN]
+        within = known - s.requests[slot, c.NUM_FULL] * size
+        if (
+            planned[c.TOLD_SAMPLES, row] == 0
+            or planned[c.TOLD_DRAFTS, row] != 0
+            or s.requests[slot, c.BIRTH] != who[1, row]
+            or within + 1 == size
+            or known >= s.requests[slot, c.NUM_CERTAIN]
+            or tokens[at] == s.requests[slot, c.EOS]
+            or (is_async != 0 and known >= s.requests[slot, c.QUIET])
+        ):
+            break
+        s.tails[slot, within] = kept[at] = tokens[at]
+        s.requests[slot, c.NUM_KNOWN] = known + 1
+        s.requests[slot, c.NUM_PROMISED] -= is_async
+        told[0, at], told[1, at] = row, 1
+        told[2, at], told[3, at] = s.requests[slot, c.NUM_CACHED_TOKENS], c.GOES_ON
+        row, at = row + 1, at + 1
+    return at
 
 
 @compiled
@@ -205,6 +243,8 @@ def _judge(s: State, slot: int, token: int) -> int:
     Before `min_tokens` only the length limits count (ours; 0.19.1 masks them as well).
     """
     known = s.requests[slot, c.NUM_KNOWN]
+    if known <= s.requests[slot, c.NUM_CERTAIN] and token != s.requests[slot, c.EOS]:
+        return c.GOES_ON
     has_min = known - s.requests[slot, c.NUM_PROMPT] >= s.requests[slot, c.MIN_TOKENS]
     if has_min and s.requests[slot, c.HAS_STOPS] != 0:
         if token == s.requests[slot, c.EOS]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from blockstep.impl.chunks import append_chunk, chunk_problem
 from blockstep.impl.host import state as c
@@ -15,29 +16,20 @@ from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.queues import append, leave_queue
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.refusals import update_problem
-from blockstep.spec.vocabulary import (
-    Aborted,
-    Ack,
-    Config,
-    Policy,
-    Rejected,
-    Request,
-    RequestId,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 
+@dataclass(eq=False)
 class Sessions:
     """The inputs of unfinished sessions that follow their next stops."""
 
-    def __init__(self, config: Config, requests: Requests, masks: Masks) -> None:
-        self.config = config
-        self.requests = requests
-        self.masks = masks
-        self.updates: dict[RequestId, deque[Request]] = {}
-        """The next inputs of each unfinished session; one that is not resumable is the last."""
+    config: v.Config
+    requests: Requests
+    masks: Masks
+    updates: dict[v.RequestId, deque[v.Request]] = field(default_factory=dict)
+    """The next inputs of each unfinished session; one that is not resumable is the last."""
 
-    def add(self, request: Request) -> None:
+    def add(self, request: v.Request) -> None:
         """Take a new request."""
         if request.resumable:
             self.updates[request.request_id] = deque()
@@ -50,8 +42,8 @@ class Sessions:
         return int((self.requests.state.requests[slots, c.STATUS] == c.IS_RESTING).sum())
 
     def update(
-        self, update: Request, find_problem: Callable[[Request, Request], Rejected | None]
-    ) -> Ack | Aborted | Rejected:
+        self, update: v.Request, find_problem: Callable[[v.Request, v.Request], v.Rejected | None]
+    ) -> v.Ack | v.Aborted | v.Rejected:
         """Take the next input of a session, or its end: Aborted if the caller must end it now.
 
         `find_problem`: returns why the whole request with this input is rejected, or None.
@@ -72,15 +64,15 @@ class Sessions:
         if not is_resting:
             updates.append(update)
             row[c.IS_SESSION] = updates[0].resumable
-            return Ack()
+            return v.Ack()
         if not update.resumable:
-            return Aborted((update.request_id,))
-        if self.config.policy is Policy.PRIORITY:  # its new arrival time puts it elsewhere
+            return v.Aborted((update.request_id,))
+        if self.config.policy is v.Policy.PRIORITY:  # its new arrival time puts it elsewhere
             leave_queue(self.requests.state, slot)
         self._go_on(slot, update)
-        if self.config.policy is Policy.PRIORITY:
+        if self.config.policy is v.Policy.PRIORITY:
             append(self.requests.state, c.SKIPPED, slot)
-        return Ack()
+        return v.Ack()
 
     def stop(self, slot: int) -> bool:
         """Queue a session that machine code has stopped; return False if the request ends."""
@@ -97,7 +89,7 @@ class Sessions:
             append(state, c.SKIPPED, slot)
         return True
 
-    def _go_on(self, slot: int, update: Request) -> None:
+    def _go_on(self, slot: int, update: v.Request) -> None:
         """Append the next input after the tokens that the session keeps: all but the last."""
         request, updates = self.requests.requests[slot], self.updates[update.request_id]
         whole = append_chunk(request, self._get_kept(slot), update)
@@ -106,12 +98,12 @@ class Sessions:
         can_rest = not updates or updates[0].resumable
         self.requests.state.requests[slot, c.IS_SESSION] = can_rest
 
-    def _get_kept(self, slot: int) -> TokenIds:
+    def _get_kept(self, slot: int) -> v.TokenIds:
         return tuple(get_tokens(self.requests.state, slot)[:-1].tolist())
 
     def _append_all(
-        self, slot: int, updates: deque[Request], update: Request, *, is_resting: bool
-    ) -> Request:
+        self, slot: int, updates: deque[v.Request], update: v.Request, *, is_resting: bool
+    ) -> v.Request:
         """Return the session's request with an input more, if each samples as many tokens as it may
         (P11)."""
         whole = self.requests.requests[slot]

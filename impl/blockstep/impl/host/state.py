@@ -15,7 +15,9 @@ Columns come first, as positions in the rows of the arrays.
 
 from __future__ import annotations
 
-from math import gcd, lcm
+from functools import cached_property
+from itertools import chain
+from math import gcd, lcm, prod
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -125,30 +127,31 @@ BEGINS_ANEW: Final = 3
 IS_REFUSED: Final = 4
 """A request does not fit, and others whose loads have finished may."""
 
-# Requests: columns that each step reads come first, so that they share few cache lines;
+# Requests: columns that most steps read come first, in two cache lines:
 BIRTH: Final = 0
 """A number for each life: of a request, or of an input of a session; 0 if the slot is unused."""
 NUM_KNOWN: Final = 1
 """Prompt and verified output tokens."""
-NUM_COMPUTED, NUM_PROMPT = range(2, 4)
-QUIET: Final = 4
+NUM_COMPUTED: Final = 2
+QUIET: Final = 3
 """A row that ends at most at this slot takes, publishes and leaves no block; 0: look."""
-NUM_IN_DOUBT: Final = 5
-"""Number of its drafts in flight; commits may reject all."""
-LAST_SAMPLE: Final = 6
-"""The last plan with a row that samples, in this life."""
-SEAT: Final = 7
-LAST_FRAME: Final = 8
-"""The last plan that had a row of the request."""
-NUM_DRAFTS: Final = 9
-NUM_PROMISED: Final = 10
+NUM_DRAFTS: Final = 4
+NUM_PROMISED: Final = 5
 """Placeholders: outputs that frames in flight will sample; 0 without asynchronous scheduling."""
-NUM_FULL: Final = 11
+LAST_FRAME: Final = 6
+"""The last plan that had a row of the request."""
+LAST_SAMPLE: Final = 7
+"""The last plan with a row that samples, in this life."""
+NUM_PROMPT, IS_PREFILL = range(8, 10)
+NUM_FULL: Final = 10
 """Number of blocks that its known tokens fill."""
-IS_PREFILL: Final = 12
-ROW: Final = 13
-"""Row in the step that is being planned."""
-STATUS, NUM_CACHED_TOKENS, MIN_TOKENS = range(14, 17)
+NUM_CERTAIN: Final = 11
+"""Known tokens up to which only `EOS` can end it."""
+NUM_CACHED_TOKENS, SEAT, STATUS = range(12, 15)
+EOS: Final = 15
+"""NONE if it has none; no token equals that."""
+# then those that some steps read.
+MIN_TOKENS: Final = 16
 HAS_STOPS: Final = 17
 """Whether a token can end it."""
 REPEATS_COUNT: Final = 18
@@ -156,12 +159,11 @@ REPEATS_COUNT: Final = 18
 END_BY_MAX_TOKENS: Final = 19
 """Prompt length plus `max_tokens`, whatever the model length."""
 LAST_NODE: Final = 20
-EOS: Final = 21
-"""NONE if it has none; no token equals that."""
+NUM_IN_DOUBT: Final = 21
+"""Number of its drafts in flight; commits may reject all."""
 NUM_STOPS: Final = 22
 MAX_KNOWN: Final = 23
 """Known tokens at which it finishes for its length."""
-# the other columns follow.
 SKIPS_CACHE, REPEATS_MIN, REPEATS_MAX, PRIORITY, ARRIVAL = range(24, 29)
 LABEL: Final = 29
 """Number that compares like its id; under `Policy.PRIORITY` only."""
@@ -214,8 +216,8 @@ IS_RESTING: Final = 4
 """A session that awaits its next input."""
 IS_LOADING: Final = 5
 """It has blocks, and waits for a load over several steps."""
-HAS_LOADED: Final = 6
-"""It has finished a load over several steps."""
+HAS_LOADED, HAS_ENDED = range(6, 8)
+"""It has finished a load over several steps; it has ended."""
 
 # Blocks; the null block is never free, so it closes the free queue to a ring.
 REF_COUNT, NEXT_FREE, PREVIOUS_FREE, NODE = range(4)
@@ -315,8 +317,8 @@ Int32s = NDArray[np.int32]
 A = TypeVar("A", Int64s, Int32s)
 
 
-class State(NamedTuple):
-    """All arrays. Compiled functions change their contents; only growth replaces some."""
+class Arrays(NamedTuple):
+    """The arrays of a state."""
 
     scalars: Int64s
     """[NUM_SCALARS]"""
@@ -363,6 +365,19 @@ class State(NamedTuple):
     """[twice the running slots, or a block table]"""
 
 
+class State(Arrays):
+    """All arrays. Compiled functions change their contents; only growth replaces some."""
+
+    @cached_property
+    def places(self) -> Int64s:
+        """The address and the shape of each array: what Python passes to machine code."""
+        pairs = [(array.ctypes.data, *array.shape) for array in self]
+        return np.array([*chain.from_iterable(pairs)], np.int64)
+
+    def __getstate__(self) -> None:
+        """Leave the places out of a copy, which has arrays of its own."""
+
+
 _SLOTS: Final = 8
 _UNLIMITED: Final = 1 << 40
 _KINDS: Final = {
@@ -375,6 +390,8 @@ _KINDS: Final = {
 TABLE_BLOCKS = 64
 """Blocks of a table as long as no request may need more: rows that are close together use few
 pages of memory."""
+LINE_BYTES: Final = 64
+"""Bytes of a cache line."""
 TABLE_ENTRIES = 1 << 26
 """Most entries of a table allocated for all batch rows at once: unwritten memory is not used."""
 
@@ -385,13 +402,13 @@ def make_state(config: Config) -> State:
     longest = count_longest(config, config.max_model_len)
     width = longest if config.is_encoder_decoder else min(longest, TABLE_BLOCKS)
     scalars = _make_scalars(config, groups)
-    blocks = np.full((config.num_blocks, BLOCK_COLUMNS), NONE, np.int32)
-    blocks[:, REF_COUNT] = 0
+    blocks = lengthen(np.zeros((0, BLOCK_COLUMNS), np.int32), config.num_blocks)
+    blocks[:, NODE:] = NONE
     ring = np.arange(config.num_blocks, dtype=np.int32)
     blocks[:, NEXT_FREE], blocks[:, PREVIOUS_FREE] = np.roll(ring, -1), np.roll(ring, 1)
     state = State(
         scalars,
-        np.zeros((0, REQUEST_COLUMNS), np.int64),
+        np.zeros((0, _fill_lines(REQUEST_COLUMNS)), np.int64),
         np.zeros((0, size), np.int32),
         groups,
         np.zeros((0, len(groups), HOLDING_COLUMNS), np.int64),
@@ -540,9 +557,15 @@ def grow_slots(state: State, count: int) -> State:
 
 def grow_stops(state: State, count: int) -> State:
     """Return the state with room for `count` stop tokens of each request."""
-    requests = np.zeros((len(state.requests), STOPS + count), np.int64)
+    requests = np.zeros((0, _fill_lines(STOPS + count)), np.int64)
+    requests = lengthen(requests, len(state.requests))
     requests[:, : state.requests.shape[1]] = state.requests
     return state._replace(requests=requests)
+
+
+def _fill_lines(num_columns: int) -> int:
+    """Return a number of columns of int64 that fills whole cache lines."""
+    return -(-num_columns * 8 // LINE_BYTES) * LINE_BYTES // 8
 
 
 def grow_seats(state: State, count: int) -> State:
@@ -614,7 +637,11 @@ def reserve_deferred(state: State, num_more: int = 0) -> State:
 
 
 def lengthen(array: A, count: int) -> A:
-    """Return the array with `count` rows; new ones are zeros, and use no memory until written."""
-    longer: A = np.zeros((count, *array.shape[1:]), array.dtype)
+    """Return the array with `count` rows, from the begin of a cache line on; new ones are zeros,
+    and use no memory until written."""
+    shape = (count, *array.shape[1:])
+    memory = np.zeros(prod(shape) + LINE_BYTES // array.itemsize, array.dtype)
+    first = -memory.ctypes.data % LINE_BYTES // array.itemsize
+    longer: A = memory[first : first + prod(shape)].reshape(shape)
     longer[: len(array)] = array
     return longer

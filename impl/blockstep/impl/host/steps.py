@@ -7,43 +7,28 @@ An item of the request is due, or it lacks blocks that only turns that have ende
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from blockstep.impl.host import planning as p
 from blockstep.impl.host import state as c
 from blockstep.impl.host.encodings import Encodings
-from blockstep.impl.host.planning import (
-    ADMITTED,
-    DUE,
-    PARKED,
-    REFUSED,
-    PlanArrays,
-    admit_rows,
-    end_running,
-    is_passed_over,
-    issue,
-    may_admit,
-    may_try_again,
-    plan_step,
-    run_rows,
-    try_admit,
-)
 from blockstep.impl.host.queues import pass_over
 from blockstep.impl.host.state import State
 from blockstep.impl.host.transfers import Transfers
 from blockstep.impl.host.turns import Turns
 
 
+@dataclass(eq=False)
 class Steps:
     """Makes plans with the managers of the resources that machine code does not know."""
 
-    def __init__(
-        self, encodings: Encodings | None, turns: Turns | None, transfers: Transfers | None
-    ) -> None:
-        self.encodings = encodings
-        self.turns = turns
-        self.transfers = transfers
+    encodings: Encodings | None
+    turns: Turns | None
+    transfers: Transfers | None
 
     def plan_step(
         self, s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
-    ) -> PlanArrays:
+    ) -> p.PlanArrays:
         """Plan one step, as the function of machine code with this name does.
 
         Where that stops, the parts of the step are called one by one.
@@ -52,8 +37,9 @@ class Steps:
             self.encodings.begin_step()
         if self.turns is not None:
             self.turns.begin_step()
-        result = plan_step(s, frame_id, previous_id, oldest_id, budget, admits)
-        self._undo_preempted(s)
+        result = p.plan_step(s, frame_id, previous_id, oldest_id, budget, admits)
+        if self.encodings is not None:
+            self.encodings.undo_preempted(s)
         if not s.scalars[c.STOPPED]:
             return result
         position, slot = s.scalars[[c.STOP_POSITION, c.STOP_SLOT]].tolist()
@@ -62,14 +48,14 @@ class Steps:
             while position != c.NONE:
                 position = self._run_stopped(s, position)
                 if position != c.NONE:
-                    position = run_rows(s, position, c.NONE)
+                    position = p.run_rows(s, position, c.NONE)
                     self._undo_preempted(s)
-            num_running = end_running(s)
-            if admits and may_admit(s):
-                slot = admit_rows(s, oldest_id)
+            num_running = p.end_running(s)
+            if admits and p.may_admit(s):
+                slot = p.admit_rows(s, oldest_id)
         while slot != c.NONE:
-            slot = admit_rows(s, oldest_id) if self._admit_stopped(s, slot, oldest_id) else c.NONE
-        return issue(s, frame_id, previous_id, num_running)
+            slot = p.admit_rows(s, oldest_id) if self._admit_stopped(s, slot, oldest_id) else c.NONE
+        return p.issue(s, frame_id, previous_id, num_running)
 
     def _undo_preempted(self, s: State) -> None:
         if self.encodings is not None:
@@ -88,10 +74,10 @@ class Steps:
         elif self.turns is not None:
             self.turns.give(slot)
         num_rows = s.scalars[c.NUM_ROWS]
-        position = run_rows(s, position, tokens)
+        position = p.run_rows(s, position, tokens)
         while self.turns is not None and s.scalars[c.STOPPED] == c.IS_SHORT:
             self.turns.give(slot)
-            position = run_rows(s, int(s.scalars[c.STOP_POSITION]), tokens)
+            position = p.run_rows(s, int(s.scalars[c.STOP_POSITION]), tokens)
         self._undo_preempted(s)
         if self.encodings is not None and chosen is not None and s.scalars[c.NUM_ROWS] > num_rows:
             self.encodings.hold(slot, chosen)
@@ -101,16 +87,16 @@ class Steps:
         """Admit the head of a queue at which machine code has stopped; False ends the phase."""
         if s.scalars[c.STOPPED] == c.IS_SHORT and self.turns is not None:
             self.turns.give(slot)
-        code = REFUSED if s.scalars[c.STOPPED] == c.IS_REFUSED else self._try_admit(s, slot)
-        while code == REFUSED:
+        code = p.REFUSED if s.scalars[c.STOPPED] == c.IS_REFUSED else self._try_admit(s, slot)
+        while code == p.REFUSED:
             s.scalars[c.STOPPED] = c.GOES_ON
-            if not may_try_again(s, slot):
+            if not p.may_try_again(s, slot):
                 if s.scalars[c.STOPPED] != c.IS_SHORT or self.turns is None:
                     self._admit_loaded(s, slot, oldest_id)
                     return False
                 self.turns.give(slot)
             code = self._try_admit(s, slot)
-        if code == PARKED:
+        if code == p.PARKED:
             pass_over(s, slot)
         return True
 
@@ -124,7 +110,7 @@ class Steps:
         for slot in () if self.transfers is None else self.transfers.list_received():
             if s.scalars[c.BUDGET] <= 0 or s.scalars[c.NUM_RUNNING] >= s.scalars[c.MAX_NUM_SEQS]:
                 return
-            if slot != head and not is_passed_over(s, slot, oldest_id):
+            if slot != head and not p.is_passed_over(s, slot, oldest_id):
                 self._try_admit(s, slot)
 
     def _try_admit(self, s: State, slot: int) -> int:
@@ -135,16 +121,16 @@ class Steps:
             return self._try_with_items(s, slot)
         kept = self.transfers.begin_anew(slot)
         code = self._try_with_items(s, slot)
-        if code == REFUSED:
+        if code == p.REFUSED:
             self.transfers.restore(slot, kept)
         return code
 
     def _try_with_items(self, s: State, slot: int) -> int:
-        code = try_admit(s, slot, c.NONE)
-        if code == DUE and self.encodings is not None:
+        code = p.try_admit(s, slot, c.NONE)
+        if code == p.DUE and self.encodings is not None:
             start, tokens = s.scalars[[c.STOP_START, c.STOP_TOKENS]].tolist()
             chosen = self.encodings.choose(slot, start, tokens)
-            code = try_admit(s, slot, chosen.num_tokens)
-            if code == ADMITTED:
+            code = p.try_admit(s, slot, chosen.num_tokens)
+            if code == p.ADMITTED:
                 self.encodings.hold(slot, chosen)
         return int(code)

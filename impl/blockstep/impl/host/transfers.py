@@ -9,7 +9,7 @@ Machine code admits requests with what a store loads; what a store and a worker 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,65 +20,38 @@ from blockstep.impl.host.lives import drop_blocks, preempt_one, publish_computed
 from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.state import Int64s, reserve_deferred
-from blockstep.spec.vocabulary import (
-    NO_TRANSFERS,
-    NULL_BLOCK,
-    BlockId,
-    BlockTables,
-    Config,
-    DeferredFree,
-    FrameId,
-    HeldBlocks,
-    KVLoad,
-    KVLoadFailurePolicy,
-    KVOffer,
-    KVSave,
-    KVTransfers,
-    RequestId,
-    TransfersSnapshot,
-)
+from blockstep.spec import vocabulary as v
 
 
+@dataclass(eq=False)
 class Transfers:
-    """The offers of a store, the loads under way, and the blocks that a transfer holds.
+    """The offers of a store, the loads under way, and the blocks that a transfer holds."""
 
-    Args:
-        config: the constants of the run.
-        requests: unfinished requests.
-        masks: their grammars.
-        last_frames: the last frame in flight with a row of each finished request, if there is one.
-    """
+    config: v.Config
+    requests: Requests
+    masks: Masks
+    last_frames: Mapping[v.RequestId, v.FrameId]
+    """The last frame in flight with a row of each finished request, if there is one."""
+    offers: dict[v.RequestId, v.KVOffer] = field(default_factory=dict)
+    """The offers for unfinished requests; without one, the store neither loads nor stores KV."""
+    loads: dict[v.FrameId, tuple[v.KVLoad, ...]] = field(default_factory=dict)
+    """For frames in flight, the loads that finish before their rows run, in order."""
+    held: dict[v.RequestId, v.HeldBlocks] = field(default_factory=dict)
+    """The blocks of finished requests that a transfer still uses."""
 
-    def __init__(
-        self,
-        config: Config,
-        requests: Requests,
-        masks: Masks,
-        last_frames: Mapping[RequestId, FrameId],
-    ) -> None:
-        self.config = config
-        self.requests = requests
-        self.masks = masks
-        self.last_frames = last_frames
-        self.offers: dict[RequestId, KVOffer] = {}
-        """The offers for unfinished requests; without one, the store neither loads nor stores KV.
-        """
-        self.loads: dict[FrameId, tuple[KVLoad, ...]] = {}
-        """For frames in flight, the loads that finish before their rows run, in order."""
-        self.held: dict[RequestId, HeldBlocks] = {}
-        """The blocks of finished requests that a transfer still uses."""
-        groups = requests.state.groups
+    def __post_init__(self) -> None:
+        groups = self.requests.state.groups
         self._is_whole = bool((groups[:, c.KIND] == c.IS_FULL).all())
         """Whether in all groups later tokens read every token."""
 
     # What a store says
 
-    def take_offer(self, offer: KVOffer) -> None:
+    def take_offer(self, offer: v.KVOffer) -> None:
         """Set the store's offer for a request; ignored if the request is not unfinished."""
         slot = self.requests.slot_of.get(offer.request_id)
         if slot is None:
             return
-        if offer == KVOffer(offer.request_id):
+        if offer == v.KVOffer(offer.request_id):
             self.offers.pop(offer.request_id, None)
         else:
             self.offers[offer.request_id] = offer
@@ -92,7 +65,7 @@ class Transfers:
     def clear_offers(self) -> None:
         """Forget all offers."""
         for name in [*self.offers]:
-            self.take_offer(KVOffer(name))
+            self.take_offer(v.KVOffer(name))
 
     # A plan
 
@@ -100,10 +73,8 @@ class Transfers:
         """Add the loads of a step to its plan, and what of its preempted requests is saved."""
         s = self.requests.state
         if s.scalars[c.NUM_SAVES]:
-            saves = [
-                self._make_save(*row) for row in s.loads[: s.scalars[c.NUM_SAVES], :3].tolist()
-            ]
-            plan.kv_saves = tuple(saves)
+            rows = s.loads[: s.scalars[c.NUM_SAVES], :3].tolist()
+            plan.kv_saves = tuple([self._make_save(*row) for row in rows])
         if not s.scalars[c.NUM_LOADS]:
             return
         loads = [self._make_load(*row) for row in s.loads[: s.scalars[c.NUM_LOADS]].tolist()]
@@ -112,15 +83,15 @@ class Transfers:
         if at_once:
             self.loads[plan.frame_id] = at_once
 
-    def _make_load(self, slot: int, num_hit: int, num_external: int, is_async: int) -> KVLoad:
+    def _make_load(self, slot: int, num_hit: int, num_external: int, is_async: int) -> v.KVLoad:
         tables = self._list_loaded(slot, num_hit + num_external)
         name = self.requests.requests[slot].request_id
-        return KVLoad(name, tables, num_hit, num_external, bool(is_async))
+        return v.KVLoad(name, tables, num_hit, num_external, bool(is_async))
 
-    def _make_save(self, slot: int, seat: int, num_tokens: int) -> KVSave:
+    def _make_save(self, slot: int, seat: int, num_tokens: int) -> v.KVSave:
         pairs = zip(self.requests.state.block_tables, self.config.block_sizes, strict=True)
         tables = [tuple(table[seat, : num_tokens // size].tolist()) for table, size in pairs]
-        return KVSave(self.requests.requests[slot].request_id, tuple(tables), num_tokens)
+        return v.KVSave(self.requests.requests[slot].request_id, tuple(tables), num_tokens)
 
     def begin_anew(self, slot: int) -> tuple[Int64s, int]:
         """Free the blocks of a request after an empty load; return what `restore` needs.
@@ -164,36 +135,36 @@ class Transfers:
         tables = self.requests.list_tables(slot, c.HELD)
         if not any(tables) or not (is_recving or is_sending):
             return False
-        self.held[name] = HeldBlocks(name, tables, is_recving, is_sending)
+        self.held[name] = v.HeldBlocks(name, tables, is_recving, is_sending)
         s.holdings[slot] = 0
         s.scalars[c.NUM_MOVES] += 1
         return True
 
     # What a worker reports
 
-    def has_news(self, frame_id: FrameId, report: KVTransfers) -> bool:
+    def has_news(self, frame_id: v.FrameId, report: v.KVTransfers) -> bool:
         """Return whether `begin_commit` would do anything."""
         has_deferred = bool(self.requests.state.scalars[c.NUM_DEFERRED])
-        return report is not NO_TRANSFERS or frame_id in self.loads or has_deferred
+        return report is not v.NO_TRANSFERS or frame_id in self.loads or has_deferred
 
     def begin_commit(
-        self, frame_id: FrameId, report: KVTransfers
-    ) -> tuple[list[RequestId], list[int]]:
+        self, frame_id: v.FrameId, report: v.KVTransfers
+    ) -> tuple[list[v.RequestId], list[int]]:
         """Take what comes before the rows of a frame: blocks that waited for it become free, and
         those that could not be loaded are uncomputed. Returns what `take_invalid` returns."""
         free_deferred(self.requests.state, frame_id)
         return self.take_invalid(report, frame_id)
 
     def take_invalid(
-        self, report: KVTransfers, frame_id: FrameId | None = None
-    ) -> tuple[list[RequestId], list[int]]:
+        self, report: v.KVTransfers, frame_id: v.FrameId | None = None
+    ) -> tuple[list[v.RequestId], list[int]]:
         """Uncompute the tokens of blocks that could not be loaded; return the requests that fail,
         and those that were preempted.
 
         With `frame_id`, that frame is being committed: the blocks that it has loaded are published.
         """
         s, preempted = self.requests.state, list[int]()
-        invalid = frozenset(report.invalid_block_ids) - {NULL_BLOCK}
+        invalid = frozenset(report.invalid_block_ids) - {v.NULL_BLOCK}
         failed = self._take_invalid_of_parked(invalid) if invalid else []
         for load in () if frame_id is None else self.loads.get(frame_id, ()):
             slot = self.requests.slot_of.get(load.request_id)
@@ -208,13 +179,13 @@ class Transfers:
                     publish_computed(s, slot)
             elif is_by_this or awaits_rows:
                 self._drop_rows(slot)
-                if self.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL:
+                if self.config.kv_load_failure_policy is v.KVLoadFailurePolicy.FAIL:
                     failed.append(load.request_id)
                 elif self._recompute(slot, valid):
                     preempted.append(slot)
         return failed, preempted
 
-    def take_finished(self, report: KVTransfers) -> None:
+    def take_finished(self, report: v.KVTransfers) -> None:
         """Take loads and stores that have finished; ids of other requests are ignored."""
         s = self.requests.state
         for name in report.finished_recving:
@@ -227,7 +198,7 @@ class Transfers:
         for name in report.finished_sending:
             self._release(name, is_recving=False)
 
-    def _take_invalid_of_parked(self, invalid: frozenset[BlockId]) -> list[RequestId]:
+    def _take_invalid_of_parked(self, invalid: frozenset[v.BlockId]) -> list[v.RequestId]:
         """Uncompute the tokens of invalid blocks of requests that wait for a load; return the
         requests that fail."""
         s, failed = self.requests.state, []
@@ -242,19 +213,19 @@ class Transfers:
             )
             if valid is None:
                 continue
-            if self.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL:
+            if self.config.kv_load_failure_policy is v.KVLoadFailurePolicy.FAIL:
                 failed.append(self.requests.requests[slot].request_id)
             else:
                 row[c.NUM_COMPUTED] = min(row[c.NUM_COMPUTED], valid)
         return failed
 
-    def _find_valid_of(self, load: KVLoad, invalid: frozenset[BlockId]) -> int | None:
+    def _find_valid_of(self, load: v.KVLoad, invalid: frozenset[v.BlockId]) -> int | None:
         """Return the leading tokens of a frame's load that are valid; None if all are."""
         firsts = [load.num_computed_tokens // size for size in self.config.block_sizes]
         return self._find_valid(load.block_ids, firsts, invalid) if invalid else None
 
     def _find_valid(
-        self, tables: BlockTables, firsts: Sequence[int], invalid: frozenset[BlockId]
+        self, tables: v.BlockTables, firsts: Sequence[int], invalid: frozenset[v.BlockId]
     ) -> int | None:
         """Return the leading tokens of a load that can be kept; None if all can.
 
@@ -297,7 +268,7 @@ class Transfers:
         publish_computed(s, slot)
         return False
 
-    def _release(self, name: RequestId, *, is_recving: bool) -> None:
+    def _release(self, name: v.RequestId, *, is_recving: bool) -> None:
         """End the load or the store of a finished request's blocks; they are free once it has no
         other, and no frame in flight accesses them."""
         held = self.held.get(name)
@@ -313,7 +284,7 @@ class Transfers:
             for table in held.block_tables:
                 free_list(s, np.array(table, np.int32))
             return
-        blocks = [block for table in held.block_tables for block in table if block != NULL_BLOCK]
+        blocks = [block for table in held.block_tables for block in table if block != v.NULL_BLOCK]
         s = self.requests.state = reserve_deferred(s, len(blocks))
         first = int(s.scalars[c.NUM_DEFERRED])
         for at, block in enumerate(blocks, first):
@@ -326,16 +297,16 @@ class Transfers:
         """Return whether no load is under way and no transfer holds blocks (P17)."""
         return not self.held and not self._has_status(c.IS_LOADING)
 
-    def snapshot(self) -> TransfersSnapshot:
+    def snapshot(self) -> v.TransfersSnapshot:
         """Return its canonical state."""
         requests, s = self.requests, self.requests.state
         names = sorted(requests.slot_of)
         rows = {name: s.requests[requests.slot_of[name]] for name in names}
-        deferred: list[DeferredFree] = []
+        deferred: list[v.DeferredFree] = []
         for frame_id, block, is_first in s.copies[: s.scalars[c.NUM_DEFERRED]].tolist():
             before = () if is_first else deferred.pop().block_ids
-            deferred.append(DeferredFree(frame_id, (*before, block)))
-        return TransfersSnapshot(
+            deferred.append(v.DeferredFree(frame_id, (*before, block)))
+        return v.TransfersSnapshot(
             offers=tuple([offer for _, offer in sorted(self.offers.items())]),
             received=tuple([name for name in names if rows[name][c.STATUS] == c.HAS_LOADED]),
             unsettled=tuple([name for name in names if rows[name][c.UNSETTLED]]),
@@ -347,7 +318,7 @@ class Transfers:
         slots = [*self.requests.slot_of.values()]
         return bool((self.requests.state.requests[slots, c.STATUS] == status).any())
 
-    def _list_loaded(self, slot: int, num_tokens: int) -> BlockTables:
+    def _list_loaded(self, slot: int, num_tokens: int) -> v.BlockTables:
         """Return the block tables up to the last block of the first `num_tokens` tokens."""
         tables = self.requests.list_tables(slot, c.HELD)
         return tuple(
