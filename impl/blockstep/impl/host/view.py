@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import Any, Final, NamedTuple
 
 from blockstep.impl.doors import Doors
 from blockstep.impl.grammars import Matcher
 from blockstep.impl.host import state as c
-from blockstep.impl.host.changes import find_changes, fits, forget
 from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.keys import Keys
 from blockstep.impl.host.lives import get_tokens
 from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.sessions import Sessions
-from blockstep.impl.host.state import State
 from blockstep.impl.host.transfers import Transfers
 from blockstep.impl.names import STATUSES
 from blockstep.spec import vocabulary as v
+
+WIDE: Final = 256
+"""Most blocks of a table that is compared whole, whatever number of them is held."""
 
 
 class Blocks(NamedTuple):
@@ -55,15 +54,8 @@ class View:
         self.sessions = sessions
         self.transfers = transfers
         self.parts = {name: show for name, show in parts.items() if show is not None}
-        self._shown: dict[int, v.RequestSnapshot] = {}
-        """By index: the last snapshot of each request."""
-        self._seen: State = requests.state
-        self._last = forget(self._seen)
-        """The arrays that `find_changes` compares, as they were at its last call."""
-        self._found = np.zeros(3 + 3 * len(self._seen.requests), np.int64)
-        self._beside: dict[int, tuple[int, tuple[int, bool]]] = {}
-        """By index: the number of inputs that wait and the position in a grammar, of the requests
-        that had either."""
+        self._shown: dict[int, tuple[tuple[object, ...], v.RequestSnapshot]] = {}
+        """By index: all that a request's snapshot is made of, and that snapshot."""
         self._blocks: tuple[tuple[bytes, int], Blocks] = (b"", 0), Blocks((), (), (), {})
         """The arrays behind the blocks of the last snapshot, and those blocks."""
 
@@ -74,14 +66,14 @@ class View:
         """
         doors, s = self.doors, self.requests.state
         names, blocks = self.requests.names, self._list_blocks()
-        waiting, skipped = self._find_changes()
+        list_queue = self.requests.list_queue
         return v.Snapshot(
             pause_state=doors.pause_state,
-            waiting=tuple(names[waiting].tolist()),
-            skipped_waiting=tuple(names[skipped].tolist()),
+            waiting=tuple(names[list_queue(c.WAITING)].tolist()),
+            skipped_waiting=tuple(names[list_queue(c.SKIPPED)].tolist()),
             running=tuple(names[s.lines[: s.scalars[c.NUM_RUNNING], c.RUNNING]].tolist()),
             requests=tuple(
-                [self._shown[slot] for _, slot in sorted(self.requests.slot_of.items())]
+                self._request(slot) for _, slot in sorted(self.requests.slot_of.items())
             ),
             ref_counts=blocks.ref_counts,
             free_queue=blocks.free_queue,
@@ -144,31 +136,31 @@ class View:
             cached,
         )
 
-    def _find_changes(self) -> tuple[list[int], list[int]]:
-        """Renew the snapshots of changed requests; return the requests of both queues."""
-        s, updates, matchers = self.requests.state, self.sessions.updates, self.masks.matchers
-        if s is not self._seen:
-            self._seen = s
-            if not fits(self._last, s):
-                self._last, self._found = forget(s), np.zeros(3 + 3 * len(s.requests), np.int64)
-        found: list[int] = self._found[: find_changes(s, self._last, self._found)].tolist()
-        num_changed, num_waiting, _ = found[:3]
-        changed, queued = found[3 : 3 + num_changed], found[3 + num_changed :]
-        if updates or matchers or self._beside:
-            before, self._beside = self._beside, {}
-            for name in {*updates, *matchers}:
-                told = len(updates.get(name, ())), _tell(matchers.get(name))
-                self._beside[self.requests.slot_of[name]] = told
-            changed += [slot for slot, told in self._beside.items() if before.get(slot) != told]
-        for slot in changed:
-            self._shown[slot] = self._make_request(slot)
-        return queued[:num_waiting], queued[num_waiting:]
+    def _request(self, slot: int) -> v.RequestSnapshot:
+        """Return the snapshot of a request: the same object as long as nothing of it changes."""
+        s, request = self.requests.state, self.requests.requests[slot]
+        updates = self.sessions.updates.get(request.request_id)
+        matcher = self.masks.matchers.get(request.request_id)
+        row, seat, held = s.requests[slot], s.requests[slot, c.SEAT], s.holdings[slot]
+        shown = s.block_tables[:, seat]
+        if shown.shape[1] > WIDE:
+            shown = shown[:, : held[:, c.HELD].max()]
+        tables = shown.tobytes()
+        drafts = s.drafts[seat].tobytes() if row[c.NUM_DRAFTS] else b""
+        known: tuple[object, ...] = (
+            *(row.tobytes(), held.tobytes(), tables, drafts, updates is None or len(updates)),
+            *((matcher.position.state, matcher.reasoning_ended) if matcher else ()),
+        )
+        last = self._shown.get(slot)
+        if last is None or last[0] != known:
+            last = self._shown[slot] = known, self._make_request(slot, updates, matcher)
+        return last[1]
 
-    def _make_request(self, slot: int) -> v.RequestSnapshot:
+    def _make_request(
+        self, slot: int, updates: Sized | None, matcher: Matcher | None
+    ) -> v.RequestSnapshot:
         requests = self.requests
         s, request = requests.state, requests.requests[slot]
-        updates = self.sessions.updates.get(request.request_id)
-        grammar_state, reasoning_ended = _tell(self.masks.matchers.get(request.request_id))
         row = s.requests[slot].tolist()
         tokens = get_tokens(s, slot)
         drafts: v.TokenIds = (v.DRAFT_PLACEHOLDER,) * row[c.NUM_DRAFTS]
@@ -187,16 +179,11 @@ class View:
             num_cached_tokens=row[c.NUM_CACHED_TOKENS],
             num_preemptions=row[c.TIMES_PREEMPTED],
             grammar_ready=bool(row[c.GRAMMAR_READY]),
-            grammar_state=grammar_state,
+            grammar_state=0 if matcher is None else matcher.position.state,
             prompt_token_ids=() if updates is None else request.prompt_token_ids,
             num_streaming_updates=0 if updates is None else len(updates),
-            reasoning_ended=reasoning_ended,
+            reasoning_ended=matcher is not None and matcher.reasoning_ended,
         )
-
-
-def _tell(matcher: Matcher | None) -> tuple[int, bool]:
-    """Return the state of a grammar, and whether the reasoning before it has ended."""
-    return (0, False) if matcher is None else (matcher.position.state, matcher.reasoning_ended)
 
 
 def _follow(rows: list[list[int]], first: int, column: int, end: int) -> list[int]:
