@@ -12,7 +12,7 @@ from blockstep.conformance.protocol.features import BY_NAME, LATE
 HOUSE = Path(__file__).resolve().parents[1]
 TOOLS = HOUSE / "conformance" / "blockstep" / "conformance"
 FOLDERS = sorted(path.parent for path in (TOOLS / "features").glob("*/__init__.py"))
-MODULES = {"__init__", "draws", "properties", "worlds"}
+MODULES = {"__init__", "draws", "goals", "properties", "worlds"}
 """Modules of a folder: those that are loaded, and no others."""
 WORDS = {
     "adapters": re.compile(r"lora", re.IGNORECASE),

@@ -68,7 +68,7 @@ MODULES = (
     "spec.profiles", "spec.oracle", "impl.host.engine", "kernels.attention",
     "conformance.moved",
     "conformance.engine", "conformance.protocol.program", "conformance.draw.actions",
-    "conformance.features.pins.draws", "conformance.features.pins.properties",
+    "conformance.features.pins.draws", "conformance.features.pins.goals",
     "conformance.judge.witnesses", "conformance.lockstep.driver", "conformance.search.check",
     "conformance.recorded.replay", "conformance.engines.serving", "conformance.museum.pool",
     "conformance.explore.walk", "conformance.prove.runner", "conformance.bench.player",
@@ -87,7 +87,7 @@ ALLOWED = (
     ("spec.oracle", "from blockstep.spec.profiles import STRICT"),
     ("conformance.command.main", "from blockstep.conformance.report import failure"),
     ("conformance.prove.runner", "from blockstep.conformance.engine import Engine"),
-    ("conformance.features.pins.properties", "from blockstep.conformance.judge import witnesses"),
+    ("conformance.features.pins.goals", "from blockstep.conformance.judge import witnesses"),
 )
 FORBIDDEN = (
     ("spec.core.schedule", "from blockstep.spec.releases.order import one_waiting_queue"),
@@ -112,7 +112,7 @@ FORBIDDEN = (
     ("conformance.search.check", "from blockstep.conformance.report.failure import tell_failure"),
     ("conformance.draw.actions", "from blockstep.conformance.judge import witnesses"),
     ("conformance.features.pins.draws", "from blockstep.conformance.judge import witnesses"),
-    ("conformance.features.pins.properties", "import blockstep.conformance.search.check"),
+    ("conformance.features.pins.goals", "import blockstep.conformance.search.check"),
     ("conformance.bench.player", "def f():\n    import blockstep.conformance.prove.runner"),
     ("conformance.pytest_plugin", "import blockstep.conformance.command.main"),
     ("conformance.engine", "from blockstep.conformance.protocol.program import Program"),

@@ -17,7 +17,20 @@ from enum import StrEnum
 from types import NoneType
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
-from blockstep.spec import vocabulary as v
+from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockKey,
+    Config,
+    Event,
+    Observation,
+    PauseState,
+    RejectCode,
+    Request,
+    RequestId,
+    RequestSnapshot,
+    Snapshot,
+    Stats,
+)
 
 
 class Capability(StrEnum):
@@ -95,10 +108,10 @@ class BadEngineError(TypeError):
 class EngineFault(Exception):
     """The engine failed. The driver reports this as a finding, with the program that led to it."""
 
-    state: v.Snapshot | None = None
+    state: Snapshot | None = None
     """The result of `snapshot`, if the fault is that the state contradicts itself. The properties
     are then checked on it, and name the cause."""
-    answer: v.Observation | None = None
+    answer: Observation | None = None
     """The result of `apply`, if the fault is that the answer contradicts itself. It is compared and
     checked like any other."""
 
@@ -107,14 +120,14 @@ class EngineFault(Exception):
 class Engine(Protocol):
     """A system under test. One object is one run: it is built from a Config and never reused."""
 
-    def apply(self, event: v.Event) -> v.Observation:
+    def apply(self, event: Event) -> Observation:
         """Take one event.
 
         May raise only `EngineFault`; any other exception is a finding as well.
         """
         ...
 
-    def snapshot(self) -> v.Snapshot | None:
+    def snapshot(self) -> Snapshot | None:
         """Return the canonical state after the last event; None if the engine cannot show it."""
         ...
 
@@ -123,7 +136,7 @@ class Engine(Protocol):
         ...
 
 
-EngineFactory: TypeAlias = Callable[[v.Config], Engine]
+EngineFactory: TypeAlias = Callable[[Config], Engine]
 METHODS = ("apply", "snapshot", "capabilities")
 
 
@@ -138,7 +151,7 @@ class Declining(Protocol):
     report anything new. Declined events are counted in the report, by the defect.
     """
 
-    def declines(self, event: v.Event) -> str | None:
+    def declines(self, event: Event) -> str | None:
         """Return the known defect for which the event must not be given now, or None.
 
         Called before every event; must not change the engine.
@@ -155,18 +168,18 @@ class Judging(Protocol):
     rejected.
     """
 
-    judges: frozenset[v.RejectCode]
+    judges: frozenset[RejectCode]
     """Reject codes that it must return."""
 
 
-def get_judged(engine: Engine) -> frozenset[v.RejectCode]:
+def get_judged(engine: Engine) -> frozenset[RejectCode]:
     """Return the reject codes of events that an engine gets although the spec rejects them."""
     if Capability.REJECTION in engine.capabilities():
-        return frozenset(v.RejectCode)
+        return frozenset(RejectCode)
     return engine.judges if isinstance(engine, Judging) else frozenset()
 
 
-def get_declines(engine: Engine) -> Callable[[v.Event], str | None] | None:
+def get_declines(engine: Engine) -> Callable[[Event], str | None] | None:
     """Return the function that says why an engine must not get an event; None if it takes all."""
     return engine.declines if isinstance(engine, Declining) else None
 
@@ -182,11 +195,9 @@ class Equivalence:
     """
 
     name: ClassVar[str] = ""
-    fit_config: Callable[[v.Config], v.Config] = lambda config: config
+    fit_config: Callable[[Config], Config] = lambda config: config
     """Returns the nearest config that the engine can be built with."""
-    fit_request: Callable[[v.Request, v.Config], v.Request | None] = lambda request, _config: (
-        request
-    )
+    fit_request: Callable[[Request, Config], Request | None] = lambda request, _config: request
     """Returns the nearest request that the engine takes; None if it takes none, and then nothing is
     submitted. Both are counted in the verdict."""
     situations: tuple[str, ...] | None = field(default=None, kw_only=True)
@@ -275,23 +286,23 @@ class Deviation:
     fields: tuple[str, ...] = ()
     """Fields in which spec and engine may differ, as reports name them, with `*` for any part:
     `rows * num_cached_tokens`."""
-    when: Callable[[v.Event, v.Observation | None], bool] = lambda _event, _answer: True
+    when: Callable[[Event, Observation | None], bool] = lambda _event, _answer: True
     """The steps in which it counts: a function of the event and the engine's observation, which is
     None if the engine raised or hung."""
 
 
 @dataclass(frozen=True, slots=True)
-class PartOfState(v.Snapshot):
+class PartOfState(Snapshot):
     """A partial state, of what `show_state` takes."""
 
 
 def show_state(
-    requests: Sequence[v.RequestSnapshot],
-    waiting: Sequence[v.RequestId],
-    running: Sequence[v.RequestId],
+    requests: Sequence[RequestSnapshot],
+    waiting: Sequence[RequestId],
+    running: Sequence[RequestId],
     ref_counts: tuple[int, ...],
-    free_queue: tuple[v.BlockId, ...],
-    block_keys: tuple[v.BlockKey | None, ...],
+    free_queue: tuple[BlockId, ...],
+    block_keys: tuple[BlockKey | None, ...],
     num_frames_in_flight: int,
     has_work: bool | None = None,
 ) -> PartOfState:
@@ -302,12 +313,12 @@ def show_state(
     that returns is taken for a cycle. A block has a key if it can be hit now. `has_work` is what
     the engine's own loop asks before it sleeps, if it does.
     """
-    cached: dict[v.BlockKey, tuple[v.BlockId, ...]] = {}
+    cached: dict[BlockKey, tuple[BlockId, ...]] = {}
     for block, key in enumerate(block_keys):
         if key is not None:
             cached[key] = (*cached.get(key, ()), block)
     return PartOfState(
-        pause_state=v.PauseState.UNPAUSED,
+        pause_state=PauseState.UNPAUSED,
         waiting=tuple(waiting),
         skipped_waiting=(),
         running=tuple(running),
@@ -320,7 +331,7 @@ def show_state(
         next_frame_id=num_frames_in_flight,
         finished_req_ids=(),
         prev_scheduled_req_ids=(),
-        stats=v.Stats(),
+        stats=Stats(),
         has_work=has_work,
     )
 
@@ -345,7 +356,7 @@ class EngineTraits:
 
     equivalence: Equivalence | None = None
     """The equivalence at which they are compared with the spec; None: `exact`."""
-    fit_config: Callable[[v.Config], tuple[v.Config, str | None]] = lambda config: (config, None)
+    fit_config: Callable[[Config], tuple[Config, str | None]] = lambda config: (config, None)
     """Returns the nearest config that they can be built with, and the reason for a change or None.
     It is for limits that no capability expresses, for example two features that exclude each other.
     """
@@ -422,17 +433,17 @@ def get_equivalence_name(make_engine: EngineFactory) -> str:
 
 def get_capabilities(make_engine: EngineFactory) -> frozenset[str]:
     """Return the capabilities of the engines of a factory; builds one to ask it."""
-    config, weaker = v.Config(num_blocks=8, max_model_len=64), get_traits(make_engine).equivalence
+    config, weaker = Config(num_blocks=8, max_model_len=64), get_traits(make_engine).equivalence
     if weaker is not None:
         config = weaker.fit_config(config)
-        if not isinstance(config, v.Config):
+        if not isinstance(config, Config):
             raise BadEngineError(
                 f"fit_config of {make_engine!r:.80}: must return a Config, not {config!r:.80}"
             )
     return build(make_engine, config).capabilities()
 
 
-def build(make_engine: EngineFactory, config: v.Config) -> Engine:
+def build(make_engine: EngineFactory, config: Config) -> Engine:
     """Return an engine for one run.
 
     Exceptions of the factory pass through.

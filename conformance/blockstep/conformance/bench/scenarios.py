@@ -9,7 +9,16 @@ from pathlib import Path
 
 from blockstep.conformance.draw.workloads import load
 from blockstep.conformance.recorded.pace import REPLAY_PRESETS
-from blockstep.spec import vocabulary as v
+from blockstep.spec.vocabulary import (
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+    Policy,
+    Request,
+    SpecMethod,
+    TokenIds,
+)
 
 BLOCK_SIZE = 16
 VOCABULARY = 30_000
@@ -18,9 +27,9 @@ TRACE = "trace"
 """Name of the scenario of a published trace."""
 FOREVER = 1500
 """A number of output tokens that no measurement reaches and the smallest pool can hold."""
-FULL = v.KVGroup(v.GroupKind.FULL, BLOCK_SIZE)
-WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, BLOCK_SIZE, sliding_window=128)
-STATES = v.KVGroup(v.GroupKind.RECURRENT, BLOCK_SIZE, mamba_cache_mode=v.MambaCacheMode.ALL)
+FULL = KVGroup(GroupKind.FULL, BLOCK_SIZE)
+WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, BLOCK_SIZE, sliding_window=128)
+STATES = KVGroup(GroupKind.RECURRENT, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +38,9 @@ class Scenario:
 
     name: str
     summary: str
-    get_config: Callable[[int], v.Config]
+    get_config: Callable[[int], Config]
     """Returns the config for a number of running requests."""
-    get_requests: Callable[[int], Iterator[v.Request]]
+    get_requests: Callable[[int], Iterator[Request]]
     get_concurrency: Callable[[int], int] = lambda num_running: num_running
     """Requests unfinished at once."""
     num_warmup: int = 40
@@ -50,18 +59,18 @@ def get_token(number: int, position: int) -> int:
     return (number * 7919 + position * 104_729 + 17) % VOCABULARY
 
 
-def _get_tokens(number: int, length: int) -> v.TokenIds:
+def _get_tokens(number: int, length: int) -> TokenIds:
     return tuple(get_token(number, position) for position in range(length))
 
 
-def _request(number: int, prompt_length: int, max_tokens: int) -> v.Request:
+def _request(number: int, prompt_length: int, max_tokens: int) -> Request:
     prompt = _get_tokens(number + 1_000_000, prompt_length)
-    return v.Request(f"r{number}", prompt, max_tokens=max_tokens)
+    return Request(f"r{number}", prompt, max_tokens=max_tokens)
 
 
-def _config(num_running: int, tokens_each: int, **fields: object) -> v.Config:
+def _config(num_running: int, tokens_each: int, **fields: object) -> Config:
     """A pool in which `tokens_each` tokens of every request fit."""
-    base = v.Config(
+    base = Config(
         num_blocks=num_running * -(-tokens_each // BLOCK_SIZE) + 64,
         block_size=BLOCK_SIZE,
         max_num_seqs=num_running,
@@ -73,46 +82,46 @@ def _config(num_running: int, tokens_each: int, **fields: object) -> v.Config:
     return replace(base, **fields)  # type: ignore[arg-type]
 
 
-def _decoding(num_running: int) -> Iterator[v.Request]:
+def _decoding(num_running: int) -> Iterator[Request]:
     """Prompts of one length and up to a block more, so that each step fills N / 16 blocks."""
     for number in range(num_running):
         yield _request(number, 496 + number % BLOCK_SIZE, FOREVER)
 
 
-def _waves(_num_running: int) -> Iterator[v.Request]:
+def _waves(_num_running: int) -> Iterator[Request]:
     """Prompts of two blocks and one output token, so that each step admits and ends all."""
     for number in count():
         yield _request(number, 2 * BLOCK_SIZE, 1)
 
 
-def _one_long(num_running: int) -> Iterator[v.Request]:
+def _one_long(num_running: int) -> Iterator[Request]:
     """The first request has 100,000 tokens of context, the others 512."""
     yield _request(0, 100_000, FOREVER)
     yield from islice(_decoding(num_running), 1, None)
 
 
-def _mixed(_num_running: int) -> Iterator[v.Request]:
+def _mixed(_num_running: int) -> Iterator[Request]:
     """Prompts of 1,024 tokens in chunks, 128 to 255 outputs: prefill and decode in one step."""
     for number in count():
         yield _request(number, 960 + number * 37 % 128, 128 + number * 53 % 128)
 
 
-def _agent_turns(num_running: int) -> Iterator[v.Request]:
+def _agent_turns(num_running: int) -> Iterator[Request]:
     """Sessions that grow by 6 % of 4,096 tokens a turn: 16 are new, the rest was there before."""
     for number in count():
         turn, session = divmod(number, num_running)
         stem = _get_tokens(session + 1_000_000, 3840 + 256 * (turn % 8))
         fresh = _get_tokens(number + 2_000_000, 240)
-        yield v.Request(f"r{number}", (*stem, *fresh), max_tokens=96 + number * 29 % 64)
+        yield Request(f"r{number}", (*stem, *fresh), max_tokens=96 + number * 29 % 64)
 
 
-def _storm(_num_running: int) -> Iterator[v.Request]:
+def _storm(_num_running: int) -> Iterator[Request]:
     """Short prompts whose outputs outgrow the pool."""
     for number in count():
         yield _request(number, 64 + number * 7 % 64, 384 + number * 53 % 128)
 
 
-def _priorities(_num_running: int) -> Iterator[v.Request]:
+def _priorities(_num_running: int) -> Iterator[Request]:
     """Yield the requests of `mixed` with five priorities."""
     for number, request in enumerate(_mixed(0)):
         yield replace(request, priority=number * 31 % 5, arrival_time=number)
@@ -157,13 +166,13 @@ SCENARIOS: Mapping[str, Scenario] = {
         ),
         Scenario(
             "priority", "as mixed, in order of five priorities, as many waiting as running",
-            lambda n: replace(SCENARIOS["mixed"].get_config(n), policy=v.Policy.PRIORITY),
+            lambda n: replace(SCENARIOS["mixed"].get_config(n), policy=Policy.PRIORITY),
             _priorities, get_concurrency=lambda n: 2 * n, num_warmup=400,
         ),
         Scenario(
             "drafts", "three drafts for each request and step; zero to three are accepted",
             lambda n: _config(
-                n, 2048, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=3,
+                n, 2048, spec_method=SpecMethod.NGRAM, num_speculative_tokens=3,
                 max_num_batched_tokens=max(8192, 8 * n),  # four for each that runs, and prompts
             ),
             _decoding,

@@ -11,15 +11,22 @@ from random import Random
 
 from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.protocol.feature import without_states
-from blockstep.spec import vocabulary as v
 from blockstep.spec.features.groups.kinds import compute_max_held_blocks, compute_max_reach
+from blockstep.spec.vocabulary import (
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+    MultiModalItem,
+    config_problems,
+)
 
 IDENTIFIERS = ("cat", "dog", "owl")
 CROWD = (*IDENTIFIERS, *("ape", "bee", "cow", "eel", "elk", "fox", "hen", "jay", "yak"))
 """Identifiers in a storm: enough that most items are encoded, and few are found in the cache."""
 
 
-def draw_encoder(config: v.Config, draw: Draw, is_storm: bool = False) -> v.Config:
+def draw_encoder(config: Config, draw: Draw, is_storm: bool = False) -> Config:
     """Return the config with an encoder: room for one or two of the largest items, seldom for all.
 
     A storm has more room: a request that waits for room encodes nothing that a preemption could
@@ -38,17 +45,17 @@ def draw_encoder(config: v.Config, draw: Draw, is_storm: bool = False) -> v.Conf
     return config
 
 
-def keeps_states_at_block_ends(config: v.Config) -> bool:
+def keeps_states_at_block_ends(config: Config) -> bool:
     """Return whether chunks end at block boundaries to keep recurrent states, even amid an item."""
-    return any(group.mamba_cache_mode is v.MambaCacheMode.ALIGN for group in config.groups)
+    return any(group.mamba_cache_mode is MambaCacheMode.ALIGN for group in config.groups)
 
 
-def get_longest_item(config: v.Config) -> int:
+def get_longest_item(config: Config) -> int:
     """Return the tokens of the longest item that is drawn."""
     return max(min(4, config.max_model_len // 3), 1)
 
 
-def draw_beside(config: v.Config, draw: Draw, has_groups: bool) -> v.Config:
+def draw_beside(config: Config, draw: Draw, has_groups: bool) -> Config:
     """Return the config of an encoder-decoder model, with the encoder budget and cache unchanged.
 
     `has_groups`: layers with cross attention form a group of their own, added to the groups of the
@@ -69,8 +76,8 @@ def draw_beside(config: v.Config, draw: Draw, has_groups: bool) -> v.Config:
     if not has_groups:
         return config
     size = config.block_size * draw.choice((1, 1, 2))
-    across = v.KVGroup(v.GroupKind.CROSS_ATTENTION, size)
-    others = config.groups or (v.KVGroup(v.GroupKind.FULL, config.block_size),)
+    across = KVGroup(GroupKind.CROSS_ATTENTION, size)
+    others = config.groups or (KVGroup(GroupKind.FULL, config.block_size),)
     groups = (across, *others) if draw.chance(30) else (*others, across)
     config = replace(config, groups=groups)
     shortest = 2 + config.num_speculative_tokens + config.num_lookahead_tokens
@@ -81,7 +88,7 @@ def draw_beside(config: v.Config, draw: Draw, has_groups: bool) -> v.Config:
     return config
 
 
-def forget_states(config: v.Config) -> v.Config:
+def forget_states(config: Config) -> Config:
     """Return the config without prefix caching, and with recurrent groups that keep no state.
 
     Recurrent groups are left out where their block size does not fit those of the others.
@@ -89,21 +96,21 @@ def forget_states(config: v.Config) -> v.Config:
     unit = config.block_size
     size = -(-config.max_model_len // unit) * unit
     groups = [
-        replace(group, block_size=size, mamba_cache_mode=v.MambaCacheMode.NONE)
-        if group.kind is v.GroupKind.RECURRENT
+        replace(group, block_size=size, mamba_cache_mode=MambaCacheMode.NONE)
+        if group.kind is GroupKind.RECURRENT
         else group
         for group in config.groups
     ]
     plain = replace(config, enable_prefix_caching=False, groups=tuple(groups))
-    return without_states(config) if v.config_problems(plain) else plain
+    return without_states(config) if config_problems(plain) else plain
 
 
-def count_held_blocks(config: v.Config, num_slots: int) -> int:
+def count_held_blocks(config: Config, num_slots: int) -> int:
     """Return the most blocks that a request of `num_slots` slots and the longest item holds."""
     reach, longest = compute_max_reach(config), get_longest_item(config)
     return sum(
         compute_max_held_blocks(
-            group, longest if group.kind is v.GroupKind.CROSS_ATTENTION else num_slots, reach
+            group, longest if group.kind is GroupKind.CROSS_ATTENTION else num_slots, reach
         )
         for group in config.groups
     )
@@ -118,29 +125,29 @@ def get_shape(identifier: str, seed: int, longest: int) -> tuple[int, tuple[bool
 
 
 def draw_encoded(
-    draw: Draw, num_prompt: int, config: v.Config, seed: int, is_storm: bool = False
-) -> tuple[v.MultiModalItem, ...]:
+    draw: Draw, num_prompt: int, config: Config, seed: int, is_storm: bool = False
+) -> tuple[MultiModalItem, ...]:
     """Draw up to three items in a prompt, some of them twice; in an encoder-decoder model one. In a
     storm they follow one another closely, so that each chunk begins another one."""
     names = CROWD if is_storm else IDENTIFIERS
-    items: list[v.MultiModalItem] = []
+    items: list[MultiModalItem] = []
     longest, start = get_longest_item(config), 0
     if config.is_encoder_decoder:
         identifier = draw.choice(names)
-        return (v.MultiModalItem(identifier, 0, get_shape(identifier, seed, longest)[0]),)
+        return (MultiModalItem(identifier, 0, get_shape(identifier, seed, longest)[0]),)
     for _ in range(num_prompt if is_storm else draw.integer(1, 3)):
         identifier = draw.choice(names)
         length, mask = get_shape(identifier, seed, longest)
         offset = start + draw.integer(0, 1 if is_storm else 2)
         if offset + length <= num_prompt:
-            items.append(v.MultiModalItem(identifier, offset, length, mask))
+            items.append(MultiModalItem(identifier, offset, length, mask))
             start = offset + length
     return tuple(items)
 
 
 def keep_items(
-    config: v.Config, items: tuple[v.MultiModalItem, ...], num_prompt: int
-) -> tuple[v.MultiModalItem, ...]:
+    config: Config, items: tuple[MultiModalItem, ...], num_prompt: int
+) -> tuple[MultiModalItem, ...]:
     """Return the items that fit in a prompt of `num_prompt` tokens."""
     if config.is_encoder_decoder:
         return items

@@ -13,15 +13,29 @@ from blockstep.conformance.draw.feature import Situation, list_draws
 from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.protocol.program import Mistake
-from blockstep.spec import vocabulary as v
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    Commit,
+    Drafts,
+    Event,
+    FrameId,
+    GrammarReady,
+    MultiModalItem,
+    Plan,
+    Request,
+    RequestId,
+    RowTokens,
+    Submit,
+    TokenIds,
+)
 
 
 def make_mistake(
     mistake: Mistake,
-    plans: Sequence[v.Plan],
-    answers: Sequence[v.Commit],
-    last: v.Commit | None,
-) -> v.Commit | None:
+    plans: Sequence[Plan],
+    answers: Sequence[Commit],
+    last: Commit | None,
+) -> Commit | None:
     """Return the wrong commit, or None if the plans in flight give no opportunity for this mistake.
 
     `plans` are those in flight, oldest first, `answers` the right commits for them; `last` is the
@@ -38,25 +52,25 @@ def make_mistake(
     return None if rows is None else replace(right, sampled=tuple(rows))
 
 
-def _wrong_rows(mistake: Mistake, plan: v.Plan, right: v.Commit) -> list[v.RowTokens] | None:
+def _wrong_rows(mistake: Mistake, plan: Plan, right: Commit) -> list[RowTokens] | None:
     rows = list(right.sampled)
     if mistake is Mistake.MISSING_ROW:
         return rows[1:]
     if mistake is Mistake.DOUBLE_ROW:
         return [*rows, rows[0]]
     if mistake is Mistake.EXTRA_ROW:
-        return [*rows, v.RowTokens("nobody", rows[0].token_ids)]
+        return [*rows, RowTokens("nobody", rows[0].token_ids)]
     if mistake is Mistake.FOREIGN_ROW:
-        return [*rows[1:], v.RowTokens("nobody", rows[0].token_ids)]
+        return [*rows[1:], RowTokens("nobody", rows[0].token_ids)]
     drafts = {row.request_id: row.draft_token_ids for row in plan.rows}
     for index, row in enumerate(rows):
         tokens = _wrong_tokens(mistake, row, drafts[row.request_id])
         if tokens is not None:
-            return [*rows[:index], v.RowTokens(row.request_id, tokens), *rows[index + 1 :]]
+            return [*rows[:index], RowTokens(row.request_id, tokens), *rows[index + 1 :]]
     return None
 
 
-def _wrong_tokens(mistake: Mistake, row: v.RowTokens, drafts: v.TokenIds) -> v.TokenIds | None:
+def _wrong_tokens(mistake: Mistake, row: RowTokens, drafts: TokenIds) -> TokenIds | None:
     """Return the wrong tokens of a row, or None if this mistake needs another row."""
     tokens = row.token_ids
     if mistake is Mistake.PREFILL_TOKEN:
@@ -67,48 +81,48 @@ def _wrong_tokens(mistake: Mistake, row: v.RowTokens, drafts: v.TokenIds) -> v.T
         return ()
     if mistake is Mistake.LONG_ROW:
         return (*tokens, *(0,) * (2 + len(drafts) - len(tokens)))
-    if drafts and v.DRAFT_PLACEHOLDER not in drafts:  # a placeholder may be any token
+    if drafts and DRAFT_PLACEHOLDER not in drafts:  # a placeholder may be any token
         return (drafts[0] ^ 1, *tokens[1:], 0)[: 1 + len(drafts)]
     return None
 
 
 def draw_bad_event(
     swarm: Swarm,
-    live: Mapping[v.RequestId, v.Request],
-    names: Sequence[v.RequestId],
-    frames: Sequence[v.FrameId],
+    live: Mapping[RequestId, Request],
+    names: Sequence[RequestId],
+    frames: Sequence[FrameId],
     draw: Draw,
-) -> v.Event:
+) -> Event:
     """Draw an event that a broken client or a late worker might send."""
     token = draw.integer(0, swarm.vocabulary_size - 1)
-    row = v.RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
+    row = RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
     brought = list_bad_events(swarm, live, names, frames)
     if brought and draw.chance(40):
         return draw.choice(brought)
-    events: tuple[v.Event, ...] = (
-        v.Commit(-1, ()),
-        v.Commit(draw.choice(frames), ()),
-        v.Commit(draw.choice(frames), (row,)),
-        v.Commit(draw.choice(frames), (row, row)),
-        v.Drafts((row,)),
-        v.Drafts((row, row)),
-        v.Drafts(tuple(v.RowTokens(name, (token,)) for name in live)),
-        v.Drafts((v.RowTokens(row.request_id, (token,) * 9),)),
-        v.GrammarReady("nobody"),
-        v.Submit(v.Request("bad", ())),
-        v.Submit(v.Request("bad", (1,), max_tokens=0)),
-        v.Submit(v.Request("bad", (1,), max_tokens=10**6)),
-        v.Submit(v.Request("bad", (token,) * 4, items=(v.MultiModalItem("cat", 3, 9),))),
+    events: tuple[Event, ...] = (
+        Commit(-1, ()),
+        Commit(draw.choice(frames), ()),
+        Commit(draw.choice(frames), (row,)),
+        Commit(draw.choice(frames), (row, row)),
+        Drafts((row,)),
+        Drafts((row, row)),
+        Drafts(tuple(RowTokens(name, (token,)) for name in live)),
+        Drafts((RowTokens(row.request_id, (token,) * 9),)),
+        GrammarReady("nobody"),
+        Submit(Request("bad", ())),
+        Submit(Request("bad", (1,), max_tokens=0)),
+        Submit(Request("bad", (1,), max_tokens=10**6)),
+        Submit(Request("bad", (token,) * 4, items=(MultiModalItem("cat", 3, 9),))),
     )
     return draw.choice(events)
 
 
 def list_bad_events(
     swarm: Swarm,
-    live: Mapping[v.RequestId, v.Request],
-    names: Sequence[v.RequestId],
-    frames: Sequence[v.FrameId],
-) -> list[v.Event]:
+    live: Mapping[RequestId, Request],
+    names: Sequence[RequestId],
+    frames: Sequence[FrameId],
+) -> list[Event]:
     """Return malformed or unacceptable events, of the features that a run has.
 
     `live` are the unfinished requests, `names` their ids and some others.

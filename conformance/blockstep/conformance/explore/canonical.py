@@ -21,7 +21,6 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World, get_scopes
-from blockstep.spec import vocabulary as v
 from blockstep.spec.core.requests import Frame, FrameRow, RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.features.admission_control import ADMISSION_CLOSED
@@ -36,14 +35,26 @@ from blockstep.spec.releases.flight import list_reset_victims
 from blockstep.spec.releases.grammars import IS_STRUCTURED
 from blockstep.spec.releases.sessions import LAST_STOP
 from blockstep.spec.releases.states import JUNCTION
+from blockstep.spec.vocabulary import (
+    AllBlocksCleared,
+    BlockId,
+    BlockKey,
+    BlockTables,
+    KVEvent,
+    PauseState,
+    RequestId,
+    Status,
+    TokenId,
+    TokenIds,
+)
 
 Form: TypeAlias = tuple[Any, ...]
 """Nested tuples of integers and strings."""
 Digest: TypeAlias = int
 """64 bits of BLAKE2. With two million states the chance of a collision is one in nine million."""
 
-_STATUSES = {status: index for index, status in enumerate(v.Status)}
-_PAUSES = {pause_state: index for index, pause_state in enumerate(v.PauseState)}
+_STATUSES = {status: index for index, status in enumerate(Status)}
+_PAUSES = {pause_state: index for index, pause_state in enumerate(PauseState)}
 _NO_KEY = ((), ())
 
 LEFT_OUT = frozenset(
@@ -66,7 +77,7 @@ class Canonicaliser:
         self._is_named = len(set(world.classes.values())) == len(world.classes)
         self._free_tokens = world.free_tokens
         self._scopes = [scope for scope in get_scopes() if scope.is_on(world.config)]
-        self._contents: dict[v.BlockKey, tuple[v.TokenIds, Form]] = {}
+        self._contents: dict[BlockKey, tuple[TokenIds, Form]] = {}
 
     def digest(self, state: State) -> Digest:
         """Return the digest of a state; it is equal exactly for states with the same future."""
@@ -78,7 +89,7 @@ class Canonicaliser:
         """Return all that matters of a state in canonical names: nested tuples of integers and
         strings.
         """
-        labels: Mapping[v.RequestId, Any] = self._classes if self._is_named else self._label(state)
+        labels: Mapping[RequestId, Any] = self._classes if self._is_named else self._label(state)
         pool = state.pool
         places = {block_id: place for place, block_id in enumerate(pool.free_queue)}
         order = (*state.running, *state.waiting, *state.skipped_waiting)
@@ -123,7 +134,7 @@ class Canonicaliser:
             *((type(event).__name__, len(_get_keys(event))) for event in told),
         )
 
-    def _label(self, state: State) -> dict[v.RequestId, tuple[int, int]]:
+    def _label(self, state: State) -> dict[RequestId, tuple[int, int]]:
         """Return for each request its class, and the number of requests of the class that appear
         before it.
         """
@@ -143,7 +154,7 @@ class Canonicaliser:
             counts[kind] = counts.get(kind, 0) + 1
         return labels
 
-    def _content(self, key: v.BlockKey) -> tuple[v.TokenIds, Form]:
+    def _content(self, key: BlockKey) -> tuple[TokenIds, Form]:
         """Return all tokens up to the end of the block, and the other parts of its chain of
         keys.
         """
@@ -160,12 +171,12 @@ class Canonicaliser:
         return found
 
     def _rename_tokens(
-        self, requests: list[Form], frames: Form, contents: list[tuple[v.TokenIds, Form]]
-    ) -> tuple[list[Form], Form, list[tuple[v.TokenIds, Form]]]:
-        names: dict[v.TokenId, v.TokenId] = {}
+        self, requests: list[Form], frames: Form, contents: list[tuple[TokenIds, Form]]
+    ) -> tuple[list[Form], Form, list[tuple[TokenIds, Form]]]:
+        names: dict[TokenId, TokenId] = {}
         free = self._free_tokens
 
-        def renamed(tokens: v.TokenIds) -> v.TokenIds:
+        def renamed(tokens: TokenIds) -> TokenIds:
             for token in tokens:
                 if token in free and token not in names:
                     names[token] = -2 - len(names)
@@ -183,8 +194,8 @@ class Canonicaliser:
 
 
 def _list_other_tables(
-    state: State, labels: Mapping[v.RequestId, Any], kept: Iterable[Sequence[v.BlockId]]
-) -> Iterator[Sequence[v.BlockId]]:
+    state: State, labels: Mapping[RequestId, Any], kept: Iterable[Sequence[BlockId]]
+) -> Iterator[Sequence[BlockId]]:
     """Yield the tables of blocks that no unfinished request need have: of transfers and frames, and
     those that features keep.
     """
@@ -220,9 +231,9 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
     )
 
 
-def _get_keys(event: v.KVEvent) -> tuple[v.BlockKey, ...]:
+def _get_keys(event: KVEvent) -> tuple[BlockKey, ...]:
     """Return the keys of an event's blocks; its other fields follow from them."""
-    return () if isinstance(event, v.AllBlocksCleared) else event.keys
+    return () if isinstance(event, AllBlocksCleared) else event.keys
 
 
 def _get_flags(frame: Frame, row: FrameRow) -> tuple[int, ...]:
@@ -253,7 +264,7 @@ def _session_form(request: RequestState) -> Form:
     return asked.prompt_token_ids, asked.max_tokens, *ends, *items, tuple(chunks)
 
 
-def _encoder_form(encoder: Encoder, labels: Mapping[v.RequestId, Any]) -> Form:
+def _encoder_form(encoder: Encoder, labels: Mapping[RequestId, Any]) -> Form:
     """Return the items in the encoder cache and their holders; between two steps there is nothing
     else.
     """
@@ -267,14 +278,14 @@ def _encoder_form(encoder: Encoder, labels: Mapping[v.RequestId, Any]) -> Form:
 
 
 def _transfers_form(
-    state: State, labels: Mapping[v.RequestId, Any], places: Mapping[int, int]
+    state: State, labels: Mapping[RequestId, Any], places: Mapping[int, int]
 ) -> Form:
     """Return the transfers between pool and store; nothing without a store."""
     moving = TRANSFERS.of(state)
     if not state.config.kv_connector:
         return ()
 
-    def placed(tables: v.BlockTables) -> Form:
+    def placed(tables: BlockTables) -> Form:
         return tuple(tuple(places[block_id] for block_id in table) for table in tables)
 
     offers = [
@@ -307,6 +318,6 @@ def _transfers_form(
     return *sets, *map(tuple, at_once), tuple(deferred)
 
 
-def _get_sets(state: State) -> tuple[Iterable[v.RequestId], ...]:
+def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:
     held = (TRANSFERS.of(state).held,) if state.config.kv_connector else ()
     return state.finished_req_ids, state.prev_scheduled_req_ids, list_reset_victims(state), *held

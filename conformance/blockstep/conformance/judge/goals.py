@@ -1,6 +1,6 @@
 """Coverage goals of features (`judge.witnesses`).
 
-The module `properties` in a feature's folder may have an object `GOALS`.
+The module `goals` in a feature's folder has an object `GOALS`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
-from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import replace
 from blockstep.spec.core.block_pool import Pool, free_blocks, get_num_free_blocks
 from blockstep.spec.core.endings import get_released
@@ -35,6 +34,14 @@ from blockstep.spec.features.forks import (
     tell_copies,
 )
 from blockstep.spec.features.full_isl import can_finish
+from blockstep.spec.vocabulary import (
+    BlockCopy,
+    BlockId,
+    Config,
+    Fork,
+    Plan,
+    Status,
+)
 
 PAGE = Page(takes="forks")
 GROUPS = Page(takes_groups=True, takes="forks")
@@ -61,7 +68,7 @@ def whole_table_is_shared(right: Right[Holding], holding: Holding) -> Holding:
 @PAGE.exhibit(
     "a branch shares all computed blocks of its parent, even if their tokens differ", FORK, "P5 P3"
 )
-def shared_behind_the_difference(rules: Rules, _config: v.Config) -> Rules:
+def shared_behind_the_difference(rules: Rules, _config: Config) -> Rules:
     """It attends to tokens of its parent that are not its own."""
     return rules.replacing(count_common_tokens, lambda mine, _theirs: len(mine))
 
@@ -89,7 +96,7 @@ def change_branch(
 ) -> Rules:
     """Return rules by which a branch is changed before it shares blocks: (parent, branch)."""
 
-    def get(state: State, fork: v.Fork) -> RequestState | None:
+    def get(state: State, fork: Fork) -> RequestState | None:
         branch = rules[get_branch](state, fork)
         return None if branch is None else change(state.requests[fork.request_id], branch)
 
@@ -97,7 +104,7 @@ def change_branch(
 
 
 @PAGE.exhibit("a branch inherits the drafts of its parent", "by the rule of P24", "P5 P24")
-def branch_has_its_parents_drafts(rules: Rules, _config: v.Config) -> Rules:
+def branch_has_its_parents_drafts(rules: Rules, _config: Config) -> Rules:
     """They were proposed for another token sequence."""
     return change_branch(
         rules, lambda parent, branch: replace(branch, spec_token_ids=parent.spec_token_ids)
@@ -105,7 +112,7 @@ def branch_has_its_parents_drafts(rules: Rules, _config: v.Config) -> Rules:
 
 
 @PAGE.exhibit("a branch uses its parent's block keys", "by the rule of P3", "P3 P6")
-def branch_has_its_parents_names(rules: Rules, _config: v.Config) -> Rules:
+def branch_has_its_parents_names(rules: Rules, _config: Config) -> Rules:
     """Blocks after the common prefix are published under the keys of the parent's tokens."""
 
     def rename(parent: RequestState, branch: RequestState) -> RequestState:
@@ -134,7 +141,7 @@ def end_frees_what_others_hold(right: Right[State], state: State, request: Reque
 
 
 @PAGE.exhibit("a request writes to a block that it shares", APPEND, "P2 P8")
-def written_in_place(rules: Rules, _config: v.Config) -> Rules:
+def written_in_place(rules: Rules, _config: Config) -> Rules:
     """The function that copies is there, but it is never called."""
     return rules.replacing(compute_num_copies, lambda _pool, _group, _holding, _num_computed: 0)
 
@@ -154,11 +161,11 @@ def change_slots(rules: Rules, change: Callable[[RequestState, Rules], Rules]) -
     "P2 P8",
     wrong_fix_of="written-in-place",
 )
-def first_row_writes_in_place(rules: Rules, _config: v.Config) -> Rules:
+def first_row_writes_in_place(rules: Rules, _config: Config) -> Rules:
     """The first row of a branch, too, writes to a block that its parent holds."""
 
     def change(request: RequestState, rules: Rules) -> Rules:
-        if request.status is v.Status.RUNNING:
+        if request.status is Status.RUNNING:
             return rules
         return replace(rules, hooks=replace(rules.hooks, owns=()))
 
@@ -171,7 +178,7 @@ def first_row_writes_in_place(rules: Rules, _config: v.Config) -> Rules:
     "P2 P8",
     wrong_fix_of="written-in-place",
 )
-def first_group_alone_is_copied(rules: Rules, config: v.Config) -> Rules:
+def first_group_alone_is_copied(rules: Rules, config: Config) -> Rules:
     """Two requests write to one block of a sliding-window group."""
     return replacing(
         rules,
@@ -181,7 +188,7 @@ def first_group_alone_is_copied(rules: Rules, config: v.Config) -> Rules:
 
 
 @PAGE.exhibit("the free block for a copy is not counted", COW, "P1 P2 P8 P10")
-def copy_takes_what_is_not_there(rules: Rules, _config: v.Config) -> Rules:
+def copy_takes_what_is_not_there(rules: Rules, _config: Config) -> Rules:
     """If the pool is empty, the copy has no block."""
     return rules.replacing(count_copies, lambda _pool, _group, _holding, _num_computed, _rules: 0)
 
@@ -192,7 +199,7 @@ def copy_takes_what_is_not_there(rules: Rules, _config: v.Config) -> Rules:
     "P1 P2 P8 P10",
     wrong_fix_of="copy-takes-what-is-not-there",
 )
-def first_copy_is_not_counted(rules: Rules, _config: v.Config) -> Rules:
+def first_copy_is_not_counted(rules: Rules, _config: Config) -> Rules:
     """The first row of a branch takes a block that was not counted."""
     is_right = rules[can_finish]
 
@@ -200,7 +207,7 @@ def first_copy_is_not_counted(rules: Rules, _config: v.Config) -> Rules:
         return replace(rules, hooks=replace(rules.hooks, needs=()))
 
     def change(request: RequestState, rules: Rules) -> Rules:
-        return rules if request.status is v.Status.RUNNING else without_copies(rules)
+        return rules if request.status is Status.RUNNING else without_copies(rules)
 
     return change_slots(rules, change).replacing(
         can_finish,
@@ -212,16 +219,16 @@ def first_copy_is_not_counted(rules: Rules, _config: v.Config) -> Rules:
 
 @PAGE.exhibit("source and destination of a copy are swapped", "by the rule of P8", "P8 P2 P4")
 @instead(list_copies)
-def copy_goes_the_other_way(right: Right[tuple[v.BlockCopy, ...]]) -> tuple[v.BlockCopy, ...]:
+def copy_goes_the_other_way(right: Right[tuple[BlockCopy, ...]]) -> tuple[BlockCopy, ...]:
     """A new block without content overwrites one that two requests read."""
     copies = right()
-    return tuple([v.BlockCopy(it.destination, it.source) for it in copies])
+    return tuple([BlockCopy(it.destination, it.source) for it in copies])
 
 
-def change_copies(rules: Rules, change: Callable[[Step, v.Plan], v.Plan]) -> Rules:
+def change_copies(rules: Rules, change: Callable[[Step, Plan], Plan]) -> Rules:
     """Return rules by which the copies in a plan are changed."""
 
-    def tell(step: Step, rows: Sequence[FrameRow], plan: v.Plan) -> v.Plan:
+    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
         return change(step, rules[tell_copies](step, rows, plan))
 
     return rules.replacing(tell_copies, tell)
@@ -232,16 +239,16 @@ def change_copies(rules: Rules, change: Callable[[Step, v.Plan], v.Plan]) -> Rul
     "the block manager: execute_pending_copies, breaks its rule",
     "P8 P4",
 )
-def copy_is_not_made(rules: Rules, _config: v.Config) -> Rules:
+def copy_is_not_made(rules: Rules, _config: Config) -> Rules:
     """The plan has the new block in its table, but not the copy that fills it."""
     return change_copies(rules, lambda _step, plan: replace(plan, block_copies=()))
 
 
 @PAGE.exhibit("the copy for a withdrawn row stays in the plan", "by the rule of P7", "P8 P26 P2")
-def copy_outlives_its_row(rules: Rules, _config: v.Config) -> Rules:
+def copy_outlives_its_row(rules: Rules, _config: Config) -> Rules:
     """The copy's destination may belong to another request in the same step."""
 
-    def add(step: Step, plan: v.Plan) -> v.Plan:
+    def add(step: Step, plan: Plan) -> Plan:
         planned = {row.request_id for row in step.rows}
         others = [it for name, it in COPIES.of(step).items() if name not in planned]
         return replace(plan, block_copies=sum(others, plan.block_copies))
@@ -252,7 +259,7 @@ def copy_outlives_its_row(rules: Rules, _config: v.Config) -> Rules:
 @PAGE.exhibit(
     "a changed block table is sent as if blocks were appended", "by the rule of P26", "P26"
 )
-def remapping_is_not_told(rules: Rules, _config: v.Config) -> Rules:
+def remapping_is_not_told(rules: Rules, _config: Config) -> Rules:
     """The worker appends the whole table to the one that it has."""
     return change_copies(rules, lambda _step, plan: replace(plan, remapped_req_ids=()))
 
@@ -261,7 +268,7 @@ def remapping_is_not_told(rules: Rules, _config: v.Config) -> Rules:
 
 
 @PAGE.exhibit("admissions ignore the watermark", WATERMARK, "P10", invisible=LEFT)
-def watermark_ignored(rules: Rules, _config: v.Config) -> Rules:
+def watermark_ignored(rules: Rules, _config: Config) -> Rules:
     """The text subtracts the watermark from the free blocks, but the listing does not."""
     return rules.replacing(get_watermark, lambda _step: 0)
 
@@ -269,11 +276,11 @@ def watermark_ignored(rules: Rules, _config: v.Config) -> Rules:
 @PAGE.exhibit("running requests keep the watermark, too", WATERMARK, "P15 P10")
 @instead(allocate_slots)
 def running_leave_the_watermark(
-    right: Right[Granted], config: v.Config, request: RequestState
+    right: Right[Granted], config: Config, request: RequestState
 ) -> Granted:
     """Requests are preempted although there are free blocks, which were kept to avoid this."""
     granted = right()
-    if granted is None or request.status is not v.Status.RUNNING:
+    if granted is None or request.status is not Status.RUNNING:
         return granted
     grows = granted[1].block_tables != request.block_tables
     is_short = get_num_free_blocks(granted[0]) < config.watermark_blocks
@@ -302,7 +309,7 @@ def watermark_before_the_admission(right: Right[int], step: Step) -> int:
 )
 @instead(free_blocks)
 def head_on_top_of_the_stack(
-    right: Right[Pool], pool: Pool, block_table: Sequence[v.BlockId]
+    right: Right[Pool], pool: Pool, block_table: Sequence[BlockId]
 ) -> Pool:
     """The block that is most likely to be hit again is reused first."""
     return right(block_table=block_table[::-1] if pool.is_lifo else block_table)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from blockstep.conformance.museum.exhibit import Page, Right, instead
-from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Part
 from blockstep.spec.core.preemption import get_preempted
@@ -30,6 +29,14 @@ from blockstep.spec.features.structured_output.grammar import (
 )
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.grammars import padding_unmasks_what_follows
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    Config,
+    GrammarOutput,
+    Rejected,
+    RequestId,
+    TokenIds,
+)
 
 PAGE = Page(takes="masks")
 
@@ -37,19 +44,19 @@ PAGE = Page(takes="masks")
 @PAGE.exhibit(
     "positions after a draft that was cut are not masked", "vLLM 0.19.1 grammar_bitmask", "P24"
 )
-def unmasked_behind_a_placeholder(rules: Rules, config: v.Config) -> Rules:
+def unmasked_behind_a_placeholder(rules: Rules, config: Config) -> Rules:
     """Only positions up to the first placeholder are masked."""
     return padding_unmasks_what_follows(rules, config)
 
 
 @PAGE.exhibit("drafts that the grammar rejects are verified", "vLLM #30916", "P23 P24 P18")
-def drafts_not_cut(rules: Rules, _config: v.Config) -> Rules:
+def drafts_not_cut(rules: Rules, _config: Config) -> Rules:
     """The bitmask keeps all drafts that the worker proposed."""
     return rules.replacing(get_accepted_drafts, lambda _state, _request, drafts: drafts)
 
 
 @PAGE.exhibit("a bitmask is computed before older frames are committed", "vLLM #45014", "P23 P18")
-def mask_of_a_stale_grammar(rules: Rules, _config: v.Config) -> Rules:
+def mask_of_a_stale_grammar(rules: Rules, _config: Config) -> Rules:
     """It is computed from a grammar state that lacks the tokens of these frames."""
     return rules.replacing(get_behind, lambda _frames, _frame, _masked: None)
 
@@ -64,7 +71,7 @@ _AWAITED: Final = Part("awaited", -1)
     "P23 P18",
     wrong_fix_of="mask-of-a-stale-grammar",
 )
-def mask_waits_for_one_frame(rules: Rules, _config: v.Config) -> Rules:
+def mask_waits_for_one_frame(rules: Rules, _config: Config) -> Rules:
     """The bitmask of a third frame lacks the tokens that the second one samples."""
 
     def fill(step: Step, row: Scheduled, frame_row: FrameRow) -> FrameRow:
@@ -72,9 +79,7 @@ def mask_waits_for_one_frame(rules: Rules, _config: v.Config) -> Rules:
         frames = step.state.frames
         return _AWAITED.put(frame_row, frames[0].frame_id) if frames else frame_row
 
-    def find(
-        frames: Sequence[Frame], frame: Frame, masked: Sequence[FrameRow]
-    ) -> v.RequestId | None:
+    def find(frames: Sequence[Frame], frame: Frame, masked: Sequence[FrameRow]) -> RequestId | None:
         awaited = {_AWAITED.of(row) for row in frame.rows}
         is_there = any(one.frame_id in awaited for one in frames)
         return rules[get_behind](frames, frame, masked) if is_there else None
@@ -95,7 +100,7 @@ def change_preempted(
 
 
 @PAGE.exhibit("drafts of a request with a grammar survive a preemption", "#30916", "P24 P12 P23")
-def drafts_outlive_a_preemption(rules: Rules, _config: v.Config) -> Rules:
+def drafts_outlive_a_preemption(rules: Rules, _config: Config) -> Rules:
     """They were proposed after a shorter token sequence."""
     return change_preempted(
         rules, lambda before, after: replace(after, spec_token_ids=before.spec_token_ids)
@@ -108,7 +113,7 @@ def drafts_outlive_a_preemption(rules: Rules, _config: v.Config) -> Rules:
     "P24 P12 P23",
     wrong_fix_of="drafts-outlive-a-preemption",
 )
-def drafts_cut_at_a_preemption(rules: Rules, config: v.Config) -> Rules:
+def drafts_cut_at_a_preemption(rules: Rules, config: Config) -> Rules:
     """The grammar accepts them after today's tokens, but they are verified after more tokens."""
 
     def keep(before: RequestState, after: RequestState) -> RequestState:
@@ -123,7 +128,7 @@ def drafts_cut_at_a_preemption(rules: Rules, config: v.Config) -> Rules:
 @PAGE.exhibit(
     "a preemption resets the grammar state", "rule: outputs survive a preemption", "P23 P12 P18"
 )
-def grammar_begins_anew(rules: Rules, _config: v.Config) -> Rules:
+def grammar_begins_anew(rules: Rules, _config: Config) -> Rules:
     """The request keeps its outputs, but the grammar state that they led to is lost."""
     return change_preempted(
         rules, lambda _before, after: STAND.put(after, replace(STAND.of(after), state=0))
@@ -135,12 +140,10 @@ def grammar_begins_anew(rules: Rules, _config: v.Config) -> Rules:
     "vLLM 0.19.1 should_advance",
     "P23 P18",
 )
-def tokens_behind_reasoning_lost(rules: Rules, config: v.Config) -> Rules:
+def tokens_behind_reasoning_lost(rules: Rules, config: Config) -> Rules:
     """One commit can deliver the end of reasoning and, with drafts, the grammar's first tokens."""
 
-    def read(
-        state: State, row: FrameRow, request: RequestState, tokens: v.TokenIds
-    ) -> RequestState:
+    def read(state: State, row: FrameRow, request: RequestState, tokens: TokenIds) -> RequestState:
         after = rules[get_read](state, row, request, tokens)
         stand = STAND.of(after)
         is_begun = holds(config, stand) and not holds(config, STAND.of(request))
@@ -154,16 +157,16 @@ def tokens_behind_reasoning_lost(rules: Rules, config: v.Config) -> Rules:
 )
 @instead(process_bitmask)
 def mask_moves_the_grammar(
-    right: Right[tuple[State, v.GrammarOutput] | v.Rejected], state: State
-) -> tuple[State, v.GrammarOutput] | v.Rejected:
+    right: Right[tuple[State, GrammarOutput] | Rejected], state: State
+) -> tuple[State, GrammarOutput] | Rejected:
     """The drafts may be rejected; those accepted advance the grammar once more with the outputs."""
     result = right()
-    if isinstance(result, v.Rejected):
+    if isinstance(result, Rejected):
         return result
     state, answer = result
     requests = state.requests.to_dict()
     for row in answer.rows:
-        known = tuple([token for token in row.draft_token_ids if token != v.DRAFT_PLACEHOLDER])
+        known = tuple([token for token in row.draft_token_ids if token != DRAFT_PLACEHOLDER])
         request = requests[row.request_id]
         requests[row.request_id] = get_advanced(state, request, known) or request
     return replace(state, requests=FrozenMap(requests)), answer

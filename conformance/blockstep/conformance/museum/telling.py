@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.conformance.museum.exhibit import Page, Right, instead
-from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import replace
 from blockstep.spec.core.admission import get_findable_pool
 from blockstep.spec.core.block_pool import Pool, with_changes, withdraw_all, withdraw_blocks
@@ -16,6 +15,12 @@ from blockstep.spec.core.slots import revoke_slots
 from blockstep.spec.core.work import Step
 from blockstep.spec.features.kv_events import get_stored
 from blockstep.spec.releases.telling import null_blocks_are_told
+from blockstep.spec.vocabulary import (
+    AllBlocksCleared,
+    BlockId,
+    BlockStored,
+    Config,
+)
 
 PAGE = Page(takes="events")
 SKIPPING = Page(takes_groups=True, takes_states=True, takes="events")
@@ -41,7 +46,7 @@ def evictions_are_not_told(right: Right[Pool], pool: Pool) -> Pool:
     invisible_if_hidden=_UNSEEN,
 )
 @instead(withdraw_blocks)
-def last_copy_alone_is_told(right: Right[Pool], pool: Pool, block_ids: Sequence[v.BlockId]) -> Pool:
+def last_copy_alone_is_told(right: Right[Pool], pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
     """BlockStored is sent for each block, so a router that counts them never reaches zero."""
     for block_id in block_ids:
         before, key = pool.journal, pool.block_keys[block_id]
@@ -59,13 +64,13 @@ def last_copy_alone_is_told(right: Right[Pool], pool: Pool, block_ids: Sequence[
 )
 @instead(get_stored)
 def prefix_is_told_again(
-    right: Right[tuple[v.BlockStored, ...]],
-    config: v.Config,
+    right: Right[tuple[BlockStored, ...]],
+    config: Config,
     request: RequestState,
     group: int,
-    fresh: Sequence[v.BlockId],
+    fresh: Sequence[BlockId],
     first: int,
-) -> tuple[v.BlockStored, ...]:
+) -> tuple[BlockStored, ...]:
     """Each event starts with the prompt's first block, so a router counts too many copies."""
     end, size = first + len(fresh), config.block_sizes[group]
     return tuple(
@@ -97,11 +102,11 @@ def resets_are_not_told(right: Right[Pool], pool: Pool) -> Pool:
     "P20",
     invisible_if_hidden=_UNSEEN,
 )
-def looking_is_told_as_a_reset(rules: Rules, config: v.Config) -> Rules:
+def looking_is_told_as_a_reset(rules: Rules, config: Config) -> Rules:
     """The stored blocks are still cached, but a router takes them as gone."""
 
     def look(step: Step) -> Pool:
-        step.pool = with_changes(step.pool, (v.AllBlocksCleared(),))
+        step.pool = with_changes(step.pool, (AllBlocksCleared(),))
         return rules[get_findable_pool](step)
 
     return rules.replacing(get_findable_pool, look) if config.enable_prefix_caching else rules
@@ -127,6 +132,6 @@ def taken_back_in_silence(right: Right[Pool], pool: Pool) -> Pool:
     "P20",
     invisible_if_hidden=_UNSEEN,
 )
-def skipped_tokens_are_told(rules: Rules, config: v.Config) -> Rules:
+def skipped_tokens_are_told(rules: Rules, config: Config) -> Rules:
     """States are kept at some block boundaries only; tokens of the other blocks are listed, too."""
     return null_blocks_are_told(rules, config)

@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
-from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import replace
 from blockstep.spec.core.admission import process_gates
 from blockstep.spec.core.block_pool import (
@@ -55,13 +54,23 @@ from blockstep.spec.releases.transfers import (
     loaded_keep_their_blocks,
     loaded_wait_behind_the_head,
 )
+from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockTables,
+    Config,
+    KVOffer,
+    KVTransfers,
+    OutputRow,
+    RequestId,
+    Status,
+)
 
 PAGE = Page(takes="transfers")
 GROUPS = Page(takes_groups=True, takes="transfers")
 STATES = Page(takes_groups=True, takes_states=True, takes="transfers")
-_PARKED: Final = v.Status.WAITING_FOR_REMOTE_KVS
+_PARKED: Final = Status.WAITING_FOR_REMOTE_KVS
 Granted = tuple[Pool, RequestState] | None
-Reported = tuple[State, tuple[v.OutputRow, ...]]
+Reported = tuple[State, tuple[OutputRow, ...]]
 
 
 # Asynchronous loads that are complete.
@@ -70,7 +79,7 @@ Reported = tuple[State, tuple[v.OutputRow, ...]]
 @PAGE.exhibit(
     "completed loads wait behind a head of the queue that does not fit", "#57841, #45388", "P10"
 )
-def loaded_behind_the_head(rules: Rules, config: v.Config) -> Rules:
+def loaded_behind_the_head(rules: Rules, config: Config) -> Rules:
     """They hold the blocks that the head lacks, and are neither admitted nor reclaimed."""
     return loaded_keep_their_blocks(loaded_wait_behind_the_head(rules, config), config)
 
@@ -82,7 +91,7 @@ def loaded_behind_the_head(rules: Rules, config: v.Config) -> Rules:
     wrong_fix_of="loaded-behind-the-head",
     invisible="efficiency: blocks are loaded again",
 )
-def loaded_give_way_alone(rules: Rules, config: v.Config) -> Rules:
+def loaded_give_way_alone(rules: Rules, config: Config) -> Rules:
     """Requests that could run at once lose their blocks as soon as nothing runs."""
     return loaded_wait_behind_the_head(rules, config)
 
@@ -93,7 +102,7 @@ def loaded_give_way_alone(rules: Rules, config: v.Config) -> Rules:
     "P17 P2",
     wrong_fix_of="loaded-behind-the-head",
 )
-def load_under_way_gives_way(rules: Rules, _config: v.Config) -> Rules:
+def load_under_way_gives_way(rules: Rules, _config: Config) -> Rules:
     """The load writes into blocks that belong to another request by then."""
     return rules.replacing(list_queued, list_queued)  # as without a store
 
@@ -102,7 +111,7 @@ def load_under_way_gives_way(rules: Rules, _config: v.Config) -> Rules:
 @instead(process_unparking)
 def new_after_a_load(right: Right[RequestState]) -> RequestState:
     """The worker has its outputs from before the preemption."""
-    return replace(right(), status=v.Status.WAITING)
+    return replace(right(), status=Status.WAITING)
 
 
 @PAGE.exhibit(
@@ -112,7 +121,7 @@ def new_after_a_load(right: Right[RequestState]) -> RequestState:
 )
 @instead(process_gates)
 def published_though_not_let_in(
-    right: Right[Verdict], step: Step, request_id: v.RequestId
+    right: Right[Verdict], step: Step, request_id: RequestId
 ) -> Verdict:
     """An admission that fails changes the prefix cache."""
     request, has_come = step.requests[request_id], is_received(TRANSFERS.of(step), request_id)
@@ -143,7 +152,7 @@ def full_load(right: Right[int], num_known: int) -> int:
     invisible="efficiency: one more token is computed",
 )
 @instead(compute_num_external)
-def one_token_less_than_offered(right: Right[int], offer: v.KVOffer, num_known: int) -> int:
+def one_token_less_than_offered(right: Right[int], offer: KVOffer, num_known: int) -> int:
     """This is needed only if the offer covers all known tokens."""
     return right(num_known=min(offer.num_tokens or 0, num_known))
 
@@ -151,7 +160,7 @@ def one_token_less_than_offered(right: Right[int], offer: v.KVOffer, num_known: 
 @PAGE.exhibit("the capacity check does not count loaded tokens", "#46892", "P8 P17 P2")
 @instead(allocate_slots)
 def load_is_free(
-    right: Right[Granted], config: v.Config, pool: Pool, num_new: int, hit: Hit
+    right: Right[Granted], config: Config, pool: Pool, num_new: int, hit: Hit
 ) -> Granted:
     """The check counts the tokens of the step only; blocks for the load belong to others."""
     granted = right()
@@ -178,7 +187,7 @@ def publish_at_once(rules: Rules) -> Rules:
 @PAGE.exhibit(
     "blocks of an unconfirmed load are published", "#49250; vLLM 0.19.1 allocate_slots", "P19 P4 P3"
 )
-def found_before_it_came(rules: Rules, _config: v.Config) -> Rules:
+def found_before_it_came(rules: Rules, _config: Config) -> Rules:
     """Other requests hit blocks whose load may still fail."""
     return publish_at_once(rules)
 
@@ -189,7 +198,7 @@ def found_before_it_came(rules: Rules, _config: v.Config) -> Rules:
     "P19 P4 P3",
     wrong_fix_of="found-before-it-came",
 )
-def withdrawn_from_newcomers_only(rules: Rules, _config: v.Config) -> Rules:
+def withdrawn_from_newcomers_only(rules: Rules, _config: Config) -> Rules:
     """Requests that already share these blocks rely on the owner to compute them again."""
 
     def go_back(state: State, request: RequestState, num_valid: int) -> State:
@@ -208,14 +217,14 @@ def withdrawn_from_newcomers_only(rules: Rules, _config: v.Config) -> Rules:
     "a late or repeated report of a load crashes the engine", "#53049, #50546, #51595", "P18"
 )
 @instead(get_reported)
-def late_report_kills(right: Right[Reported], state: State, transfers: v.KVTransfers) -> Reported:
+def late_report_kills(right: Right[Reported], state: State, transfers: KVTransfers) -> Reported:
     """The code assumes that the reported request still waits for its load."""
     for name in transfers.finished_recving:
         assert name not in state.requests or state.requests[name].status is _PARKED
     return right()
 
 
-_EARLY: Final = Part("early", frozenset[v.RequestId]())
+_EARLY: Final = Part("early", frozenset[RequestId]())
 """The requests of which a load was reported."""
 
 
@@ -225,10 +234,10 @@ _EARLY: Final = Part("early", frozenset[v.RequestId]())
     "P18 P19 P4",
     wrong_fix_of="late-report-kills",
 )
-def late_report_is_kept(rules: Rules, _config: v.Config) -> Rules:
+def late_report_is_kept(rules: Rules, _config: Config) -> Rules:
     """A request that loads again reads blocks that are not loaded yet."""
 
-    def report(state: State, transfers: v.KVTransfers, failed: Sequence[v.RequestId]) -> Reported:
+    def report(state: State, transfers: KVTransfers, failed: Sequence[RequestId]) -> Reported:
         state, rows = rules[get_reported](state, transfers, failed)
         return _EARLY.put(state, _EARLY.of(state).union(transfers.finished_recving)), rows
 
@@ -242,7 +251,7 @@ def late_report_is_kept(rules: Rules, _config: v.Config) -> Rules:
 
 
 @PAGE.exhibit("a request computes on after a failed load", "#49250, rule", "P19")
-def invalid_is_passed_over(rules: Rules, _config: v.Config) -> Rules:
+def invalid_is_passed_over(rules: Rules, _config: Config) -> Rules:
     """The report of invalid blocks is read, but ignored."""
     return rules.replacing(compute_num_valid, lambda _tables, _firsts, _sizes, _invalid: None)
 
@@ -255,8 +264,8 @@ def invalid_is_passed_over(rules: Rules, _config: v.Config) -> Rules:
 )
 @instead(get_failures)
 def broken_row_is_delivered(
-    right: Right[tuple[State, tuple[v.RequestId, ...]]], state: State
-) -> tuple[State, tuple[v.RequestId, ...]]:
+    right: Right[tuple[State, tuple[RequestId, ...]]], state: State
+) -> tuple[State, tuple[RequestId, ...]]:
     """The tokens are computed again, but after a token that was sampled from invalid KV."""
     after, failed = right()
     return replace(after, frames=state.frames), failed
@@ -268,7 +277,7 @@ def broken_row_is_delivered(
 @PAGE.exhibit("an abort frees blocks that are being loaded", "#32255", "P17 P2 P16")
 @instead(hold_ended)
 def abort_frees_a_load(
-    right: Right[Transfers], transfers: Transfers, request_id: v.RequestId
+    right: Right[Transfers], transfers: Transfers, request_id: RequestId
 ) -> Transfers:
     """The load writes into blocks that belong to another request by then."""
     forgotten = replace(transfers, parked=transfers.parked.without(request_id))
@@ -283,7 +292,7 @@ def abort_frees_a_load(
 )
 @instead(hold_ended)
 def held_without_an_end(
-    right: Right[Transfers], transfers: Transfers, request_id: v.RequestId
+    right: Right[Transfers], transfers: Transfers, request_id: RequestId
 ) -> Transfers:
     """No other report will come for this load, so the blocks are never freed."""
     load = transfers.parked.get(request_id)
@@ -300,11 +309,11 @@ def held_without_an_end(
 )
 @instead(end_transfer)
 def aborted_load_is_kept(
-    right: Right[tuple[Transfers, v.BlockTables]],
+    right: Right[tuple[Transfers, BlockTables]],
     transfers: Transfers,
-    request_id: v.RequestId,
+    request_id: RequestId,
     is_recving: bool,
-) -> tuple[Transfers, v.BlockTables]:
+) -> tuple[Transfers, BlockTables]:
     """The blocks leak."""
     if is_recving and request_id in transfers.held:
         return transfers, ()
@@ -319,7 +328,7 @@ def aborted_load_is_kept(
     "#45357, #47728, #48481, vllm-ascend #14055",
     "P17",
 )
-def frames_hold_no_blocks(rules: Rules, config: v.Config) -> Rules:
+def frames_hold_no_blocks(rules: Rules, config: Config) -> Rules:
     """The load is not ordered after the frame, so the frame overwrites the loaded KV."""
     return fences_are_missing(rules, config)
 
@@ -330,7 +339,7 @@ def frames_hold_no_blocks(rules: Rules, config: v.Config) -> Rules:
     "P17 P1 P10",
     wrong_fix_of="frames-hold-no-blocks",
 )
-def frame_holds_for_ever(rules: Rules, _config: v.Config) -> Rules:
+def frame_holds_for_ever(rules: Rules, _config: Config) -> Rules:
     """The wait is recorded, but never ends."""
     return rules.replacing(free_deferred_blocks, lambda pool, _frame_id, _rules: pool)
 
@@ -355,7 +364,7 @@ def windows_leave_too_early(
 @GROUPS.exhibit(
     "a load takes a hit of the next KV group as its new block", "#33775, #44409", "P2 P1 P8 P16"
 )
-def load_eats_a_hit(rules: Rules, config: v.Config) -> Rules:
+def load_eats_a_hit(rules: Rules, config: Config) -> Rules:
     """Only requests without a load touch all of their hits first."""
     return groups_load_by_turns(rules, config)
 
@@ -363,7 +372,7 @@ def load_eats_a_hit(rules: Rules, config: v.Config) -> Rules:
 @GROUPS.exhibit("only the first KV group is checked for failed loads", "#35223", "P19")
 @instead(compute_num_valid)
 def first_group_alone(
-    right: Right[int | None], tables: v.BlockTables, invalid: Collection[v.BlockId]
+    right: Right[int | None], tables: BlockTables, invalid: Collection[BlockId]
 ) -> int | None:
     """Invalid blocks of the other groups are ignored."""
     return right(invalid={*invalid}.intersection(tables[0]))
@@ -377,10 +386,7 @@ def first_group_alone(
 )
 @instead(compute_num_valid)
 def last_group_counts(
-    right: Right[int | None],
-    tables: v.BlockTables,
-    firsts: Sequence[int],
-    block_sizes: Sequence[int],
+    right: Right[int | None], tables: BlockTables, firsts: Sequence[int], block_sizes: Sequence[int]
 ) -> int | None:
     """Each group gives the number of valid tokens, but the minimum is not taken."""
     found = None
@@ -414,11 +420,11 @@ def loaded_state_runs_twice(
 
 
 @STATES.exhibit("a plan has blocks zeroed that a store writes meanwhile", "#48481", "P17")
-def zeroed_while_loaded(rules: Rules, config: v.Config) -> Rules:
+def zeroed_while_loaded(rules: Rules, config: Config) -> Rules:
     """The worker may zero a block after the store has written it."""
 
-    def list_zeroed(step: Step) -> tuple[v.BlockId, ...]:
-        written: list[v.BlockId] = []
+    def list_zeroed(step: Step) -> tuple[BlockId, ...]:
+        written: list[BlockId] = []
         for load in LOADS.of(step):
             for group, table in zip(config.kv_groups, load.block_ids, strict=True):
                 if load.is_async and is_zeroed(group):

@@ -10,7 +10,14 @@ from dataclasses import replace
 
 from blockstep.conformance.engines.adapters.vllm_releases import Release
 from blockstep.conformance.protocol.feature import resize_blocks, without_states
-from blockstep.spec import vocabulary as v
+from blockstep.spec.vocabulary import (
+    Config,
+    ConfigError,
+    ConfigProblem,
+    GroupKind,
+    MambaCacheMode,
+    SpecMethod,
+)
 
 ALL_EQUAL = "groups that are all equal: the release wants two that differ"
 CHUNKS_WITH_A_HEAD = "chunked-local groups with a draft head: the release asserts that it has none"
@@ -25,7 +32,7 @@ OTHER_MIXES = (
 )
 
 
-def find_problem(release: Release, config: v.Config) -> str | None:
+def find_problem(release: Release, config: Config) -> str | None:
     """Return why the release cannot be built with the groups of `config`, or raises later; None if
     it can.
 
@@ -34,15 +41,15 @@ def find_problem(release: Release, config: v.Config) -> str | None:
     managers.
     """
     groups = config.groups
-    has_chunks = any(group.kind is v.GroupKind.CHUNKED_LOCAL for group in groups)
-    has_states = any(group.kind is v.GroupKind.RECURRENT for group in groups)
+    has_chunks = any(group.kind is GroupKind.CHUNKED_LOCAL for group in groups)
+    has_states = any(group.kind is GroupKind.RECURRENT for group in groups)
     has_sizes = len(set(config.block_sizes)) > 1
     if has_states and not release.has_recurrent_groups:
         return NO_RECURRENT
     if not config.enable_prefix_caching or not groups:
         return None
     if release.has_partial_hits:
-        if any(group.mamba_cache_mode is v.MambaCacheMode.ALL for group in groups):
+        if any(group.mamba_cache_mode is MambaCacheMode.ALL for group in groups):
             return NO_STATES_OF_ALL
         if has_sizes:
             return PARTS_OF_BLOCKS
@@ -62,7 +69,7 @@ def find_problem(release: Release, config: v.Config) -> str | None:
     return ALL_EQUAL if len(set(groups)) == 1 and not release.has_equal_groups else None
 
 
-def fit_groups(release: Release, config: v.Config) -> tuple[v.Config, str | None]:
+def fit_groups(release: Release, config: Config) -> tuple[Config, str | None]:
     """Return the nearest config whose groups the release takes, and why it differs, or None."""
     first = reason = find_problem(release, config)
     while reason is not None:
@@ -71,7 +78,7 @@ def fit_groups(release: Release, config: v.Config) -> tuple[v.Config, str | None
     return config, first
 
 
-def require_groups(release: Release, config: v.Config) -> None:
+def require_groups(release: Release, config: Config) -> None:
     """Raise `ConfigError` if the release cannot be built with the groups of `config`."""
     reason = find_problem(release, config)
     if reason is not None:
@@ -80,13 +87,13 @@ def require_groups(release: Release, config: v.Config) -> None:
         fix = f"use {fitting.groups!r} (block_size {fitting.block_size}), or no prefix caching"
         if reason == CHUNKS_WITH_A_HEAD:
             fix = f"use {fitting.spec_method}, or no prefix caching"
-        raise v.ConfigError([v.ConfigProblem("groups", config.groups, rule, fix)])
+        raise ConfigError([ConfigProblem("groups", config.groups, rule, fix)])
 
 
-def _mend(config: v.Config, reason: str) -> v.Config:
+def _mend(config: Config, reason: str) -> Config:
     """Return the config without what `reason` names."""
     if reason == CHUNKS_WITH_A_HEAD:
-        return replace(config, spec_method=v.SpecMethod.NGRAM)
+        return replace(config, spec_method=SpecMethod.NGRAM)
     if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE, PARTS_OF_BLOCKS):
         return resize_blocks(config, max(config.block_sizes))
     if reason == NARROW_WINDOWS:
@@ -95,7 +102,7 @@ def _mend(config: v.Config, reason: str) -> v.Config:
         ]
         return replace(config, groups=tuple(wider))
     if reason == NO_STATES_OF_ALL:
-        modes = {v.MambaCacheMode.ALL: v.MambaCacheMode.ALIGN}
+        modes = {MambaCacheMode.ALL: MambaCacheMode.ALIGN}
         aligned = [
             replace(g, mamba_cache_mode=modes.get(g.mamba_cache_mode, g.mamba_cache_mode))
             for g in config.groups
@@ -115,16 +122,16 @@ def _mend(config: v.Config, reason: str) -> v.Config:
     return _arrange(config) if reason == OTHER_MIXES else replace(config, groups=config.groups[:1])
 
 
-def _arrange(config: v.Config) -> v.Config:
+def _arrange(config: Config) -> Config:
     """Return the config with full-attention groups next to each other, and next to them the groups
     of one other kind.
 
     If either is missing, one group is left.
     """
-    full = [group for group in config.groups if group.kind is v.GroupKind.FULL]
-    others = [group for group in config.groups if group.kind is not v.GroupKind.FULL]
+    full = [group for group in config.groups if group.kind is GroupKind.FULL]
+    others = [group for group in config.groups if group.kind is not GroupKind.FULL]
     if not full or not others:
         return replace(config, groups=config.groups[:1])
     alike = [group for group in others if group == others[0]]
-    is_full_first = config.groups[0].kind is v.GroupKind.FULL
+    is_full_first = config.groups[0].kind is GroupKind.FULL
     return replace(config, groups=tuple(full + alike if is_full_first else alike + full))

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.queue_replay import (
-    begin_admission,
-    in_policy_order,
-    is_passed_over,
-    passed_over,
-)
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.protocol.findings import Finding, violated
@@ -65,59 +58,3 @@ class LoraSlots:
 
 
 GATE = LoraSlots
-
-
-TEXTS = {
-    "adapters_all_in_use": "running requests used max_loras adapters",
-    "adapters_passed_over": "a request was skipped because its adapter had no LoRA slot",
-    "adapters_base_model_goes_past": (
-        "a request without an adapter was admitted before one so skipped"
-    ),
-    "adapters_shared_seat_goes_past": (
-        "a request whose adapter had a LoRA slot was admitted before one so skipped"
-    ),
-    "adapters_seat_taken": "a request that had been skipped for its adapter was admitted",
-    "adapters_idle_seat_kept": "an adapter kept its LoRA slot for a running request without a row",
-}
-
-
-def of_adapters(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals of a plan with a limit on adapters."""
-    lives = ledger.lives
-    rows = {row.request_id for row in step.rows}
-    used = {lives[name].request.adapter for name in step.after.running} - {None}
-    if len(used) == step.config.max_loras:
-        yield "adapters_all_in_use"
-        if used - {lives[name].request.adapter for name in rows}:
-            yield "adapters_idle_seat_kept"
-    gates, skipped = begin_admission(step, ledger), set(step.before.skipped_waiting)
-    met, is_past = set(passed_over(step, ledger)), False
-    admitted = {row.request_id for row in step.admitted_rows}
-    for name in in_policy_order(ledger, step.before):
-        if name in admitted:
-            was_left = name in skipped and step.old[name].status is v.Status.WAITING
-            yield from _of_admission(lives[name].request.adapter, is_past, was_left)
-            gates.take(name)
-        elif name in met and not (
-            is_passed_over(ledger, step.old[name]) or gates.has_room_for(name)
-        ):
-            is_past = True
-            yield "adapters_passed_over"
-
-
-def _of_admission(adapter: str | None, is_past: bool, was_skipped: bool) -> Iterator[str]:
-    if adapter is not None and was_skipped:
-        yield "adapters_seat_taken"
-    if is_past:
-        yield (
-            "adapters_base_model_goes_past" if adapter is None else "adapters_shared_seat_goes_past"
-        )
-
-
-def find(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals of a step."""
-    if isinstance(step.observation, v.Plan):
-        yield from of_adapters(step, ledger)
-
-
-GOALS = Goals(TEXTS, find)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from blockstep.conformance.judge.follower import Follower
-from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
@@ -127,67 +126,3 @@ def _list_differing(
 ) -> list[v.BlockKey]:
     """Keys with different numbers of copies."""
     return [key for key in {**left, **right} if left.get(key, 0) != right.get(key, 0)]
-
-
-TEXTS = {
-    "events_stored": "blocks of a request were logged as stored",
-    "events_stored_together": "one event listed several stored blocks",
-    "events_stored_behind_others": "stored blocks were logged with a parent",
-    "events_copy_stored": "a second block of a cached key was logged as stored",
-    "events_removed": "a block was logged as removed",
-    "events_copy_removed": "a block was logged as removed while another of its key stayed",
-    "events_of_a_plan_in_flight": "a commit logged blocks that a plan in flight stored",
-    "events_cleared": "the cache was logged as cleared",
-}
-
-
-def of_telling(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals of an answer with KV events."""
-    copies = ledger.follower.copies.copy()
-    for event in told_by(step):
-        if isinstance(event, v.BlockStored):
-            yield "events_stored"
-            if len(event.keys) > 1:
-                yield "events_stored_together"
-            if event.parent is not None:
-                yield "events_stored_behind_others"
-            if any(copies[key] for key in event.keys):
-                yield "events_copy_stored"
-            copies.update(event.keys)
-        elif isinstance(event, v.BlockRemoved):
-            yield "events_removed"
-            if any(copies[key] > 1 for key in event.keys):
-                yield "events_copy_removed"
-            copies.subtract(event.keys)
-        elif isinstance(event, v.AllBlocksCleared):
-            yield "events_cleared"
-            copies.clear()
-    if isinstance(step.event, v.Commit) and _is_ahead(step, ledger):
-        yield "events_of_a_plan_in_flight"
-
-
-def _is_ahead(step: Step, ledger: Ledger) -> bool:
-    """Whether a block is logged as stored that only a frame in flight fills."""
-    told = {
-        key for event in told_by(step) if isinstance(event, v.BlockStored) for key in event.keys
-    }
-    if not told or not step.after.frames_in_flight:
-        return False
-    written = {row.request_id: row.end for row in ledger.frame_of(step)}
-    flying = {row.request_id for name in step.after.frames_in_flight for row in ledger.frames[name]}
-    return any(
-        step.after.block_keys[block] in told
-        for name in flying & step.new.keys()
-        for table, size in zip(step.new[name].block_tables, step.block_sizes, strict=True)
-        for block in table[written.get(name, 0) // size :]
-    )
-
-
-def find(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals of a step."""
-    match step.event, step.observation:
-        case (v.Commit(), v.Outputs()) | (v.Reset(), v.ResetDone()):
-            yield from of_telling(step, ledger)
-
-
-GOALS = Goals(TEXTS, find)

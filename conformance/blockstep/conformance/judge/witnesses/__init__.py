@@ -18,9 +18,7 @@ from blockstep.spec import vocabulary as v
 
 REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
 OF_FEATURES: Mapping[str, Goals] = {
-    name: module.GOALS
-    for name, module in load_parts("properties").items()
-    if hasattr(module, "GOALS")
+    name: module.GOALS for name, module in load_parts("goals").items()
 }
 WITNESSES: Mapping[str, str] = {
     **(core.ADMISSION | core.PLANS | core.PREEMPTION | core.COMMITS | core.SIGNALS | core.FRAMES),

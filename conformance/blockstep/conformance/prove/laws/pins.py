@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec import vocabulary as v
 from blockstep.spec.core.block_pool import Pool, get_num_free_blocks
 from blockstep.spec.core.endings import get_ended
 from blockstep.spec.core.state import State
@@ -25,15 +24,22 @@ from blockstep.spec.features.pins import (
     without_pins,
 )
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.vocabulary import (
+    Config,
+    Pin,
+    PinEstimate,
+    Policy,
+    Status,
+)
 
 ROOM = Room("pins")
 TABLE = (1, 2, 3)
 """The block table of a turn that finishes."""
 
 
-def build_config() -> v.Config:
+def build_config() -> Config:
     """Return a config with five usable blocks and `Policy.CONTINUUM`."""
-    return h.build_config(enable_prefix_caching=True, policy=v.Policy.CONTINUUM)
+    return h.build_config(enable_prefix_caching=True, policy=Policy.CONTINUUM)
 
 
 def build_turns(num_settled: int, ttl: int, is_last: bool) -> State:
@@ -45,7 +51,7 @@ def build_turns(num_settled: int, ttl: int, is_last: bool) -> State:
     other = h.build_runner("b", 16, 16, (4,))
     state = h.build_state(build_config(), (turn, other))
     estimates = FrozenMap({"x": ttl}) if ttl else FrozenMap[str, int]()
-    pins = Pins(0, (v.Pin("x", ((4,),), 9),), estimates)
+    pins = Pins(0, (Pin("x", ((4,),), 9),), estimates)
     gone = state.requests.without("b")
     return PINS.put(replace(state, requests=gone, running=("a",)), pins)
 
@@ -55,7 +61,7 @@ def build_turns(num_settled: int, ttl: int, is_last: bool) -> State:
 
 @instead(free_pins)
 def pin_is_freed_with_its_last_holder(
-    right: Right[tuple[Pool, Pins]], pool: Pool, gone: Sequence[v.Pin]
+    right: Right[tuple[Pool, Pins]], pool: Pool, gone: Sequence[Pin]
 ) -> tuple[Pool, Pins]:
     """The end of a pin also frees blocks that a request holds."""
     shared = [
@@ -72,7 +78,7 @@ def pin_is_freed_with_its_last_holder(
 def check_a_pin_is_over_from_its_end_on(now: int, told: int, end: int) -> None:
     """The latest time counts, even if an earlier one arrives after it."""
     assert 0 <= now and 0 <= told and 0 <= end
-    pins = tell_time(Pins(now, (v.Pin("x", (TABLE,), end),)), told)
+    pins = tell_time(Pins(now, (Pin("x", (TABLE,), end),)), told)
     assert bool(list_expired(pins)) == (end <= now or end <= told)
 
 
@@ -80,9 +86,9 @@ def check_a_pin_is_over_from_its_end_on(now: int, told: int, end: int) -> None:
 def check_an_estimate_counts_from_now(now: int, end: int, ttl: int, other_end: int) -> None:
     """It sets the end of the existing pin and of the next one; other jobs are not affected."""
     assert 0 <= now and 0 <= end and 0 <= ttl and 0 <= other_end
-    other = v.Pin("y", ((4,),), other_end)
-    pins = Pins(now, (v.Pin("x", (TABLE,), end), other), FrozenMap({"y": 1}))
-    after = take_estimate(pins, v.PinEstimate("x", ttl))
+    other = Pin("y", ((4,),), other_end)
+    pins = Pins(now, (Pin("x", (TABLE,), end), other), FrozenMap({"y": 1}))
+    after = take_estimate(pins, PinEstimate("x", ttl))
     assert after.pins[0].end == now + ttl
     assert after.pins[1].end == other_end
     assert after.estimates.get("x") == (ttl if ttl else None)
@@ -100,7 +106,7 @@ def check_what_stays_and_what_is_freed_is_the_table(
     is_kept = num_settled > 0 and ttl > 0 and not is_last
     expected = () if is_last else PINS.of(state).pins
     if is_kept:
-        expected = (v.Pin("x", (TABLE[:num_settled],), ttl),)
+        expected = (Pin("x", (TABLE[:num_settled],), ttl),)
     assert PINS.of(after).pins == expected
     held = [block_id for pin in expected for table in pin.block_tables for block_id in table]
     assert [b for b in range(1, 6) if after.pool.ref_counts[b]] == held
@@ -114,7 +120,7 @@ def check_the_end_of_a_pin_takes_nothing_from_who_shares_it(num_shared: int, is_
     names = ("a", "b")[: 1 + is_twice]
     sharers = tuple([h.build_runner(name, 48, 48, TABLE[:num_shared]) for name in names])
     state = h.build_state(build_config(), (h.build_runner("p", 48, 48, TABLE), *sharers))
-    pins = Pins(0, (v.Pin("x", (TABLE,), 9),))
+    pins = Pins(0, (Pin("x", (TABLE,), 9),))
     pool, after = free_pins(state.pool, pins, pins.pins)
     counts = [len(names) if index < num_shared else 0 for index in range(3)]
     assert [pool.ref_counts[block_id] for block_id in TABLE] == counts
@@ -147,7 +153,7 @@ def check_a_step_takes_what_is_over_before_it_takes_a_block(
     asked = replace(h.build_request("b", num_prompt), block_keys=keys)
     state = h.build_state(build_config(), (holder, runner), (asked,))
     requests = state.requests.without("p")
-    pins = Pins(now, (v.Pin("x", (TABLE,), end),))
+    pins = Pins(now, (Pin("x", (TABLE,), end),))
     state = PINS.put(replace(state, requests=requests, running=("a",)), pins)
     after, _ = h.schedule(state)
     assert bool(PINS.of(after).pins) == (end > now)
@@ -162,7 +168,7 @@ def check_the_line_is_a_stable_partition(first: int, second: int, third: int) ->
     requests = {
         name: replace(
             h.build_request(name, 4, job_id="x" if kind % 2 else None),
-            status=v.Status.PREEMPTED if kind >= 2 else v.Status.WAITING,
+            status=Status.PREEMPTED if kind >= 2 else Status.WAITING,
         )
         for name, kind in zip("abc", kinds, strict=True)
     }
@@ -197,7 +203,7 @@ def check_pins_give_way_in_one_order(one: int, two: int, three: int, owner: int)
     """Owner, end and age of the pins give a strict order, and each pin occurs once."""
     assert 0 <= one and 0 <= two and 0 <= three and 0 <= owner <= 3
     ends = (one, two, three)
-    pins = tuple([v.Pin(job, ((index + 1,),), ends[index]) for index, job in enumerate("xyz")])
+    pins = tuple([Pin(job, ((index + 1,),), ends[index]) for index, job in enumerate("xyz")])
     givers = list_givers(Pins(0, pins), "xyz-"[owner])
     ranks = [(pin.job_id == "xyz-"[owner], pin.end, pin.job_id) for pin in givers]
     assert len(givers) == 3

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec import vocabulary as v
 from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.prefix_cache import get_prefix_hit
 from blockstep.spec.core.schedule import create_step
@@ -31,20 +30,29 @@ from blockstep.spec.features.mamba import (
     get_unwritten_states,
 )
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockKey,
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+    SpecMethod,
+)
 
 ROOM = Room("states")
 SIZE = 4
-FIRST = v.BlockKey(None, (0,))
-SECOND = v.BlockKey(FIRST, (1,))
-CHAIN = (FIRST, SECOND, v.BlockKey(SECOND, (2,)))
-ALIGN, ALL = v.MambaCacheMode.ALIGN, v.MambaCacheMode.ALL
-Table = tuple[v.BlockId, ...]
+FIRST = BlockKey(None, (0,))
+SECOND = BlockKey(FIRST, (1,))
+CHAIN = (FIRST, SECOND, BlockKey(SECOND, (2,)))
+ALIGN, ALL = MambaCacheMode.ALIGN, MambaCacheMode.ALL
+Table = tuple[BlockId, ...]
 
 
-def states(block_size: int, num_speculative: int = 0, mode: v.MambaCacheMode = ALIGN) -> v.KVGroup:
+def states(block_size: int, num_speculative: int = 0, mode: MambaCacheMode = ALIGN) -> KVGroup:
     """Return a recurrent group."""
-    return v.KVGroup(
-        v.GroupKind.RECURRENT,
+    return KVGroup(
+        GroupKind.RECURRENT,
         block_size,
         mamba_cache_mode=mode,
         num_speculative_blocks=num_speculative,
@@ -75,14 +83,14 @@ def tokens_of_a_chunk_are_rounded_and_not_its_end(
 
 @instead(get_extended_states)
 def blocks_of_drafts_stay_where_they_are(
-    group: v.KVGroup, table: Table, num_blocks: int, new_blocks: Table
+    group: KVGroup, table: Table, num_blocks: int, new_blocks: Table
 ) -> Table:
     """The blocks for drafts stay in their places, and the gap comes after them."""
     return table + (0,) * (num_blocks - len(table) - len(new_blocks)) + new_blocks
 
 
 @instead(compute_max_held_states, theirs="not found upstream")
-def two_states_are_enough(group: v.KVGroup, num_all: int) -> int:
+def two_states_are_enough(group: KVGroup, num_all: int) -> int:
     """Two states are charged: one that is read, and one that is written."""
     return min(num_all, 2) + group.num_speculative_blocks
 
@@ -241,13 +249,13 @@ def check_hit_is_where_the_state_is_if_attention_has_what_is_before_it(
     """Attention needs one more block with a draft head, and drops it; one state suffices."""
     assert 1 <= num_known <= 13 and 0 <= num_full <= 3 and 0 <= of_state <= 3
     assert 0 <= num_behind <= 1
-    method = v.SpecMethod.EAGLE if num_behind else v.SpecMethod.NONE
-    config = v.Config(
+    method = SpecMethod.EAGLE if num_behind else SpecMethod.NONE
+    config = Config(
         8,
         4,
         spec_method=method,
         num_speculative_tokens=num_behind,
-        groups=(v.KVGroup(v.GroupKind.FULL, 4), states(4, 1)),
+        groups=(KVGroup(GroupKind.FULL, 4), states(4, 1)),
     )
     request = replace(h.build_request("a", num_known), block_keys=CHAIN)
     hit = get_prefix_hit(
@@ -266,7 +274,7 @@ def check_states_can_be_hit_as_of_the_step_behind_the_one_that_writes_them(
 ) -> None:
     """Three states of a running request are published."""
     assert 1 <= block_size and 0 <= num_computed <= 3 * block_size and 1 <= num_new
-    config = v.Config(8, block_size, groups=(states(block_size, mode=ALL),))
+    config = Config(8, block_size, groups=(states(block_size, mode=ALL),))
     request = h.build_runner("a", 1, num_computed, (1, 2, 3), 3)
     state = h.build_state(config, (request,))
     pool = h.build_pool((0, 1, 1, 1, 0, 0, 0, 0), (4, 5, 6, 7), published=(1, 2, 3))

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec import vocabulary as v
 from blockstep.spec.core.admission import process_waiting_phase
 from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.core.work import Step
@@ -23,6 +22,15 @@ from blockstep.spec.features.kv_transfer.transfers import (
 )
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.transfers import compute_num_loaded, loads_publish_at_once
+from blockstep.spec.vocabulary import (
+    BlockTables,
+    GroupKind,
+    HeldBlocks,
+    KVGroup,
+    KVOffer,
+    RequestId,
+    Status,
+)
 
 ROOM = Room("transfers")
 
@@ -37,7 +45,7 @@ def last_token_is_loaded(right: Right[int], num_known: int) -> int:
 
 
 @instead(compute_num_loaded, theirs="0.19.1")
-def longer_hit_takes_a_negative_amount(group: v.KVGroup, num_tokens: int, num_found: int) -> int:
+def longer_hit_takes_a_negative_amount(group: KVGroup, num_tokens: int, num_found: int) -> int:
     """The count is negative if the hit is longer than the load; the free blocks then grow by it."""
     return -(-num_tokens // group.block_size) - num_found
 
@@ -50,10 +58,7 @@ def hit_may_have_failed(right: Right[int | None], firsts: Sequence[int]) -> int 
 
 @instead(compute_num_valid, theirs="0.19.1")
 def first_group_speaks_for_all(
-    right: Right[int | None],
-    tables: v.BlockTables,
-    firsts: Sequence[int],
-    block_sizes: Sequence[int],
+    right: Right[int | None], tables: BlockTables, firsts: Sequence[int], block_sizes: Sequence[int]
 ) -> int | None:
     """Only the first group's blocks are checked."""
     return right(tables=tables[:1], firsts=firsts[:1], block_sizes=block_sizes[:1])
@@ -61,8 +66,8 @@ def first_group_speaks_for_all(
 
 @instead(end_transfer, theirs="0.19.1")
 def any_end_ends_all_holds(
-    transfers: Transfers, request_id: v.RequestId
-) -> tuple[Transfers, v.BlockTables]:
+    transfers: Transfers, request_id: RequestId
+) -> tuple[Transfers, BlockTables]:
     """The end of one transfer frees blocks that another still uses."""
     entry = transfers.held[request_id]
     return replace(transfers, held=transfers.held.without(request_id)), entry.block_tables
@@ -86,7 +91,7 @@ def check_a_token_is_left_to_compute_behind_every_load(
 ) -> None:
     """The local hit leaves a token to compute, and so does a load after it, now or later."""
     assert 0 <= num_offered and 0 <= num_local < num_known and 0 <= is_async <= 1
-    offer = v.KVOffer("a", num_offered, is_async == 1)
+    offer = KVOffer("a", num_offered, is_async == 1)
     num_external = compute_num_external(offer, num_known, num_local)
     assert num_local + num_external < num_known
 
@@ -97,7 +102,7 @@ def check_a_hit_is_longer_by_all_that_a_store_has_behind_it(
 ) -> None:
     """It is never shorter."""
     assert 0 <= num_offered and 0 <= num_local < num_known
-    num_start = num_local + compute_num_external(v.KVOffer("a", num_offered), num_known, num_local)
+    num_start = num_local + compute_num_external(KVOffer("a", num_offered), num_known, num_local)
     assert num_start == max(num_local, min(num_offered, num_known - 1))
 
 
@@ -107,7 +112,7 @@ def check_a_group_that_loads_in_its_turn_takes_no_negative_amount(
 ) -> None:
     """This is for the quirk `groups_load_by_turns`: a hit longer than the load takes no block."""
     assert 1 <= block_size and 0 <= num_tokens and 0 <= num_found
-    group = v.KVGroup(v.GroupKind.FULL, block_size)
+    group = KVGroup(GroupKind.FULL, block_size)
     num_loaded = compute_num_loaded(group, num_tokens, num_found)
     assert num_loaded >= 0
     num_held = num_found + num_loaded
@@ -165,7 +170,7 @@ def check_blocks_are_held_until_the_last_of_their_holds_has_ended(
     """One or two directions hold the blocks, and the end of one of them is reported."""
     assert 0 <= is_recving <= 1 and 0 <= is_sending <= 1 and 0 <= is_of_load <= 1
     assert is_recving + is_sending >= 1
-    entry = v.HeldBlocks("a", ((1, 2),), is_recving == 1, is_sending == 1)
+    entry = HeldBlocks("a", ((1, 2),), is_recving == 1, is_sending == 1)
     before = replace(NO_STORE, held=FrozenMap({"a": entry}))
     after, tables = end_transfer(before, "a", is_of_load == 1)
     is_left = is_sending if is_of_load else is_recving
@@ -185,7 +190,7 @@ def check_nothing_of_a_load_is_findable_before_its_answer(
     keys = tuple(map(h.key_of, (1, 2, 3)))[: num_known // block_size]
     asked = replace(h.build_request("a", num_known), block_keys=keys)
     state = h.build_state(config, (), (asked,))
-    state = TRANSFERS.put(state, take_offer(NO_STORE, v.KVOffer("a", num_offered)))
+    state = TRANSFERS.put(state, take_offer(NO_STORE, KVOffer("a", num_offered)))
     after, plan = h.schedule(state)
     (load,) = plan.kv_loads
     assert load.num_external_tokens == min(num_offered, num_known - 1)
@@ -202,8 +207,8 @@ def check_who_is_parked_takes_no_tokens_from_others(
     config = h.build_config(4096, max_num_batched_tokens=budget, max_num_seqs=1, kv_connector=True)
     waiting = (h.build_request("a", 4000), h.build_request("b", num_known))
     state = h.build_state(config, (), waiting)
-    offer = v.KVOffer("a", num_offered, is_async=True)
+    offer = KVOffer("a", num_offered, is_async=True)
     after, plan = h.schedule(TRANSFERS.put(state, take_offer(NO_STORE, offer)))
-    assert after.requests["a"].status is v.Status.WAITING_FOR_REMOTE_KVS
+    assert after.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS
     assert after.running == ("b",)
     assert plan.total_num_scheduled_tokens == min(num_known, budget)

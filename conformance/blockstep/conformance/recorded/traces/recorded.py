@@ -30,7 +30,15 @@ from blockstep.conformance.engine import EQUIVALENCES, EXACT
 from blockstep.conformance.protocol.codec import build, build_tagged, get_fields
 from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 from blockstep.conformance.protocol.telling import to_forms
-from blockstep.spec import vocabulary as v
+from blockstep.spec.vocabulary import (
+    EVENT_TYPES,
+    Config,
+    Event,
+    Observation,
+    Outputs,
+    ResetDone,
+    config_problems,
+)
 
 TRACE_FORMAT = "blockstep-trace"
 TRACE_VERSION = 1
@@ -42,16 +50,16 @@ LEFT_OUT_WHEN_EMPTY = (
 """Fields that are newer than the first traces and mostly empty; they are written only if not empty.
 """
 
-OBSERVATION_TYPES: tuple[type, ...] = get_args(v.Observation)
-_EVENTS = {cls.__name__: cls for cls in v.EVENT_TYPES}
+OBSERVATION_TYPES: tuple[type, ...] = get_args(Observation)
+_EVENTS = {cls.__name__: cls for cls in EVENT_TYPES}
 _OBSERVATIONS = {cls.__name__: cls for cls in OBSERVATION_TYPES}
 
 
 class TraceStep(NamedTuple):
     """One event and the engine's observation."""
 
-    event: v.Event
-    observation: v.Observation
+    event: Event
+    observation: Observation
 
 
 class Excuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +75,7 @@ class Excuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Trace:
     """One recorded run."""
 
-    config: v.Config
+    config: Config
     steps: tuple[TraceStep, ...]
     equivalence: str = EXACT
     """The equivalence at which its engine is compared: one of `engine.EQUIVALENCES`, or `exact`."""
@@ -77,8 +85,8 @@ class Trace:
 
 def write_trace(
     path: Path | str,
-    config: v.Config,
-    steps: Iterable[tuple[v.Event, v.Observation]],
+    config: Config,
+    steps: Iterable[tuple[Event, Observation]],
     equivalence: str = EXACT,
     excuses: tuple[Excuse, ...] = (),
 ) -> int:
@@ -148,7 +156,7 @@ def _created(path: Path) -> Iterator[IO[bytes]]:
 
 
 def header_line(
-    path: Path, config: v.Config, equivalence: str = EXACT, excuses: tuple[Excuse, ...] = ()
+    path: Path, config: Config, equivalence: str = EXACT, excuses: tuple[Excuse, ...] = ()
 ) -> bytes:
     """Return the first line of a run. Raises `TraceError` if it would not be read back."""
     row = {"format": TRACE_FORMAT, "version": TRACE_VERSION, "config": config}
@@ -158,10 +166,10 @@ def header_line(
     return _checked_line(path, 1, row, expected, lambda text: read_header(path, text))
 
 
-def step_line(path: Path, line: int, event: v.Event, observation: v.Observation) -> bytes:
+def step_line(path: Path, line: int, event: Event, observation: Observation) -> bytes:
     """Return the line of a step. Raises `TraceError` if it would not be read back."""
     row = {
-        "event": _tagged(path, line, "event", event, v.EVENT_TYPES),
+        "event": _tagged(path, line, "event", event, EVENT_TYPES),
         "observation": _tagged(path, line, "observation", observation, OBSERVATION_TYPES),
     }
     expected = TraceStep(event, observation)
@@ -177,7 +185,7 @@ def _tagged(
     for name in LEFT_OUT_WHEN_EMPTY:
         if fields.get(name) == ():
             del fields[name]
-    if isinstance(value, v.Outputs | v.ResetDone) and value.kv_events:
+    if isinstance(value, Outputs | ResetDone) and value.kv_events:
         fields["kv_events"] = to_forms(value.kv_events)
     return {"type": type(value).__name__, **fields}
 
@@ -228,7 +236,7 @@ _ANY_HEADER = msgspec.json.Decoder(_AnyHeader)
 _END_LINE = msgspec.json.Decoder(_EndLine)
 
 
-def read_header(path: Path, text: str) -> tuple[v.Config, str, tuple[Excuse, ...]]:
+def read_header(path: Path, text: str) -> tuple[Config, str, tuple[Excuse, ...]]:
     """Return the config, equivalence and declared deviations of a first line.
 
     Raises `TraceError`.
@@ -250,13 +258,13 @@ def read_header(path: Path, text: str) -> tuple[v.Config, str, tuple[Excuse, ...
     try:
         told = _HEADER.decode(text)
         raw = told.config
-        config = build(raw, v.Config, "$.config")
+        config = build(raw, Config, "$.config")
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, 1, text, error) from None
     if config.max_frames_in_flight > 1 and "async_scheduling" not in raw:
         # Older files have no word for asynchronous scheduling: several frames in flight meant it.
         config = dataclasses.replace(config, async_scheduling=True)
-    problems = v.config_problems(config)
+    problems = config_problems(config)
     if problems:
         raise TraceError(
             path,

@@ -1,0 +1,59 @@
+"""Goals that need a prefill cadence: prompts that are held, and those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from blockstep.conformance.features.cadence.properties import can_decode, holds_prompts, is_early
+from blockstep.conformance.judge.goals import Goals
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.queue_replay import admits_nobody, next_in_line
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec import vocabulary as v
+
+TEXTS = {
+    "cadence_chunk_held": "a running request had to wait with the next chunk of its prompt",
+    "cadence_waiting_held": "a waiting request was not admitted because prompts were held",
+    "cadence_last_token_admitted": (
+        "a request with one token to compute was admitted while prompts were held"
+    ),
+    "cadence_load_begins": "a load began while prompts were held",
+    "cadence_interval_over": "after the interval a prompt was computed, and others decoded",
+    "cadence_nothing_decodes": "prompts were computed early because nothing decodes",
+    "cadence_decodes_in_flight": (
+        "prompts were computed early because all that decode wait for their tokens"
+    ),
+}
+
+
+def find(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of a plan."""
+    if not isinstance(step.observation, v.Plan) or not step.rows:
+        return
+    prompts = [row for row in step.rows if ledger.computes_prompt(step, row)]
+    if holds_prompts(step, ledger):
+        yield from of_held(step, ledger)
+    elif prompts and is_early(ledger):
+        decodes = [name for name in step.before.running if not step.old[name].is_prefill_chunk]
+        yield "cadence_decodes_in_flight" if decodes else "cadence_nothing_decodes"
+    elif prompts and can_decode(step, ledger):
+        yield "cadence_interval_over"
+
+
+def of_held(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of a plan that holds prompts."""
+    after = step.after
+    if any(name in step.old and step.new[name].is_prefill_chunk for name in after.running):
+        yield "cadence_chunk_held"
+    if step.admitted_rows:
+        yield "cadence_last_token_admitted"
+    if step.parked:
+        yield "cadence_load_begins"
+    is_open = ledger.pause_state is v.PauseState.UNPAUSED and not admits_nobody(step, ledger)
+    has_seat = len(after.running) < step.config.max_num_seqs
+    has_tokens = step.plan.total_num_scheduled_tokens < step.config.max_num_batched_tokens
+    if is_open and has_seat and has_tokens and next_in_line(step, ledger) is not None:
+        yield "cadence_waiting_held"
+
+
+GOALS = Goals(TEXTS, find)

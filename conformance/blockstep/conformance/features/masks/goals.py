@@ -1,0 +1,114 @@
+"""Goals that need grammars: bitmasks, and their effect on drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from blockstep.conformance.judge.goals import Goals
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import RowKind, Step
+from blockstep.spec import vocabulary as v
+
+TEXTS = {
+    "masks_made": "the bitmask of a frame had a row",
+    "masks_of_drafts": "a row of a bitmask had a position for a draft",
+    "masks_draft_cut": "a bitmask left out a draft that only the worker knew",
+    "masks_behind_a_cut_draft": "a bitmask had a position after a draft that it left out",
+    "masks_of_the_preempted": "a bitmask had a row of a request that was preempted since",
+    "masks_in_reasoning": "a bitmask allowed all tokens because reasoning had not ended",
+    "masks_terminated": "a bitmask allowed all tokens because the grammar was terminated",
+    "masks_draft_cut_when_proposed": "a draft was left out when it was proposed",
+    "masks_flag_of_frames_behind": "a plan's bitmask had to wait for tokens of older frames",
+    "masks_resumed_amid_its_grammar": (
+        "a preempted request was resumed after outputs under its grammar"
+    ),
+    "masks_reasoning_ended": "delivered tokens ended the reasoning of a request",
+    "masks_failed_while_it_waits": "the grammar of a request that waited for it failed",
+    "masks_failed_while_it_runs": "the grammar of a running request failed",
+    "masks_failed_in_flight": "the grammar of a request with a row in flight failed",
+}
+
+
+def of_mask(step: Step, ledger: Ledger, rows: Sequence[v.GrammarRow]) -> Iterator[str]:
+    """Yield the goals of a bitmask."""
+    if rows:
+        yield "masks_made"
+    for row in rows:
+        life, request = ledger.lives[row.request_id], step.new[row.request_id]
+        if row.draft_token_ids:
+            yield "masks_of_drafts"
+        if v.DRAFT_PLACEHOLDER in row.draft_token_ids:
+            yield "masks_draft_cut"
+            if row.draft_token_ids.count(v.DRAFT_PLACEHOLDER) > 1:
+                yield "masks_behind_a_cut_draft"
+        if request.status is v.Status.PREEMPTED:
+            yield "masks_of_the_preempted"
+        place = life.find_place()
+        if place is not None and row.allowed[0] is None:
+            yield "masks_terminated" if place.holds else "masks_in_reasoning"
+
+
+def of_proposals(
+    ledger: Ledger, drafts: Sequence[v.RowTokens], taken: Sequence[v.RequestId]
+) -> Iterator[str]:
+    """Yield a goal for each proposal whose drafts a grammar cut."""
+    for row in drafts:
+        life = ledger.lives.get(row.request_id)
+        if (
+            life is not None
+            and row.request_id in taken
+            and life.accept(row.token_ids) != row.token_ids
+        ):
+            yield "masks_draft_cut_when_proposed"
+
+
+def of_masked_plan(step: Step) -> Iterator[str]:
+    """Yield the goals of a plan with grammars."""
+    if step.plan.pending_structured_output_tokens:
+        yield "masks_flag_of_frames_behind"
+    for row in step.admitted_rows:
+        if row.kind is RowKind.RESUMED and step.new[row.request_id].grammar_state:
+            yield "masks_resumed_amid_its_grammar"
+
+
+def of_masked_commit(step: Step) -> Iterator[str]:
+    """Yield a goal for each request whose reasoning ended."""
+    for name, new in step.new.items():
+        if new.reasoning_ended and not step.old[name].reasoning_ended:
+            yield "masks_reasoning_ended"
+
+
+def of_failure(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of a failed grammar."""
+    assert isinstance(step.event, v.GrammarFailed)
+    name = step.event.request_id
+    status = step.old[name].status
+    if status is v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        yield "masks_failed_while_it_waits"
+    elif status is v.Status.RUNNING:
+        yield "masks_failed_while_it_runs"
+    if ledger.in_flight(name):
+        yield "masks_failed_in_flight"
+
+
+def find(step: Step, ledger: Ledger) -> Iterable[str]:
+    """Return the goals of a step of a run that has had a grammar, or of a question for a mask."""
+    is_asked = isinstance(step.event, (v.GrammarBitmask, v.GrammarFailed))
+    return _find(step, ledger) if ledger.has_grammars or is_asked else ()
+
+
+def _find(step: Step, ledger: Ledger) -> Iterator[str]:
+    match step.event, step.observation:
+        case v.Schedule(), v.Plan() if ledger.has_grammars:
+            yield from of_masked_plan(step)
+        case v.Commit(), v.Outputs() if ledger.has_grammars:
+            yield from of_masked_commit(step)
+        case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken) if ledger.has_grammars:
+            yield from of_proposals(ledger, drafts, taken)
+        case v.GrammarBitmask(), v.GrammarOutput(rows=rows):
+            yield from of_mask(step, ledger, rows)
+        case v.GrammarFailed(), v.Outputs():
+            yield from of_failure(step, ledger)
+
+
+GOALS = Goals(TEXTS, find)

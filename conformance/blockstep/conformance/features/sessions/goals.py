@@ -1,0 +1,102 @@
+"""Goals that need sessions: requests that continue with further input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from blockstep.conformance.judge.goals import Goals
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec.vocabulary import (
+    Aborted,
+    Ack,
+    Commit,
+    Outputs,
+    PauseState,
+    Plan,
+    Request,
+    Schedule,
+    Status,
+    StreamingUpdate,
+)
+
+RESTING = Status.WAITING_FOR_STREAMING_REQ
+TEXTS = {
+    "sessions_chunk_at_rest": "an idle session got its next input",
+    "sessions_end_at_rest": "an idle session got the end of its input, and ended",
+    "sessions_chunk_ahead": "a session got an input before its stop",
+    "sessions_several_chunks_ahead": "a session had two or more inputs waiting",
+    "sessions_end_ahead": "a session got the end of its input before its last stop",
+    "sessions_update_of_the_preempted": "a session was updated while it was preempted",
+    "sessions_update_in_flight": "a session got an input while it had a row in flight",
+    "sessions_stop_rests": "a session stopped and became idle",
+    "sessions_stop_goes_on": "a session stopped and continued with its next input",
+    "sessions_stop_ends": "a session stopped after the end of its input, and ended",
+    "sessions_announced_again": "a session that had run got a row as a new request",
+    "sessions_back_under_a_grammar": (
+        "a session with a grammar continued, and its grammar began again"
+    ),
+    "sessions_rest_while_others_wait": "requests waited for blocks while an idle session held some",
+}
+
+
+def of_update(step: Step, ledger: Ledger, request: Request) -> Iterator[str]:
+    """Yield the goals of an input to a session."""
+    name, is_end = request.request_id, not request.resumable
+    old = step.old[name]
+    if old.status is RESTING:
+        yield "sessions_end_at_rest" if is_end else "sessions_chunk_at_rest"
+        return
+    yield "sessions_end_ahead" if is_end else "sessions_chunk_ahead"
+    if old.num_streaming_updates:
+        yield "sessions_several_chunks_ahead"
+    if old.status is Status.PREEMPTED:
+        yield "sessions_update_of_the_preempted"
+    if ledger.in_flight(name):
+        yield "sessions_update_in_flight"
+
+
+def of_stops(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of sessions that stopped in a commit."""
+    for row in step.output_rows:
+        life = ledger.lives.get(row.request_id)
+        if row.finish_reason is None or life is None or not life.request.resumable:
+            continue
+        new = step.new.get(row.request_id)
+        if new is None:
+            yield "sessions_stop_ends"
+        else:
+            yield "sessions_stop_rests" if new.status is RESTING else "sessions_stop_goes_on"
+
+
+def of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of a plan with sessions."""
+    for row in step.plan.new:
+        life = ledger.lives[row.request_id]
+        if life.request.resumable and life.admitted_in >= 0:
+            yield "sessions_announced_again"
+            if life.request.grammar is not None:
+                yield "sessions_back_under_a_grammar"
+    if ledger.pause_state is not PauseState.UNPAUSED or step.after.free_queue:
+        return
+    resting = [one for one in step.after.requests if one.status is RESTING]
+    if any(any(one.block_tables) for one in resting) and step.after.waiting:
+        yield "sessions_rest_while_others_wait"
+
+
+def find(step: Step, ledger: Ledger) -> Iterable[str]:
+    """Return the goals of a step of a run that has had a session."""
+    return _find(step, ledger) if ledger.has_sessions else ()
+
+
+def _find(step: Step, ledger: Ledger) -> Iterator[str]:
+    match step.event, step.observation:
+        case Schedule(), Plan():
+            yield from of_returns(step, ledger)
+        case Commit(), Outputs():
+            yield from of_stops(step, ledger)
+        case StreamingUpdate(request=request), Ack() | Aborted():
+            yield from of_update(step, ledger, request)
+
+
+GOALS = Goals(TEXTS, find)
