@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from blockstep.conformance.prove.harness import build_config
@@ -23,9 +23,13 @@ COLUMNS: Any = import_module(f"{_PACKAGE}.state")
 
 @cache
 def _load(name: str) -> dict[str, Any]:
-    """Return the names of a module, with its functions and those that it imports as Python."""
+    """Return the names of a module, with its functions and those that it imports as Python, alone
+    or by their module."""
     space = dict(vars(import_module(name)))
     for key, value in space.items():
+        if isinstance(value, ModuleType) and value.__name__.startswith(_PACKAGE):
+            space[key] = SimpleNamespace(**_load(value.__name__))
+            continue
         function = getattr(getattr(value, "inner", value), "py_func", value)
         if not isinstance(function, FunctionType) or not function.__module__.startswith(_PACKAGE):
             continue
@@ -100,7 +104,7 @@ def _fill(state: Any, slot: int, request: RequestState, config: Config) -> None:
     num_prompt = len(asked.prompt_token_ids)
     row[c.STATUS] = c.IS_RUNNING if request.status is Status.RUNNING else c.IS_WAITING
     row[c.SEAT] = row[c.LABEL] = slot
-    row[c.ROW], row[c.NUM_PROMPT] = c.NONE, num_prompt
+    row[c.NUM_PROMPT] = num_prompt
     row[c.NUM_KNOWN], row[c.NUM_COMPUTED] = request.num_known_tokens, request.num_computed_tokens
     row[c.NUM_PROMISED] = request.num_output_placeholders
     row[c.NUM_DRAFTS] = len(request.spec_token_ids)
