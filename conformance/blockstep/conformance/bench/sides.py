@@ -37,7 +37,12 @@ compared with do: a plan of the protocol does not say how new and resumed rows m
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Terms of engines that are timed together."""
+    """Terms of engines that are timed together.
+
+    Exact engines are timed together, on a workload recorded with one engine of ours, and must make
+    the same decisions. Any other engine is timed by itself: at `safety` it records the workload
+    itself; at the equivalences in between it must decide as ours does, except for block ids.
+    """
 
     pilot: str = PILOT
     """The engine with which the workload is recorded."""

@@ -191,5 +191,5 @@ def cached_drafts(
 
 @PAGE.exhibit("rejected drafts count as computed", "vLLM V1: Rejection Clawback", "P14 P12 P4 P26")
 def lost_rollback(rules: Rules, _config: Config) -> Rules:
-    """The next step starts after tokens whose KV is not valid."""
+    """A commit leaves rejected drafts in `num_computed_tokens`, although their KV is not valid."""
     return rules.replacing(get_rolled_back, lambda request, _num_drafts, _num_sampled: request)

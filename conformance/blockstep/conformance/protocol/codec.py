@@ -82,7 +82,12 @@ def to_tagged(value: Any) -> dict[str, Any]:
 
 
 class StateForm(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A snapshot as it is written in JSON."""
+    """A snapshot as it is written in JSON.
+
+    Two fields differ from the vocabulary, since keys of a JSON object are strings: `block_keys`
+    holds for each block the chain of its key, first block first, or null; `cached` holds the blocks
+    of each key, in order of publication.
+    """
 
     pause_state: v.PauseState
     waiting: tuple[str, ...]

@@ -32,10 +32,7 @@ from blockstep.spec import Oracle
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.profiles import STRICT, Profile
-from blockstep.spec.snapshots import (
-    get_request_snapshot,
-    get_snapshot,
-)
+from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
 from blockstep.spec.vocabulary import Config, RequestSnapshot, Snapshot
 
 MEMO_SIZE_MAX = 512
