@@ -3,11 +3,11 @@
     python benchmarks/kernels.py [--only WORD] [--json FILE or folder]
 
 Bounds: what a device-to-device copy of 1 GiB reaches (read + write), what a pinned copy reaches
-over the link, or nothing for what is bound by its launch. Times are of the device, median and 99th
-percentile, with the L2 cache flushed before each run (`triton.testing.do_bench`). What is bound by
-its launch is replayed from CUDA graphs of many runs, with the L2 cache as it is; the percentile is
-of ten means then. A peer that cannot run is listed with its reason. In a folder the file name
-consists of date and device. Without a GPU this says so and exits with 2. Attention has its own
+over the link, or nothing for what is bound by its launch. Calls are replayed from CUDA graphs, so
+that no time of the host counts, with the L2 cache as it is: a product takes turns at copies of its
+weight that exceed it. Given are the median and the 99th percentile of ten means. Copies over the
+link are timed call by call. A peer that cannot run is listed with its reason. In a folder the file
+name consists of date and device. Without a GPU this says so and exits with 2. Attention has its own
 benchmark, `benchmarks/attention.py`.
 """
 
@@ -60,6 +60,8 @@ class Case:
     """Bytes that must be moved at least: reads and writes for `copy`, one way for `link`."""
     peers: dict[str, Callable[[], Run]] = field(default_factory=dict)
     """Each makes its own inputs; so one that does not exist here harms no other."""
+    num_calls: int = 1
+    """Calls that one run makes, and a peer's as well; times are those of one."""
 
 
 @dataclass
@@ -74,6 +76,8 @@ class Size:
     vocab_size: int = 131_072
     num_copied: int = 1024
     num_swapped: int = 256
+    bytes_in_turn: int = 256 << 20
+    """Bytes of a product's weights that calls take turns at: five times an L2 cache."""
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -153,12 +157,25 @@ def list_products(size: Size, num_tokens: int, device: str) -> Iterator[Case]:
     ):  # fmt: skip
         hidden = torch.randn(num_tokens, in_size, dtype=size.dtype, device=device)
         weight = torch.randn(out_size, in_size, dtype=size.dtype, device=device)
+        weights = [weight, *(weight.clone() for _ in range(size.bytes_in_turn // weight.nbytes))]
         multiply = multiply_silu_and_mul if name == "gate_up" else multiply_in_parts
         yield Case(
-            f"{name}: {num_tokens} x {in_size} by {out_size}", partial(multiply, hidden, weight),
-            "copy", "90 % of copy", weight.nbytes,
-            {"linear of torch": partial(partial, linear, hidden, weight)},
+            f"{name}: {num_tokens} x {in_size} by {out_size}",
+            partial(multiply_each, multiply, hidden, weights), "copy", "90 % of copy",
+            weight.nbytes,
+            {"linear of torch": partial(partial, multiply_each, linear, hidden, weights)},
+            len(weights),
         )  # fmt: skip
+
+
+def multiply_each(
+    multiply: Callable[[torch.Tensor, torch.Tensor], object],
+    hidden: torch.Tensor,
+    weights: list[torch.Tensor],
+) -> None:
+    """Multiply by each weight in turn."""
+    for weight in weights:
+        multiply(hidden, weight)
 
 
 def make_rejection(size: Size, device: str) -> Case:
@@ -255,11 +272,11 @@ def list_copies(size: Size, device: str) -> Iterator[Case]:
         )  # fmt: skip
 
 
-def measure(run: Run, bound: str) -> tuple[float, float]:
+def measure(run: Run, *, in_graph: bool) -> tuple[float, float]:
     """Median and 99th percentile, microseconds."""
     from triton.testing import do_bench, do_bench_cudagraph  # noqa: PLC0415 - not on a CPU
 
-    if bound == "launch":
+    if in_graph:
         median, tail = do_bench_cudagraph(run, rep=20, quantiles=[0.5, 0.99])
     else:
         median, tail = do_bench(run, rep=200, quantiles=[0.5, 0.99])
@@ -270,14 +287,15 @@ def measure_rates() -> dict[str, float]:
     """Bytes per second of a device copy (read + write) and of a pinned copy to the host."""
     source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     target, host = torch.empty_like(source), torch.empty(1 << 28, dtype=torch.uint8).pin_memory()
-    copied, _ = measure(lambda: target.copy_(source), "copy")
-    sent, _ = measure(lambda: host.copy_(source[: host.numel()], non_blocking=True), "link")
+    copied, _ = measure(lambda: target.copy_(source), in_graph=False)  # in a graph it is slower
+    sent, _ = measure(lambda: host.copy_(source[: host.numel()], non_blocking=True), in_graph=False)
     return {"copy": 2 * source.numel() / copied * 1e6, "link": host.numel() / sent * 1e6}
 
 
 def report(case: Case, rates: dict[str, float]) -> dict[str, Any]:
     """Time a case and its peers, and print a line for each."""
-    median, tail = measure(case.run, case.bound)
+    in_graph = case.bound != "link"
+    median, tail = (us / case.num_calls for us in measure(case.run, in_graph=in_graph))
     row: dict[str, Any] = {
         "name": case.name, "us": median, "us_p99": tail, "good": case.good, "peers": {}
     }  # fmt: skip
@@ -289,7 +307,7 @@ def report(case: Case, rates: dict[str, float]) -> dict[str, Any]:
     print(f"{case.name:<48} {median:10.1f} us (p99 {tail:.1f})  {of_bound}  (good: {case.good})")
     for name, make in case.peers.items():
         try:
-            row["peers"][name], _ = measure(make(), case.bound)
+            row["peers"][name] = measure(make(), in_graph=in_graph)[0] / case.num_calls
             print(f"    {name:<44} {row['peers'][name]:10.1f} us")
         except Exception as error:  # a peer of any release may fail in any way
             row["peers"][name] = f"{type(error).__name__}: {error}"[:300]

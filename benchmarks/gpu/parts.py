@@ -50,7 +50,7 @@ PYTEST: Final = (
 """Command with a filter: packages have other versions than ours, whose warnings are no failures.
 
 Each test has a line, so that a failure has its name even if the part is stopped."""
-SIDE_BY_SIDE: Final = ("-p", "xdist", "-n", "12")
+SIDE_BY_SIDE: Final = ("-p", "xdist", "-n", "12", "--dist", "worksteal")
 TESTED: Final = ("tests/kernels", "tests/impl/engine")
 """Tests of the device scheduler run it by numpy; on a GPU `lockstep` plays it."""
 KINDS: Final = ("plain", "priority", "asynchronous", "drafts", "uncached", "specification")
@@ -150,19 +150,19 @@ def _profiles(ncu: str) -> list[Part]:
         return Part(
             name, f"ncu of {about}", limit=40, is_timed=True, tool=ncu, is_required=False,
             commands=[Command("ncu", argv, {**ONE_THREAD, "NCU": ncu})],
-            lines=r"Duration |Executed Ipc Active|No Eligible|Registers Per|L[12].* Hit Rate",
+            lines=r"Duration |Ipc Active|No Eligible|Registers Per|Hit Rate|(DRAM|L2 Cache) Thr",
         )  # fmt: skip
 
     step = ("benchmarks.device", "--no-host", "--replays", "16", "-n")
-    steps = [
-        profile(f"profile-{n}", f"a step of the device's scheduler at {n}", "loop_kernel",
-                *step, f"{n}")
-        for n in SIZES
-    ]  # fmt: skip
+    attention, layers = ("benchmarks.attention", "--only"), ("benchmarks.kernels", "--only")
     return [
-        *steps,
         profile("profile-attention", "attention at 8 x 4,096", "attention",
-                "benchmarks.attention", "--only", "decode 8 x 4096"),
+                *attention, "decode 8 x 4096"),
+        profile("profile-short", "attention at 1 x 500", "attention", *attention, "decode 1 x 500"),
+        profile("profile-gate-64", "gate and up of 64 rows", "product", *layers, "gate_up: 64 x"),
+        profile("profile-gate-1", "gate and up of one row", "vector", *layers, "gate_up: 1 x"),
+        *(profile(f"profile-{n}", f"a step of the device's scheduler at {n}", "loop_kernel",
+                  *step, f"{n}") for n in SIZES),
     ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from benchmarks.kernels import Case, Size, choose_file, list_cases, report
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels.py"
 SMALL = Size(
     num_heads=2, num_kv_heads=1, head_size=16, num_tokens=32, num_rows=4,
-    vocab_size=16, num_copied=2, num_swapped=2,
+    vocab_size=16, num_copied=2, num_swapped=2, bytes_in_turn=1 << 14,
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_a_peer_that_is_not_there_is_listed_with_its_reason(
     def fail() -> Any:
         raise ModuleNotFoundError("No module named 'guest'")
 
-    monkeypatch.setattr(kernels, "measure", lambda run, bound: (50.0, 60.0))
+    monkeypatch.setattr(kernels, "measure", lambda run, in_graph: (50.0, 60.0))
     case = Case("copy", int, "copy", "", 8000, {"known": lambda: int, "guest": fail})
     row = report(case, {"copy": 1e9})
     assert row["bytes_per_second"] == pytest.approx(case.num_bytes / 50e-6)
@@ -66,7 +66,7 @@ def test_what_was_measured_is_kept_when_a_later_case_fails(
     def fail() -> None:
         raise RuntimeError("illegal memory access")
 
-    def measure(run: Any, bound: str) -> tuple[float, float]:
+    def measure(run: Any, *, in_graph: bool) -> tuple[float, float]:
         run()
         return 50.0, 60.0
 

@@ -11,8 +11,8 @@ from blockstep.kernels.arguments import FP8
 from blockstep.kernels.cache import FP8_MAX
 from blockstep.kernels.dispatch import list_launch_options, on_device_of_first
 
-NUM_PER_THREAD = 8
-"""Elements that a thread loads at once: 16 bytes in 16-bit dtypes."""
+NUM_PER_THREAD = 4
+"""Elements of a row that a thread of `norm_kernel` has: 8 bytes in 16-bit dtypes."""
 NUM_GATED = 1024
 """Elements of a token that one program of `gate_kernel` computes."""
 NUM_ROTATED = 512

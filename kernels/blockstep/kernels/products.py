@@ -21,7 +21,7 @@ NUM_FEW_MAX = 64
 """Most rows of a product of few rows: those of one matrix instruction of a warp group."""
 PART_SIZE_MIN = 512
 """Input columns below which there is no further part: adding it would take longer than reading."""
-NUM_PARTS_MAX = 4
+NUM_PARTS_MAX = 3
 PART_SIZE_OF_ONE = 2048
 """Input columns of a part in a product of one row: a program keeps them in registers."""
 

@@ -1,8 +1,8 @@
 """The Triton kernels of products of few rows: each program reads some rows of the weight, once.
 
 A weight does not depend on the kernel in front, so programs ask for it before they wait for that
-kernel: `product_kernel` has the first lines brought into the L2 cache, `vector_kernel` keeps all of
-its weights in registers.
+kernel: `product_kernel` has the first lines brought into the L2 cache, `vector_kernel` loads
+those of its first two units into registers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,13 @@ NUM_LINES = tl.constexpr(4)
 """Lines of 128 bytes of each row of the weight that are asked for before the wait. Kernels further
 behind ask as early, and more lines would evict each other from the cache."""
 NUM_KEPT = 4
-"""Rows of the weight, of `PART_SIZE_OF_ONE` columns, that a program of one token keeps."""
+"""Rows of the weight, of `PART_SIZE_OF_ONE` columns, that a program of one token computes at a
+time; it keeps twice as many in registers."""
+NUM_WARPS_OF_ONE = 4
+NUM_AT_ONCE = 5
+"""Programs of one token that a multiprocessor runs at once."""
+ROUNDS_MAX = 8
+"""Most units of a program of one token, whose code has each of them."""
 
 
 @triton.jit
@@ -114,36 +120,80 @@ def product_kernel(
 
 
 @triton.jit
+def load_rows(
+    weight, unit, part, weight_row, first_row, OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr,
+    PART_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return a part of the weight's rows for the columns of a unit, `[COLUMNS, PART_SIZE]`."""
+    column = unit * COLUMNS + tl.arange(0, COLUMNS)
+    k = part * PART_SIZE + tl.arange(0, PART_SIZE)
+    rows = weight + (first_row + column).to(tl.int64)[:, None] * weight_row + k[None, :]
+    mask = (column < OUT_SIZE)[:, None] & (k < IN_SIZE)[None, :]
+    return tl.load(rows, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_unit(
+    weight, unit, part, weight_row, OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr,
+    PART_SIZE: tl.constexpr, COLUMNS: tl.constexpr, IS_GATED: tl.constexpr,
+):  # fmt: skip
+    """Return `load_rows` of a unit, and with `IS_GATED` those of up; otherwise the same twice."""
+    rows = load_rows(weight, unit, part, weight_row, 0, OUT_SIZE, IN_SIZE, PART_SIZE, COLUMNS)
+    up = rows
+    if IS_GATED:
+        up = load_rows(
+            weight, unit, part, weight_row, OUT_SIZE, OUT_SIZE, IN_SIZE, PART_SIZE, COLUMNS
+        )  # fmt: skip
+    return rows, up
+
+
+@triton.jit
 def vector_kernel(
     out, hidden, weight, bias, weight_row, OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr,
     PART_SIZE: tl.constexpr, COLUMNS: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ROUNDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, part): compute `COLUMNS` columns of a part of the product of one token."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    part = tl.program_id(1)
-    is_column = column < OUT_SIZE
-    k = part * PART_SIZE + tl.arange(0, PART_SIZE)
-    rows = weight + column.to(tl.int64)[:, None] * weight_row + k[None, :]
-    mask = is_column[:, None] & (k < IN_SIZE)[None, :]
+    """Program (unit, part): compute a part of the product of one token.
+
+    A unit is `COLUMNS` columns. A program computes `ROUNDS` units, at a distance of the number of
+    programs, and has asked for the weights of the next one while it computes one.
+    """
+    first, part, step = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    w = tl.load(rows, mask=mask, other=0.0)
-    if IS_GATED:
-        w_up = tl.load(rows + tl.cast(weight_row, tl.int64) * OUT_SIZE, mask=mask, other=0.0)
+    w, w_up = load_unit(
+        weight, first, part, weight_row, OUT_SIZE, IN_SIZE, PART_SIZE, COLUMNS, IS_GATED
+    )  # fmt: skip
+    next_w, next_up = w, w_up
+    if ROUNDS > 1:
+        next_w, next_up = load_unit(
+            weight, first + step, part, weight_row, OUT_SIZE, IN_SIZE, PART_SIZE, COLUMNS, IS_GATED
+        )  # fmt: skip
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
+    k = part * PART_SIZE + tl.arange(0, PART_SIZE)
     x = tl.load(hidden + k, mask=k < IN_SIZE, other=0.0).to(tl.float32)[None, :]
-    y = tl.sum(w.to(tl.float32) * x, 1)
-    if HAS_BIAS and part == 0:
-        y += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
-    if IS_GATED:
-        up = tl.sum(w_up.to(tl.float32) * x, 1)
-        if HAS_BIAS:
-            up += tl.load(bias + OUT_SIZE + column, mask=is_column, other=0.0).to(tl.float32)
-        y = compute_gated(y, up)
-    at = out + part * OUT_SIZE + column
-    tl.store(at, y.to(out.dtype.element_ty), mask=is_column)
+    for number in tl.static_range(ROUNDS):
+        unit = first + number * step
+        column = unit * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = column < OUT_SIZE
+        y = tl.sum(w.to(tl.float32) * x, 1)
+        if HAS_BIAS and part == 0:
+            y += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+        if IS_GATED:
+            up = tl.sum(w_up.to(tl.float32) * x, 1)
+            if HAS_BIAS:
+                at_up = bias + OUT_SIZE + column
+                up += tl.load(at_up, mask=is_column, other=0.0).to(tl.float32)
+            y = compute_gated(y, up)
+        at = out + part * OUT_SIZE + column
+        tl.store(at, y.to(out.dtype.element_ty), mask=is_column)
+        w, w_up = next_w, next_up
+        if number + 2 < ROUNDS:
+            next_w, next_up = load_unit(
+                weight, unit + 2 * step, part, weight_row, OUT_SIZE, IN_SIZE, PART_SIZE, COLUMNS,
+                IS_GATED,
+            )  # fmt: skip
 
 
 @on_device_of_first
@@ -206,15 +256,22 @@ def _launch_one(
     *,
     is_gated: bool,
 ) -> None:
-    """Launch programs that keep `NUM_KEPT` rows of the weight, fewer if these are longer."""
+    """Launch as many programs as run at once, each with about as many units.
+
+    A unit is `NUM_KEPT` rows of the weight, fewer if these are longer.
+    """
     in_size, out_size = hidden.shape[1], out.shape[-1]
     size = triton.next_power_of_2(min(part_size, in_size))
     num_kept = NUM_KEPT * PART_SIZE_OF_ONE // max(size, PART_SIZE_OF_ONE)
     columns = num_kept // 2 if is_gated else num_kept
-    vector_kernel[(triton.cdiv(out_size, columns), triton.cdiv(in_size, size))](
+    num_units, num_parts = triton.cdiv(out_size, columns), triton.cdiv(in_size, size)
+    most = max(1, count_processors(hidden.device) * NUM_AT_ONCE // num_parts)
+    rounds = min(triton.cdiv(num_units, most), ROUNDS_MAX)
+    vector_kernel[(triton.cdiv(num_units, rounds), num_parts)](
         out, hidden, weight, hidden if bias is None else bias, weight.stride(0), OUT_SIZE=out_size,
         IN_SIZE=in_size, PART_SIZE=size, COLUMNS=columns, IS_GATED=is_gated,
-        HAS_BIAS=bias is not None, num_warps=4, **list_launch_options(hidden.device),
+        HAS_BIAS=bias is not None, ROUNDS=rounds, num_warps=NUM_WARPS_OF_ONE,
+        **list_launch_options(hidden.device),
     )  # fmt: skip
 
 
