@@ -20,9 +20,15 @@ def chunk_problem(session: Request, chunk: Request) -> Rejected | None:
     return None
 
 
-def append_chunk(whole: Request, kept: tuple[int, ...], update: Request) -> Request:
-    """Return the session's request with its next input after the tokens that it keeps."""
-    shifted = [replace(item, offset=item.offset + len(kept)) for item in update.items]
+def append_chunk(
+    whole: Request, kept: tuple[int, ...], update: Request, offset: int | None = None
+) -> Request:
+    """Return the session's request with its next input after the tokens that it keeps.
+
+    `offset`: position of the input's items; None: that of the input.
+    """
+    offset = len(kept) if offset is None else offset
+    shifted = [replace(item, offset=item.offset + offset) for item in update.items]
     return replace(
         whole,
         prompt_token_ids=(*kept, *update.prompt_token_ids),

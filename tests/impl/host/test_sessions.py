@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
+
 from blockstep.impl.host import HostEngine
 from blockstep.spec import Oracle
 from blockstep.spec.vocabulary import (
+    Ack,
     Commit,
     Config,
     Event,
     GroupKind,
     KVGroup,
+    MultiModalItem,
     Request,
     RowTokens,
     Schedule,
+    SpecMethod,
     StreamingUpdate,
     Submit,
 )
@@ -57,3 +62,24 @@ def test_blocks_of_resting_sessions_are_no_common_prefix() -> None:
         Submit(Request("C", (4, 5, 6), max_tokens=4)),
         Schedule(),
     )
+
+
+@pytest.mark.parametrize("between", [0, 1])
+def test_items_of_two_inputs_may_become_adjacent(between: int) -> None:
+    """The first input has room for two outputs, and may stop at the first, which is dropped."""
+    config = Config(
+        num_blocks=20, block_size=1, max_model_len=64, enable_prefix_caching=False,
+        spec_method=SpecMethod.EAGLE, num_speculative_tokens=1, encoder_compute_budget=4,
+        encoder_cache_size=4,
+    )  # fmt: skip
+    first = Request("A", (0,) * 6, max_tokens=2, items=(MultiModalItem("x", 2, 4),), resumable=True)
+    update = Request(
+        "A", (0,) * (1 + between), max_tokens=1, items=(MultiModalItem("y", between, 1),),
+        resumable=True,
+    )  # fmt: skip
+    answers = [
+        [engine.apply(event) for event in (Submit(first), StreamingUpdate(update))]
+        for engine in (HostEngine(config), Oracle(config))
+    ]
+    assert [type(answer) for answer in answers[0]] == [type(answer) for answer in answers[1]]
+    assert isinstance(answers[0][1], Ack) == (between == 1)

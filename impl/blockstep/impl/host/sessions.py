@@ -105,12 +105,14 @@ class Sessions:
         self, slot: int, updates: deque[v.Request], update: v.Request, *, is_resting: bool
     ) -> v.Request:
         """Return the session's request with an input more, if each samples as many tokens as it may
-        (P11)."""
+        (P11); its items are as near to each other as if each sampled only one."""
         whole = self.requests.requests[slot]
         if is_resting:
             return append_chunk(whole, self._get_kept(slot), update)
+        least = len(whole.prompt_token_ids)
         for chunk in (*updates, update):
             prompt = whole.prompt_token_ids
             end = min(len(prompt) + whole.max_tokens, self.config.max_model_len) - 1
-            whole = append_chunk(whole, (*prompt, *[0] * (end - len(prompt))), chunk)
+            whole = append_chunk(whole, (*prompt, *[0] * (end - len(prompt))), chunk, least)
+            least += len(chunk.prompt_token_ids)
         return whole
