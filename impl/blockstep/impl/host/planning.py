@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -11,19 +11,20 @@ from blockstep.impl.host import lives
 from blockstep.impl.host import queues as q
 from blockstep.impl.host import state as c
 from blockstep.impl.host.blocks import is_fenced, publish
-from blockstep.impl.host.jit import compiled, entry, rarely
+from blockstep.impl.host.jit import compiled, entry, making_arrays, rarely
 from blockstep.impl.host.state import Int32s, Int64s, State
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER
 
-REFUSED: Final = 0
-ADMITTED: Final = 1
-DUE: Final = 2
-PARKED: Final = 3
+# What became of a try to admit a request.
+REFUSED, ADMITTED, DUE, PARKED = range(4)
+
+# Parts of `plan_step`.
+BEGIN, ROWS, ONE, WAITING, ISSUE = range(5)
 
 # The running phase: each running request gets its next tokens, and blocks to write them in
 
 
-@entry("state", "int", "int")
+@compiled
 def run_rows(s: State, position: int, given: int) -> int:
     """Schedule the running requests from `position` on; return the position of the first that needs
     Python, NONE if there is none.
@@ -255,7 +256,7 @@ def _select_victim(s: State) -> int:
 # The waiting phase: requests are admitted while budget, running slots and blocks last
 
 
-@entry("state", "int")
+@compiled
 def admit_rows(s: State, oldest_id: int) -> int:
     """Admit waiting requests; return the first that needs Python, NONE if there is none."""
     s.scalars[c.STOPPED] = c.GOES_ON
@@ -496,7 +497,7 @@ def _count_wait(s: State, num_running: int) -> None:
     s.scalars[c.PREFILL_WAIT] = wait
 
 
-@entry("state")
+@compiled
 def end_running(s: State) -> int:
     """End the running phase; return the number of its rows."""
     if s.scalars[c.NUM_PREEMPTED] > 0:
@@ -539,7 +540,7 @@ def _close_gaps(s: State) -> None:
     s.scalars[c.NUM_ROWS] = kept
 
 
-@entry("state", "int", "int", "int", makes_arrays=True)
+@making_arrays
 def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanArrays:
     """Write the plan's differences (P26), and count scheduled tokens as computed."""
     q.return_passed(s)
@@ -684,32 +685,40 @@ def _drop_unused_placeholders(s: State, frame_id: int) -> None:
             s.requests[slot, c.NUM_DRAFTS] = 0
 
 
-@entry("state", "int", "int", "int", "int", "bool", makes_arrays=True)
+@entry("state", *("int",) * 7, "bool", makes_arrays=True)
 def plan_step(
-    s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
-) -> PlanArrays:
-    """Plan one step, unless machine code stops; the caller has made all arrays long enough.
+    s: State, part: int, at: int, given: int, frame_id: int, previous_id: int, oldest_id: int,
+    budget: int, admits: bool,
+) -> PlanArrays:  # fmt: skip
+    """Plan one step from a part on, unless machine code stops, which `STOPPED` tells; the caller
+    has made all arrays long enough. One function, since what it calls takes long to compile.
 
     Args:
-        s: the state.
+        part: BEGIN; after a stop ROWS or WAITING, to go on in a phase, or ISSUE. ONE schedules the
+            running request at `at` only, and returns the next position in place of `num_running`.
+        at: position in the running phase; behind that `num_running`, which a stop there returns.
+        given: tokens of ONE; otherwise NONE.
         frame_id: id of this plan.
         previous_id: id of the plan before.
         oldest_id: id of the oldest frame in flight; of this one if there is none.
-        budget: tokens.
+        budget: tokens, for BEGIN.
         admits: whether to run the waiting phase, unless a request is preempted.
     """
-    s.scalars[c.BUDGET] = budget
-    s.scalars[c.NUM_ROWS] = s.scalars[c.NUM_PREEMPTED] = s.scalars[c.NUM_COPIES] = 0
-    s.scalars[c.STEP] = frame_id
-    s.scalars[c.NUM_LOADS] = s.scalars[c.NUM_SAVES] = s.scalars[c.AWAITS_ANSWER] = 0
-    s.scalars[c.HOLDS_PREFILLS] = _holds_prefills(s)
-    s.scalars[c.STOP_POSITION], s.scalars[c.STOP_SLOT] = run_rows(s, 0, c.NONE), c.NONE
-    num_running = 0
-    if s.scalars[c.STOP_POSITION] == c.NONE:
-        num_running = end_running(s)
-        if admits and may_admit(s):
-            s.scalars[c.STOP_SLOT] = admit_rows(s, oldest_id)
-    if s.scalars[c.STOPPED] != c.GOES_ON:
-        who, told = np.empty((2, 0), np.int64), np.empty((c.TOLD_COLUMNS, 0), np.int32)
-        return who, told, np.empty(0, np.int32), 0, 0, 0, num_running, 0, 0, 0
-    return issue(s, frame_id, previous_id, num_running)
+    if part == BEGIN:
+        s.scalars[c.BUDGET], s.scalars[c.STEP], part = budget, frame_id, ROWS
+        s.scalars[c.NUM_ROWS] = s.scalars[c.NUM_PREEMPTED] = s.scalars[c.NUM_COPIES] = 0
+        s.scalars[c.NUM_LOADS] = s.scalars[c.NUM_SAVES] = s.scalars[c.AWAITS_ANSWER] = 0
+        s.scalars[c.HOLDS_PREFILLS] = _holds_prefills(s)
+    if part <= ONE:
+        at = run_rows(s, at, given)
+    if part == ROWS:
+        s.scalars[c.STOP_POSITION] = at
+        if at == c.NONE:
+            at = end_running(s)
+            part = WAITING if admits and may_admit(s) else ISSUE
+    if part == WAITING:
+        s.scalars[c.STOP_SLOT], part = admit_rows(s, oldest_id), ISSUE
+    if part == ISSUE and s.scalars[c.STOPPED] == c.GOES_ON:
+        return issue(s, frame_id, previous_id, at)
+    who, told = np.empty((2, 0), np.int64), np.empty((c.TOLD_COLUMNS, 0), np.int32)
+    return who, told, np.empty(0, np.int32), 0, 0, 0, at, 0, 0, 0

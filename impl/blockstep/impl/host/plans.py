@@ -11,7 +11,7 @@ from blockstep.impl.host.forks import Forks
 from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.groups import count_common
 from blockstep.impl.host.masks import Masks
-from blockstep.impl.host.planning import plan_step
+from blockstep.impl.host.planning import BEGIN, plan_step
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.state import Int32s
 from blockstep.impl.host.steps import Steps
@@ -58,7 +58,7 @@ class Plans:
             who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
             num_preempted, num_common,
         ) = (plan_step if self.steps is None else self.steps.plan_step)(
-            self.requests.state, frame_id, previous_id, oldest_id, budget, admits
+            self.requests.state, BEGIN, 0, c.NONE, frame_id, previous_id, oldest_id, budget, admits
         )  # fmt: skip
         for kept in (who, told, ids):  # the frame keeps them, and machine code trusts them
             kept.setflags(write=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -13,18 +13,10 @@ from blockstep.impl.host.lives import append_token, close_running, end_row, get_
 from blockstep.impl.host.state import Int32s, Int64s, State
 
 # Why a model output does not fit its frame.
-FITS: Final = 0
-NEGATIVE_TOKEN: Final = 1
-WRONG_NUMBER: Final = 2
-WRONG_COUNTS: Final = 3
-WRONG_ROW: Final = 4
-NO_SUCH_DRAFTS: Final = 5
+FITS, NEGATIVE_TOKEN, WRONG_NUMBER, WRONG_COUNTS, WRONG_ROW, NO_SUCH_DRAFTS = range(6)
 
 # Finish reasons of tokens and requests.
-BY_EOS: Final = 1
-BY_STOP_TOKEN: Final = 2
-BY_LENGTH: Final = 3
-BY_REPETITION: Final = 4
+BY_EOS, BY_STOP_TOKEN, BY_LENGTH, BY_REPETITION = range(1, 5)
 
 
 Told: TypeAlias = tuple[int, int, Int32s, Int32s, int, int, int, int]
@@ -47,7 +39,6 @@ def commit_step(
     """Commit a frame; if the model output does not fit, nothing changes.
 
     Args:
-        s: the state.
         who: [2, rows] slots and births of the frame.
         planned: [TOLD_COLUMNS, rows] data of the plan's rows.
         ids: draft token ids, row after row, at the end of the array.

@@ -27,35 +27,29 @@ class Steps:
     transfers: Transfers | None
 
     def plan_step(
-        self, s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
-    ) -> p.PlanArrays:
+        self, s: State, part: int, at: int, given: int, frame_id: int, previous_id: int,
+        oldest_id: int, budget: int, admits: bool,
+    ) -> p.PlanArrays:  # fmt: skip
         """Plan one step, as the function of machine code with this name does.
 
-        Where that stops, the parts of the step are called one by one.
+        Where that stops, Python serves the request, and machine code goes on behind it.
         """
         if self.encodings is not None:
             self.encodings.begin_step()
         if self.turns is not None:
             self.turns.begin_step()
-        result = p.plan_step(s, frame_id, previous_id, oldest_id, budget, admits)
-        if self.encodings is not None:
-            self.encodings.undo_preempted(s)
-        if not s.scalars[c.STOPPED]:
-            return result
-        position, slot = s.scalars[[c.STOP_POSITION, c.STOP_SLOT]].tolist()
-        num_running = result[6]
-        if position != c.NONE:
-            while position != c.NONE:
-                position = self._run_stopped(s, position)
-                if position != c.NONE:
-                    position = p.run_rows(s, position, c.NONE)
-                    self._undo_preempted(s)
-            num_running = p.end_running(s)
-            if admits and p.may_admit(s):
-                slot = p.admit_rows(s, oldest_id)
-        while slot != c.NONE:
-            slot = p.admit_rows(s, oldest_id) if self._admit_stopped(s, slot, oldest_id) else c.NONE
-        return p.issue(s, frame_id, previous_id, num_running)
+        more = frame_id, previous_id, oldest_id, budget, admits
+        result = p.plan_step(s, part, at, given, *more)
+        self._undo_preempted(s)
+        while s.scalars[c.STOPPED] != c.GOES_ON:
+            part, at = p.WAITING, result[6]
+            if s.scalars[c.STOP_POSITION] != c.NONE:
+                part, at = p.ROWS, self._run_stopped(s, int(s.scalars[c.STOP_POSITION]))
+            elif not self._admit_stopped(s, int(s.scalars[c.STOP_SLOT]), oldest_id):
+                part, s.scalars[c.STOPPED] = p.ISSUE, c.GOES_ON
+            result = p.plan_step(s, part, at, c.NONE, *more)
+            self._undo_preempted(s)
+        return result
 
     def _undo_preempted(self, s: State) -> None:
         if self.encodings is not None:
@@ -74,10 +68,10 @@ class Steps:
         elif self.turns is not None:
             self.turns.give(slot)
         num_rows = s.scalars[c.NUM_ROWS]
-        position = p.run_rows(s, position, tokens)
+        position = _run_one(s, position, tokens)
         while self.turns is not None and s.scalars[c.STOPPED] == c.IS_SHORT:
             self.turns.give(slot)
-            position = p.run_rows(s, int(s.scalars[c.STOP_POSITION]), tokens)
+            position = _run_one(s, int(s.scalars[c.STOP_POSITION]), tokens)
         self._undo_preempted(s)
         if self.encodings is not None and chosen is not None and s.scalars[c.NUM_ROWS] > num_rows:
             self.encodings.hold(slot, chosen)
@@ -134,3 +128,8 @@ class Steps:
             if code == p.ADMITTED:
                 self.encodings.hold(slot, chosen)
         return int(code)
+
+
+def _run_one(s: State, position: int, tokens: int) -> int:
+    """Schedule the running request at a position; return the next position."""
+    return p.plan_step(s, p.ONE, position, tokens, c.NONE, c.NONE, c.NONE, 0, False)[6]
