@@ -694,7 +694,7 @@ def plan_step(
     has made all arrays long enough. One function, since what it calls takes long to compile.
 
     Args:
-        part: BEGIN; after a stop ROWS or WAITING, to go on in a phase, or ISSUE. ONE schedules the
+        part: BEGIN; after a stop ROWS or WAITING, to continue a phase, or ISSUE. ONE schedules the
             running request at `at` only, and returns the next position in place of `num_running`.
         at: position in the running phase; behind that `num_running`, which a stop there returns.
         given: tokens of ONE; otherwise NONE.

@@ -32,7 +32,7 @@ class Steps:
     ) -> p.PlanArrays:  # fmt: skip
         """Plan one step, as the function of machine code with this name does.
 
-        Where that stops, Python serves the request, and machine code goes on behind it.
+        Where that stops, Python serves the request, and machine code continues behind it.
         """
         if self.encodings is not None:
             self.encodings.begin_step()
