@@ -13,7 +13,7 @@ from blockstep.spec.core.block_pool import create_pool, publish_blocks
 from blockstep.spec.core.prefix_cache import extend_block_keys, get_group_keys, get_prefix_hit
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.rules import STRICT_RULES
-from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.releases import get_rules
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockTables, KVGroup
 
@@ -104,6 +104,30 @@ def test_a_hit_holds_what_it_skips() -> None:
     assert find([Quirk.NARROW_WINDOW_WANTS_A_BLOCK], groups, 5) == find((), groups, 5)
     held = find([Quirk.HIT_HOLDS_WHAT_IT_SKIPS], groups, 5)
     assert held == (4, ((1, 2, 3, 4), (NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 104)))
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("vllm-0.12.0", 1), ("vllm-0.14.0", 0), ("vllm-0.16.0", 0)]
+)
+def test_a_hit_holds_what_it_skips_up_to_0_13(name: str, first: int) -> None:
+    """Of a hit that ends where a window of one token begins, 0.14.0 takes null blocks."""
+    profile = get_profile(name)
+    assert profile is not None
+    oracle = Oracle(Config(3, 1, groups=(window(1, 1),)), profile)
+    oracle.submit(Request("A", (0,), max_tokens=1))
+    oracle.submit(Request("B", (0, 0), max_tokens=1))
+    assert [row.block_ids for row in oracle.schedule().new] == [((1,),), ((first, 2),)]
+
+
+@pytest.mark.parametrize(("name", "first"), [("vllm-0.11.0", 1), ("vllm-0.11.1", 0)])
+def test_a_chunk_keeps_a_named_block_in_0_11_0(name: str, first: int) -> None:
+    profile = get_profile(name)
+    assert profile is not None
+    oracle = Oracle(Config(3, 1, groups=(chunks(1, 1),)), profile)
+    oracle.submit(Request("A", (0,), max_tokens=2))
+    oracle.commit(oracle.schedule(), {"A": [3]})
+    oracle.schedule()
+    assert oracle.state.requests["A"].block_tables == ((first, 2),)
 
 
 def test_only_the_first_full_group_is_cut() -> None:

@@ -64,22 +64,30 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     (
         "0.11.1",
         frozenset({Quirk.MIN_TOKENS_MASK_LENGTH}),
-        frozenset({Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS, Quirk.LENGTH_COMES_BEFORE_STOP}),
+        frozenset(
+            {
+                Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS,
+                Quirk.LENGTH_COMES_BEFORE_STOP,
+                Quirk.CHUNK_KEEPS_A_NAMED_BLOCK,
+            }
+        ),
     ),
     (
         "0.12.0",
         frozenset({Quirk.DRAFTS_OUTLIVE_PREEMPTION}),
         frozenset({Quirk.TOO_LONG_IS_PASSED_OVER}),
     ),
-    (
-        "0.13.0",
-        frozenset({Quirk.RESETS_ARE_TOLD_LATE}),
-        frozenset({Quirk.CHUNK_KEEPS_A_NAMED_BLOCK}),
-    ),
+    ("0.13.0", frozenset({Quirk.RESETS_ARE_TOLD_LATE}), frozenset()),
     (
         "0.14.0",
         frozenset(),
-        frozenset({Quirk.PASSED_OVER_COME_BACK_REVERSED, Quirk.DRAFTS_OUTLIVE_PREEMPTION}),
+        frozenset(
+            {
+                Quirk.PASSED_OVER_COME_BACK_REVERSED,
+                Quirk.DRAFTS_OUTLIVE_PREEMPTION,
+                Quirk.HIT_HOLDS_WHAT_IT_SKIPS,
+            }
+        ),
     ),
     (
         "0.17.1",
@@ -94,7 +102,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
             }
         ),
-        frozenset({Quirk.HIT_HOLDS_WHAT_IT_SKIPS}),
+        frozenset(),
     ),
     ("0.18.0", frozenset(), frozenset({Quirk.ONE_WAITING_QUEUE})),
     (

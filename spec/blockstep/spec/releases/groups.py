@@ -345,7 +345,7 @@ STORIES = (
         hits_are_searched,
         "a window of one token holds the last block of a hit until the next step",
         ("P8",),
-        "not found upstream (fixed in 0.17.1 or before)",
+        "ended by #30166 (in 0.14.0)",
         "0.11.0",
         "blocks of 1, a window of 1; the first of two tokens is cached: the row that computes the "
         "second holds the block of the first",
@@ -375,7 +375,7 @@ STORIES = (
         chunk_keeps_a_named_block,
         "of the skipped blocks before an attention chunk the last published one is kept",
         ("P8",),
-        "not found upstream (fixed in 0.13.0 or before)",
+        "#25431 (merged; fixed in 0.11.1)",
         "0.11.0",
         "chunks of 1 in blocks of 1: the row that computes the second token holds the block of the"
         " first",
