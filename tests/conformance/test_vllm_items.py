@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +49,17 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     yield importlib.import_module(NAME)
     sys.modules.pop(NAME, None)
+
+
+@pytest.mark.parametrize("counts_once", [False, True])
+def test_hidden_features_are_not_counted(adapter: Any, counts_once: bool) -> None:
+    """vLLM 0.12.0 counts the features of a request when it is made, and 0.16.0 when it is asked."""
+    request = SimpleNamespace(mm_features=adapter.build_features(ITEMS))
+    if counts_once:
+        request.num_encoder_inputs, request.has_encoder_inputs = len(ITEMS), True
+    adapter.hide_features(request)
+    expected = {"num_encoder_inputs": 0, "has_encoder_inputs": False} if counts_once else {}
+    assert vars(request) == {"mm_features": [], **expected}
 
 
 def scribble(features: list[Any]) -> None:

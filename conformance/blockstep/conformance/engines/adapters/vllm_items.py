@@ -37,6 +37,17 @@ def build_features(items: tuple[v.MultiModalItem, ...]) -> list[MultiModalFeatur
     ]
 
 
+def hide_features(request: Any) -> None:
+    """Take all features from a request, so that the scheduler encodes none.
+
+    Up to 0.14.0 a request counts them when it is built, and the scheduler asserts that a request
+    with such a count has features.
+    """
+    request.mm_features = []
+    if "has_encoder_inputs" in vars(request):
+        request.num_encoder_inputs, request.has_encoder_inputs = 0, False
+
+
 def read_features(features: Iterable[Any]) -> tuple[v.MultiModalItem, ...]:
     """Return the items of a request as vLLM has them now.
 

@@ -23,7 +23,7 @@ from blockstep.conformance.engines.adapters.vllm_build import (
     build_scheduler,
 )
 from blockstep.conformance.engines.adapters.vllm_grammars import begin_compilation
-from blockstep.conformance.engines.adapters.vllm_items import read_features
+from blockstep.conformance.engines.adapters.vllm_items import hide_features, read_features
 from blockstep.conformance.engines.adapters.vllm_names import Digests, Known
 from blockstep.spec import vocabulary as v
 
@@ -93,7 +93,7 @@ class Run:
             found = hasher(target)
             items = read_features(target.mm_features)
             if is_kept_aside:
-                target.mm_features = []
+                hide_features(target)
             if found:
                 num_before = len(target.block_hashes)
                 digests.learn(known, num_before, found, target.all_token_ids, items)
