@@ -109,6 +109,8 @@ def test_every_release_takes_these(release: Release, config: v.Config) -> None:
         ("0.11.0", build(FULL, WINDOW, FULL), "OTHER_MIXES", (FULL, FULL, WINDOW)),
         ("0.11.0", build(WINDOW, CHUNKS), "OTHER_MIXES", (WINDOW,)),
         ("0.11.0", build(FULL, FULL), "OTHER_MIXES", (FULL,)),
+        ("0.12.0", build(FULL, WINDOW, async_scheduling=True), "NULL_BLOCKS", None),
+        ("0.12.0", build(CHUNKS, async_scheduling=True), "NULL_BLOCKS", None),
     ],
 )  # fmt: skip
 def test_of_other_mixes_a_release_is_given_the_nearest(
@@ -152,6 +154,17 @@ def test_states_at_the_ends_of_chunks_go_with_items_that_may_be_split() -> None:
     found, _ = fit_groups(NEWEST, config)
     assert not found.disable_chunked_mm_input
     assert v.config_problems(found) == ()
+
+
+def test_the_null_block_is_published_only_under_asynchronous_scheduling() -> None:
+    """0.14.0 publishes no null block; without caching, or without a window, none is published."""
+    config = build(WINDOW, FULL, async_scheduling=True)
+    old, new = get_known("0.12.0"), get_known("0.14.0")
+    assert find_problem(old, config) == vllm_groups.NULL_BLOCKS
+    assert not fit_groups(old, config)[0].async_scheduling
+    assert find_problem(old, replace(config, enable_prefix_caching=False)) is None
+    assert find_problem(old, replace(config, groups=(FULL,))) is None
+    assert find_problem(new, config) is None
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ NO_RECURRENT = "recurrent groups: not followed in this release"
 NO_STATES_OF_ALL = "recurrent groups of mode all: the release has the others alone"
 PARTS_OF_BLOCKS = "groups of several block sizes: the release publishes parts of blocks"
 NARROW_WINDOWS = "windows of one token: the release publishes no block for such a group"
+NULL_BLOCKS = "windows under asynchronous scheduling: the release publishes the null block"
 OTHER_MIXES = (
     "other groups than of full attention and, all before or all behind them, of one other kind"
 )
@@ -41,6 +42,7 @@ def find_problem(release: Release, config: Config) -> str | None:
     managers.
     """
     groups = config.groups
+    has_windows = any(group.kind is GroupKind.SLIDING_WINDOW for group in groups)
     has_chunks = any(group.kind is GroupKind.CHUNKED_LOCAL for group in groups)
     has_states = any(group.kind is GroupKind.RECURRENT for group in groups)
     has_sizes = len(set(config.block_sizes)) > 1
@@ -48,6 +50,9 @@ def find_problem(release: Release, config: Config) -> str | None:
         return NO_RECURRENT
     if not config.enable_prefix_caching or not groups:
         return None
+    skips_blocks = has_windows or has_chunks
+    if skips_blocks and config.async_scheduling and not release.publishes_no_null_block:
+        return NULL_BLOCKS
     if release.has_partial_hits:
         if any(group.mamba_cache_mode is MambaCacheMode.ALL for group in groups):
             return NO_STATES_OF_ALL
@@ -87,6 +92,8 @@ def require_groups(release: Release, config: Config) -> None:
         fix = f"use {fitting.groups!r} (block_size {fitting.block_size}), or no prefix caching"
         if reason == CHUNKS_WITH_A_HEAD:
             fix = f"use {fitting.spec_method}, or no prefix caching"
+        if reason == NULL_BLOCKS:
+            fix = "use no asynchronous scheduling, or no prefix caching"
         raise ConfigError([ConfigProblem("groups", config.groups, rule, fix)])
 
 
@@ -96,6 +103,8 @@ def _mend(config: Config, reason: str) -> Config:
         return replace(config, spec_method=SpecMethod.NGRAM)
     if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE, PARTS_OF_BLOCKS):
         return resize_blocks(config, max(config.block_sizes))
+    if reason == NULL_BLOCKS:
+        return replace(config, async_scheduling=False)
     if reason == NARROW_WINDOWS:
         wider = [
             replace(g, sliding_window=2) if g.sliding_window == 1 else g for g in config.groups

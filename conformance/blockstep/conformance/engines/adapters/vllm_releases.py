@@ -119,6 +119,8 @@ class Release:
     block size, are next to each other."""
     keeps_doubtful_blocks: bool = False
     """Whether a sliding window keeps the blocks that it reads if drafts in flight are rejected."""
+    publishes_no_null_block: bool = False
+    """Whether blocks that a window has left before they are published get no key."""
     has_group_gate: bool = False
     """Whether a sliding window reserves only the blocks that it holds at one time, not those of a
     whole prompt (#39734)."""
@@ -208,6 +210,7 @@ _HISTORY = (
         "has_async has_forced_reset has_sound_priority has_drafts has_told_preemptions",
         "takes_arrays",
     ),
+    ("0.14.0", "publishes_no_null_block", ""),
     ("0.15.0", "has_draft_models", ""),
     ("0.16.0", "has_chunk_flag", ""),
     ("0.17.0", "has_pause has_repetition_detection has_step_budget", ""),
