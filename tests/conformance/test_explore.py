@@ -124,7 +124,9 @@ UNSEEN = {
 there of an item or of a load is the worker's to judge; where an idle session waits only differs."""
 UNREACHED = {
     Quirk.HEAD_LOOKS_BEHIND_ONCE,
+    Quirk.HEAD_CUTS_SHORT_WINDOWS_TWICE,
     Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
+    Quirk.REFUSED_HAVE_NOTHING_IN_COMMON,
     Quirk.REFUSED_SESSIONS_GIVE_BACK,
     Quirk.SESSIONS_GO_BACK_BLINDLY,
     Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,

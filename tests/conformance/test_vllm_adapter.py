@@ -544,6 +544,17 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Submit(v.Request("C", (7,), max_tokens=1)), v.Schedule(),
         ),
     ),
+    Quirk.CHUNKS_TAKE_DRAFTS: (
+        v.Config(
+            num_blocks=4, block_size=1, max_model_len=8, max_num_batched_tokens=2,
+            spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=1,
+        ),
+        (
+            v.Submit(v.Request("A", (0,), max_tokens=1)),
+            v.Submit(v.Request("B", (0, 0), max_tokens=1)), v.Schedule(), Answer(),
+            Propose(((1, 0),), for_chunks=True), v.Schedule(), Answer(),
+        ),
+    ),
     Quirk.ADMITTED_WITH_PADDING: (
         PADDING,
         (
@@ -652,6 +663,17 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
     ),
     Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK: (
         replace(HEADED, groups=(full(1), window(1, 2))), (*once("A", 5), *once("B", 5)),
+    ),
+    Quirk.REFUSED_HAVE_NOTHING_IN_COMMON: (
+        v.Config(num_blocks=2, block_size=1, max_model_len=4),
+        (
+            v.Submit(v.Request("A", (0,), max_tokens=1)),
+            v.Submit(v.Request("B", (0,), max_tokens=1)), v.Schedule(), Answer(), v.Schedule(),
+        ),
+    ),
+    Quirk.HEAD_CUTS_SHORT_WINDOWS_TWICE: (
+        replace(HEADED, groups=(full(4), window(2, 6)), block_size=2),
+        (*once("A", 9), *once("B", 9)),
     ),
     Quirk.WINDOWS_RESERVE_A_WHOLE_STEP: (
         v.Config(3, 1, 1, 1, 6, groups=(window(1, 2),)), once("A", 5),
@@ -771,6 +793,16 @@ def test_a_known_deviation_shows_and_its_quirk_follows_it(quirk: Quirk) -> None:
     without = Profile("without", PROFILE.quirks - {quirk})
     _, wrong = follow(without, config, *actions)
     assert FindingKind.DIVERGENCE.value in wrong
+
+
+@needs_vllm
+def test_items_that_only_name_blocks_are_not_encoded() -> None:
+    """Without an encoder cache the scheduler does not see them, and need not count them."""
+    config = v.Config(num_blocks=4, block_size=1, max_model_len=4)
+    items = (v.MultiModalItem("x", 0, 1),)
+    submitted = v.Submit(v.Request("A", (0, 0), max_tokens=1, items=items))
+    _, wrong = follow(PROFILE, config, submitted, v.Schedule(), Answer())
+    assert wrong == ""
 
 
 DECLINED: dict[str, tuple[str, v.Config, tuple[Action, ...], str]] = {

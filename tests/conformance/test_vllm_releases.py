@@ -58,7 +58,7 @@ def test_a_profile_is_that_of_the_release_before_it() -> None:
         found = get_profile(name)
         assert found is not None
         assert (found.name, found.quirks, found.spares) == (name, newest.quirks, True)
-    older, newer = get_profile("vllm-0.16.0"), get_profile("vllm-0.14.1")
+    older, newer = get_profile("vllm-0.15.1"), get_profile("vllm-0.14.1")
     assert older is not None
     assert newer is not None
     assert older.quirks == newer.quirks

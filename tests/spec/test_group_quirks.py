@@ -130,6 +130,17 @@ def test_a_chunk_keeps_a_named_block_in_0_11_0(name: str, first: int) -> None:
     assert oracle.state.requests["A"].block_tables == ((first, 2),)
 
 
+def test_head_cuts_short_windows_twice() -> None:
+    """Of 8 cached tokens 4 are hit; the release cuts 6 to 4, drops a block, and cuts again."""
+    groups, quirks = (full(4), window(2, 6)), [Quirk.HEAD_CUTS_SHORT_WINDOWS_TWICE]
+    assert find((), groups, 9, has_head=True) == (4, ((1,), (101, 102)))
+    assert find(quirks, groups, 9, has_head=True) == (0, ((), ()))
+    assert find(quirks, groups, 9) == find((), groups, 9), "without a head"
+    alike = (full(2), window(2, 6))
+    assert find(quirks, alike, 9, has_head=True) == find((), alike, 9, has_head=True)
+    assert find(quirks, groups, 13, has_head=True) == find((), groups, 13, has_head=True)
+
+
 def test_only_the_first_full_group_is_cut() -> None:
     groups, lost = (full(1), full(2), window(1, 2)), [(2, index) for index in ALL]
     assert find((), groups, 9, lost) == NO_HIT

@@ -28,6 +28,7 @@ from blockstep.spec.profiles import (
 )
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
+    DraftsTaken,
     FinishReason,
     Outputs,
     PoolOrder,
@@ -496,3 +497,35 @@ def test_resumed_before_its_token(quirk: bool, expected: list[RequestId]) -> Non
     oracle.schedule()
     oracle.reset(reset_running_requests=True)
     assert [row.request_id for row in oracle.schedule().rows] == expected
+
+
+def test_refused_have_nothing_in_common() -> None:
+    """B is refused blocks while A runs alone, and gets them once A has finished."""
+    config = Config(num_blocks=4, block_size=1, scheduler_reserve_full_isl=False)
+    counts = []
+    for oracle in both(config, Quirk.REFUSED_HAVE_NOTHING_IN_COMMON):
+        oracle.submit(Request("A", (0, 0), max_tokens=2))
+        plan = oracle.schedule()
+        oracle.submit(Request("B", (1, 2), max_tokens=1))
+        counts.append([plan.num_common_prefix_blocks])
+        for token in (3, 4):
+            oracle.commit(plan, {"A": [token]})
+            plan = oracle.schedule()
+            counts[-1].append(plan.num_common_prefix_blocks)
+    assert counts == [[(2,), (3,), (2,)], [(2,), (0,), (2,)]]
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_chunks_take_drafts(quirk: bool) -> None:
+    """A draft that was proposed after two tokens of a prompt is scheduled after the third."""
+    config = Config(
+        num_blocks=9, max_num_batched_tokens=2, spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=1,
+    )  # fmt: skip
+    oracle = both(config, Quirk.CHUNKS_TAKE_DRAFTS)[quirk]
+    oracle.submit(Request("A", (1, 2, 3), max_tokens=4))
+    oracle.commit(oracle.schedule(), {})
+    taken = oracle.apply(Drafts((RowTokens("A", (7,)),)))
+    assert taken == DraftsTaken(("A",) * quirk)
+    (row,) = oracle.schedule().rows
+    assert row.num_scheduled_tokens == 1 + quirk

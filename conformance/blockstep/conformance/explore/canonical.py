@@ -33,6 +33,7 @@ from blockstep.spec.features.structured_output.grammar import STAND
 from blockstep.spec.releases.failures import NUM_SCHEDULED
 from blockstep.spec.releases.flight import list_reset_victims
 from blockstep.spec.releases.grammars import IS_STRUCTURED
+from blockstep.spec.releases.memory import WAS_REFUSED
 from blockstep.spec.releases.sessions import LAST_STOP
 from blockstep.spec.releases.states import JUNCTION
 from blockstep.spec.vocabulary import (
@@ -227,6 +228,7 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
             STAND.of(request).state, STAND.of(request).reasoning_ended, JUNCTION.of(request)
         ),
         *_get_more(request.is_unsettled),
+        *_get_more(2 * WAS_REFUSED.of(request)),  # not the form of a request that is unsettled
         *_session_form(request),
     )
 

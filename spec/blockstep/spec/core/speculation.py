@@ -91,7 +91,7 @@ def process_drafts(
     taken = []
     for row in drafts:
         request = requests.get(row.request_id)
-        if request is not None and can_take_drafts(state, request):
+        if request is not None and state.rules[can_take_drafts](state, request):
             tokens = row.token_ids
             for accept in state.rules.hooks.accepts:
                 tokens = state.rules[accept](state, request, tokens)

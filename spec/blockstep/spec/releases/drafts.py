@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from blockstep.spec.core import admission, async_, preemption, token_budget
+from blockstep.spec.core import admission, async_, preemption, speculation, token_budget
 from blockstep.spec.core.requests import FrameRow, RequestState
 from blockstep.spec.core.rules import Rules
+from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.vocabulary import Config, RequestId, Status
@@ -56,6 +57,18 @@ def drafts_outlive_preemption(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(async_.get_promising, get_promising).replacing(
         preemption.get_preempted, get_preempted
     )
+
+
+def chunks_take_drafts(rules: Rules, _config: Config) -> Rules:
+    """A request keeps drafts that are proposed in the middle of its prefill."""
+
+    def can_take_drafts(state: State, request: RequestState) -> bool:
+        num_known = request.num_known_tokens
+        if request.is_prefill_chunk:
+            request = replace(request, is_prefill_chunk=False, num_computed_tokens=num_known - 1)
+        return rules[speculation.can_take_drafts](state, request)
+
+    return rules.replacing(speculation.can_take_drafts, can_take_drafts)
 
 
 def admitted_with_padding(rules: Rules, _config: Config) -> Rules:
@@ -113,6 +126,16 @@ STORIES = (
         "0.12.0",
         "two requests with a draft each and no free block for the second: it is preempted, and its"
         " draft is scheduled when it runs again",
+    ),
+    QuirkStory(
+        Quirk.CHUNKS_TAKE_DRAFTS,
+        chunks_take_drafts,
+        "a request keeps drafts that are proposed in the middle of its prefill",
+        ("P24",),
+        "#30618 (fixed in 0.16.0)",
+        "0.12.0",
+        "a budget of 1, one draft; a prompt of 2 tokens: a draft that is proposed after the first "
+        "is scheduled after the second",
     ),
     QuirkStory(
         Quirk.ADMITTED_WITH_PADDING,

@@ -97,6 +97,10 @@ class Search:
                 top = (num_tokens + self.unit) // size
                 is_found = top < len(runs) and runs[top] >= min(num_wanted, top)
                 return (max(top - num_wanted, 0), end) if is_found else None
+            is_cut_twice = Quirk.HEAD_CUTS_SHORT_WINDOWS_TWICE in self.quirks and size < self.unit
+            if is_cut_twice and self.num_behind and num_tokens < group.sliding_window - 1:
+                is_found = end + 1 < len(runs) and runs[end + 1] == end + 1
+                return (0, end - self.unit // size) if is_found else None
             is_narrow = group.sliding_window == 1 and not self.num_behind
             if is_narrow and runs[end]:
                 return end - 1, end
@@ -410,6 +414,17 @@ STORIES = (
         "a draft head, two groups in blocks of 1; 5 tokens are cached, and submitted again: 4 of "
         "them are hit, not 3",
         upon=(Quirk.HEAD_LOOKS_BEHIND_ONCE,),
+    ),
+    QuirkStory(
+        Quirk.HEAD_CUTS_SHORT_WINDOWS_TWICE,
+        hits_are_searched,
+        "a hit that does not fill a window is cut to whole blocks of every group before the block "
+        "is dropped for the draft head, and again after it",
+        ("P5",),
+        "not found upstream (searched 2026-11-27: sliding window, eagle, alignment; near #39450)",
+        "0.20.2",
+        "a draft head, full attention in blocks of 4 and a window of 6 in blocks of 2; 8 tokens "
+        "are cached: none of them is hit, not 4",
     ),
     QuirkStory(
         Quirk.WINDOWS_RESERVE_A_WHOLE_STEP,

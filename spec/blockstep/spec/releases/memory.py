@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.core import admission, async_, block_pool, slots
 from blockstep.spec.core.block_pool import Pool
+from blockstep.spec.core.parts import Part
 from blockstep.spec.core.requests import Hit, RequestState
 from blockstep.spec.core.rules import Rules
-from blockstep.spec.core.work import Step
-from blockstep.spec.features import full_isl
+from blockstep.spec.core.work import Step, Verdict
+from blockstep.spec.features import common_prefix, full_isl
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.vocabulary import BlockId, Config, FrameId
 
@@ -97,6 +99,34 @@ def drafts_publish_at_commit(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(async_.publishes_at_commit, publishes_at_commit)
 
 
+def refused_have_nothing_in_common(rules: Rules, config: Config) -> Rules:
+    """No common prefix blocks are counted while a request waits that was refused blocks."""
+
+    def get_slots_at_admission(
+        step: Step, request: RequestState, num_new: int, hit: Hit
+    ) -> tuple[Pool, RequestState] | Verdict:
+        granted = rules[admission.get_slots_at_admission](step, request, num_new, hit)
+        if isinstance(granted, Verdict):
+            waiting = step.requests[request.request_id]
+            step.requests[request.request_id] = WAS_REFUSED.put(waiting, value=True)
+            return granted
+        pool, after = granted
+        return pool, WAS_REFUSED.put(after, value=False)
+
+    def list_common_prefixes(step: Step) -> list[int]:
+        if any(WAS_REFUSED.of(step.requests[name]) for name in (*step.waiting, *step.skipped)):
+            return [0] * len(config.block_sizes)
+        return rules[common_prefix.list_common_prefixes](step)
+
+    return rules.replacing(admission.get_slots_at_admission, get_slots_at_admission).replacing(
+        common_prefix.list_common_prefixes, list_common_prefixes
+    )
+
+
+WAS_REFUSED: Final = Part("was_refused", absent=False)
+"""Whether a waiting request was refused blocks since it came, or since it was preempted."""
+
+
 STORIES = (
     QuirkStory(
         Quirk.UNWRITTEN_KEYS_STAY,
@@ -117,6 +147,16 @@ STORIES = (
         "#37307 (the option came with 0.19.0)",
         "0.11.0 0.12.0 0.14.1 0.16.0 0.18.1",
         "3 blocks of 1 are free, a budget of 2: a prompt of 4 tokens is admitted",
+    ),
+    QuirkStory(
+        Quirk.REFUSED_HAVE_NOTHING_IN_COMMON,
+        refused_have_nothing_in_common,
+        "no common prefix blocks are counted while a request waits that was refused blocks",
+        (),
+        "#23485 (merged; ended by #30166)",
+        "0.12.0",
+        "a pool of one block of 1; two prompts of one token, of which the second gets no block: "
+        "num_common_prefix_blocks is 0, not 1",
     ),
     QuirkStory(
         Quirk.ADMITTED_WITH_LOOKAHEAD,
