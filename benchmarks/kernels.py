@@ -344,7 +344,8 @@ def main() -> int:
     rates = measure_rates()
     about = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": version("triton"), "command": shlex.join(["python", *sys.argv]),
+        "triton": version("triton"),
+        "command": shlex.join(["python", "-m", "benchmarks.kernels", *sys.argv[1:]]),
         "bytes_per_second": rates, "size": {**asdict(Size()), "dtype": str(Size().dtype)},
     }  # fmt: skip
     print(f"{about['device']}, torch {about['torch']}, triton {about['triton']}")
