@@ -13,6 +13,7 @@ from blockstep.spec.core.block_pool import (
     create_pool,
     find_block,
     free_blocks,
+    free_deferred_blocks,
     give_up_blocks,
     publish_blocks,
     touch_blocks,
@@ -34,6 +35,15 @@ def test_blocks_of_a_fenced_request_wait_although_one_group_has_none() -> None:
     pool = give_up_blocks(touch_blocks(create_pool(4), (1, 2)), ((1, 2), ()), STRICT_RULES, fence=7)
     assert pool.deferred_frees == (DeferredFree(7, (1, 2)),)
     assert pool.free_queue == (3,)
+
+
+def test_only_blocks_that_wait_for_the_committed_frame_become_free() -> None:
+    pool = touch_blocks(create_pool(4), (1, 2, 3))
+    for fence, block in ((7, 1), (8, 2), (7, 3)):
+        pool = give_up_blocks(pool, ((block,),), STRICT_RULES, fence=fence)
+    pool = free_deferred_blocks(pool, 7, STRICT_RULES)
+    assert pool.deferred_frees == (DeferredFree(8, (2,)),)
+    assert pool.free_queue == (1, 3)
 
 
 @pytest.mark.parametrize("num_blocks", [-1, 3])
