@@ -45,7 +45,7 @@ NUM_WARPS_OF_ONE = 4
 NUM_AT_ONCE = 5
 """Programs of one token that a multiprocessor runs at once."""
 ROUNDS_MAX = 8
-"""Most units of a program of one token, whose code has each of them."""
+"""Most units that a program of one token computes; its loop over them is unrolled."""
 
 
 @triton.jit

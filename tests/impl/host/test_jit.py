@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from blockstep.impl.host import HostEngine, jit, planning
+from blockstep.impl.host import HostEngine, groups, jit
 from blockstep.spec.vocabulary import Config
 
 pytestmark = pytest.mark.skipif(not jit.IS_COMPILED, reason="there is nothing to compile")
-may_admit: Any = planning.may_admit
+count_common: Any = groups.count_common
 START = "from blockstep.impl.host import HostEngine"
 MAKE = "from blockstep.spec.vocabulary import Config\nHostEngine(Config(num_blocks=2))"
 
@@ -87,9 +87,9 @@ def test_an_interrupted_compilation_is_gone_on_with(
 
 def test_python_calls_the_machine_code_of_the_declared_types() -> None:
     engine = HostEngine(Config(num_blocks=2))
-    assert may_admit(engine.requests.state)
-    code = {id(one.entry_point) for one in may_admit.outer.overloads.values()}
-    assert {id(may_admit._call)} == code
+    assert count_common(engine.requests.state, 0) == 0
+    code = {id(one.entry_point) for one in count_common.outer.overloads.values()}
+    assert {id(count_common._call)} == code
 
 
 def run(code: str, cache: Path) -> subprocess.CompletedProcess[str]:

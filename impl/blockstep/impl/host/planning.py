@@ -520,7 +520,7 @@ def _is_closed_behind(s: State) -> bool:
     return bool(s.scalars[c.NUM_RUNNING] > 0 and is_short)
 
 
-@entry("state")
+@compiled
 def may_admit(s: State) -> bool:
     """Whether requests are admitted behind the running phase."""
     held_off = s.scalars[c.NUM_PREEMPTED] + s.scalars[c.AWAITS_ANSWER] + s.scalars[c.IS_CLOSED]

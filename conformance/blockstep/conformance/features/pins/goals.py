@@ -14,7 +14,7 @@ TEXTS = {
     "pins_set": "a turn ended, and its cached blocks were pinned",
     "pins_replaced": "a turn ended, and its pin replaced that of an earlier turn",
     "pins_last_step": "the last turn of a job ended, and so did the job's pin",
-    "pins_not_worth_it": "a turn ended whose job has no estimate",
+    "pins_not_worth_it": "a turn of a job without an estimate ended",
     "pins_nothing_to_find": "a turn ended before a block of it was cached",
     "pins_beside_another_turn": "a turn ended while another one of its job was unfinished",
     "pins_of_whom_gave_up": "a turn was aborted, and nothing of it was pinned",
