@@ -22,11 +22,9 @@ WIDE: Final = 256
 """Most blocks of a table that is compared whole, whatever number of them is held."""
 
 
-class Blocks(NamedTuple):
-    """The fields of a snapshot that follow from blocks and their contents."""
+class Contents(NamedTuple):
+    """The fields of a snapshot that follow from the contents of blocks."""
 
-    ref_counts: tuple[int, ...]
-    free_queue: tuple[v.BlockId, ...]
     block_keys: tuple[v.BlockKey | None, ...]
     cached: Mapping[v.BlockKey, tuple[v.BlockId, ...]]
 
@@ -56,134 +54,141 @@ class View:
         self.parts = {name: show for name, show in parts.items() if show is not None}
         self._shown: dict[int, tuple[tuple[object, ...], v.RequestSnapshot]] = {}
         """By index: all that a request's snapshot is made of, and that snapshot."""
-        self._blocks: tuple[tuple[bytes, int], Blocks] = (b"", 0), Blocks((), (), (), {})
-        """The arrays behind the blocks of the last snapshot, and those blocks."""
+        self._contents: tuple[tuple[bytes, int], Contents] = (b"", 0), Contents((), {})
+        """The arrays behind the contents of the last snapshot, and those contents."""
 
     def take(self, previous_names: Iterable[v.RequestId]) -> v.Snapshot:
         """Return the canonical state: nodes become structural keys, slots become request ids.
 
         `previous_names`: the requests of the last plan's rows.
         """
-        doors, s = self.doors, self.requests.state
-        names, blocks = self.requests.names, self._list_blocks()
-        list_queue = self.requests.list_queue
+        doors, s, requests = self.doors, self.requests.state, self.requests.requests
+        scalars, blocks = s.scalars.tolist(), s.blocks.tolist()
+        running = s.lines[: scalars[c.NUM_RUNNING], c.RUNNING].tolist()
+        contents = self._get_contents(blocks, scalars[c.NUM_NODES_BORN])
+        first_free = blocks[v.NULL_BLOCK][c.NEXT_FREE]
         return v.Snapshot(
             pause_state=doors.pause_state,
-            waiting=tuple(names[list_queue(c.WAITING)].tolist()),
-            skipped_waiting=tuple(names[list_queue(c.SKIPPED)].tolist()),
-            running=tuple(names[s.lines[: s.scalars[c.NUM_RUNNING], c.RUNNING]].tolist()),
-            requests=tuple(
-                self._request(slot) for _, slot in sorted(self.requests.slot_of.items())
-            ),
-            ref_counts=blocks.ref_counts,
-            free_queue=blocks.free_queue,
-            block_keys=blocks.block_keys,
-            cached=blocks.cached,
+            waiting=self._list_queue(c.WAITING),
+            skipped_waiting=self._list_queue(c.SKIPPED),
+            running=tuple([requests[slot].request_id for slot in running]),
+            requests=self._list_requests(),
+            ref_counts=tuple([block[c.REF_COUNT] for block in blocks]),
+            free_queue=tuple(_follow(blocks, first_free, c.NEXT_FREE, v.NULL_BLOCK)),
+            block_keys=contents.block_keys,
+            cached=contents.cached,
             frames_in_flight=tuple(doors.frames),
             next_frame_id=doors.next_frame_id,
             finished_req_ids=tuple(sorted(doors.finished_req_ids)),
             prev_scheduled_req_ids=tuple(sorted(previous_names)),
-            stats=self.stats(),
-            admission_closed=bool(s.scalars[c.IS_CLOSED]),
+            stats=_make_stats(scalars),
+            admission_closed=scalars[c.IS_CLOSED] != 0,
             has_work=self.has_work(),
             **{name: show() for name, show in self.parts.items()},
         )
 
+    def _list_queue(self, queue: int) -> tuple[v.RequestId, ...]:
+        requests, slots = self.requests.requests, self.requests.list_queue(queue)
+        return tuple([requests[slot].request_id for slot in slots])
+
     def has_work(self) -> bool:
         """Whether planning again may do anything before the next event."""
-        doors = self.doors
-        num_ready = {
-            v.PauseState.UNPAUSED: len(self.requests.slot_of) - self.sessions.count_resting(),
-            v.PauseState.PAUSED_NEW: int(self.requests.state.scalars[c.NUM_RUNNING]),
-            v.PauseState.PAUSED_ALL: 0,
-        }[doors.pause_state]
-        awaits = self.transfers is not None and not self.transfers.can_reset()
-        return bool(doors.finished_req_ids) or num_ready > 0 or awaits
+        doors, pause_state = self.doors, self.doors.pause_state
+        if doors.finished_req_ids:
+            return True
+        if pause_state is v.PauseState.UNPAUSED:
+            is_ready = len(self.requests.slot_of) > self.sessions.count_resting()
+        else:
+            is_running = self.requests.state.scalars[c.NUM_RUNNING] > 0
+            is_ready = pause_state is v.PauseState.PAUSED_NEW and bool(is_running)
+        return is_ready or (self.transfers is not None and not self.transfers.can_reset())
 
     def stats(self) -> v.Stats:
         """Return the counters since the start (P21)."""
-        scalars = self.requests.state.scalars.tolist()
-        return v.Stats(
-            prefix_cache_queries=scalars[c.QUERIES],
-            prefix_cache_hits=scalars[c.HITS],
-            preemptions=scalars[c.PREEMPTIONS],
-            drafts_scheduled=scalars[c.DRAFTS_SCHEDULED],
-            drafts_accepted=scalars[c.DRAFTS_ACCEPTED],
-            external_prefix_cache_queries=scalars[c.EXTERNAL_QUERIES],
-            external_prefix_cache_hits=scalars[c.EXTERNAL_HITS],
-        )
+        return _make_stats(self.requests.state.scalars.tolist())
 
-    def _list_blocks(self) -> Blocks:
-        """Return the blocks of a snapshot: the same objects as long as no block changes."""
-        s = self.requests.state
-        known = s.blocks.tobytes(), int(s.scalars[c.NUM_NODES_BORN])
-        if self._blocks[0] != known:
-            self._blocks = known, self._make_blocks()
-        return self._blocks[1]
+    def _get_contents(self, blocks: list[list[int]], num_nodes_born: int) -> Contents:
+        """Return the contents of blocks: the same objects as long as none of them changes."""
+        known = self.requests.state.blocks[:, c.NODE :].tobytes(), num_nodes_born
+        if self._contents[0] != known:
+            self._contents = known, self._make_contents(blocks)
+        return self._contents[1]
 
-    def _make_blocks(self) -> Blocks:
-        blocks, carriers = self.requests.state.blocks.tolist(), self.requests.state.carriers
+    def _make_contents(self, blocks: list[list[int]]) -> Contents:
+        carriers, cached = self.requests.state.carriers, {}
         places = [(block[c.NODE], block[c.GROUP]) for block in blocks]
         keys = {place: self.keys.key_in(*place) for place in {*places} if place[0] != c.NONE}
-        cached = {}
         for (node, group), key in keys.items():
             first = int(carriers[node, group, c.FIRST_BLOCK])
             cached[key] = tuple(_follow(blocks, first, c.NEXT_SAME, c.NONE))
-        return Blocks(
-            tuple([block[c.REF_COUNT] for block in blocks]),
-            tuple(_follow(blocks, blocks[v.NULL_BLOCK][c.NEXT_FREE], c.NEXT_FREE, v.NULL_BLOCK)),
-            tuple([keys.get(place) for place in places]),
-            cached,
-        )
+        return Contents(tuple(map(keys.get, places)), cached)
 
-    def _request(self, slot: int) -> v.RequestSnapshot:
-        """Return the snapshot of a request: the same object as long as nothing of it changes."""
-        s, request = self.requests.state, self.requests.requests[slot]
-        updates = self.sessions.updates.get(request.request_id)
-        matcher = self.masks.matchers.get(request.request_id)
-        row, seat, held = s.requests[slot], s.requests[slot, c.SEAT], s.holdings[slot]
-        shown = s.block_tables[:, seat]
-        if shown.shape[1] > WIDE:
-            shown = shown[:, : held[:, c.HELD].max()]
-        tables = shown.tobytes()
-        drafts = s.drafts[seat].tobytes() if row[c.NUM_DRAFTS] else b""
-        known: tuple[object, ...] = (
-            *(row.tobytes(), held.tobytes(), tables, drafts, updates is None or len(updates)),
-            *((matcher.position.state, matcher.reasoning_ended) if matcher else ()),
-        )
-        last = self._shown.get(slot)
-        if last is None or last[0] != known:
-            last = self._shown[slot] = known, self._make_request(slot, updates, matcher)
-        return last[1]
+    def _list_requests(self) -> tuple[v.RequestSnapshot, ...]:
+        """Return the requests by id: for each the same object as long as nothing of it changes."""
+        s, found = self.requests.state, list[v.RequestSnapshot]()
+        rows, holdings, tables = s.requests, s.holdings, s.block_tables
+        is_wide = tables.shape[2] > WIDE
+        updates, matchers, shown = self.sessions.updates, self.masks.matchers, self._shown
+        for name, slot in sorted(self.requests.slot_of.items()):
+            row, held, seat = rows[slot], holdings[slot], rows[slot, c.SEAT]
+            table = tables[:, seat, : held[:, c.HELD].max()] if is_wide else tables[:, seat]
+            known: tuple[object, ...] = row.tobytes(), held.tobytes(), table.tobytes()
+            if row[c.NUM_DRAFTS]:
+                known += (s.drafts[seat].tobytes(),)
+            if name in updates:
+                known += (len(updates[name]),)
+            if name in matchers:
+                known += (matchers[name].position.state, matchers[name].reasoning_ended)
+            last = shown.get(slot)
+            if last is None or last[0] != known:
+                made = self._make_request(slot, updates.get(name), matchers.get(name))
+                last = shown[slot] = known, made
+            found.append(last[1])
+        return tuple(found)
 
     def _make_request(
         self, slot: int, updates: Sized | None, matcher: Matcher | None
     ) -> v.RequestSnapshot:
-        requests = self.requests
-        s, request = requests.state, requests.requests[slot]
+        s, request = self.requests.state, self.requests.requests[slot]
         row = s.requests[slot].tolist()
-        tokens = get_tokens(s, slot)
         drafts: v.TokenIds = (v.DRAFT_PLACEHOLDER,) * row[c.NUM_DRAFTS]
         if drafts and not self.doors.config.async_scheduling:
             drafts = tuple(s.drafts[row[c.SEAT], : row[c.NUM_DRAFTS]].tolist())
+        holdings = s.holdings[slot].tolist()
+        held = [
+            s.block_tables[group, row[c.SEAT], : holding[c.HELD]]
+            for group, holding in enumerate(holdings)
+        ]
         return v.RequestSnapshot(
             request_id=request.request_id,
             status=STATUSES[row[c.STATUS]],
-            output_token_ids=tuple(tokens[len(request.prompt_token_ids) :].tolist()),
+            output_token_ids=tuple(get_tokens(s, slot)[row[c.NUM_PROMPT] :].tolist()),
             num_computed_tokens=row[c.NUM_COMPUTED],
             num_output_placeholders=row[c.NUM_PROMISED],
             spec_token_ids=drafts,
-            is_prefill_chunk=bool(row[c.IS_PREFILL]),
-            block_tables=requests.list_tables(slot, c.HELD),
-            num_cached_blocks=tuple(s.holdings[slot, :, c.PUBLISHED].tolist()),
+            is_prefill_chunk=row[c.IS_PREFILL] != 0,
+            block_tables=tuple([tuple(table.tolist()) for table in held]),
+            num_cached_blocks=tuple([holding[c.PUBLISHED] for holding in holdings]),
             num_cached_tokens=row[c.NUM_CACHED_TOKENS],
             num_preemptions=row[c.TIMES_PREEMPTED],
-            grammar_ready=bool(row[c.GRAMMAR_READY]),
+            grammar_ready=row[c.GRAMMAR_READY] != 0,
             grammar_state=0 if matcher is None else matcher.position.state,
             prompt_token_ids=() if updates is None else request.prompt_token_ids,
             num_streaming_updates=0 if updates is None else len(updates),
             reasoning_ended=matcher is not None and matcher.reasoning_ended,
         )
+
+
+def _make_stats(scalars: list[int]) -> v.Stats:
+    return v.Stats(
+        prefix_cache_queries=scalars[c.QUERIES],
+        prefix_cache_hits=scalars[c.HITS],
+        preemptions=scalars[c.PREEMPTIONS],
+        drafts_scheduled=scalars[c.DRAFTS_SCHEDULED],
+        drafts_accepted=scalars[c.DRAFTS_ACCEPTED],
+        external_prefix_cache_queries=scalars[c.EXTERNAL_QUERIES],
+        external_prefix_cache_hits=scalars[c.EXTERNAL_HITS],
+    )
 
 
 def _follow(rows: list[list[int]], first: int, column: int, end: int) -> list[int]:
