@@ -288,7 +288,7 @@ def test_it_runs_beside_the_spec(features: tuple[str, ...]) -> None:
     make = load_engine("vllm")  # with what it says of configs
     drawn = {"seed": 1} if features else {"max_depth": 2 if RELEASE.has_async else 1}
     options = {"with_features": features, "profile": PROFILE.name, **drawn}
-    if absent := {*features} & {*look(CheckOptions("vllm", **options), make).lacking}:
+    if absent := {*features} & {*look(CheckOptions("vllm", profile=PROFILE.name), make).lacking}:
         pytest.skip(f"{VERSION} has no {', '.join(absent)}, as a check would say")
     played = play_episodes(make, 1_500, **options)
     assert played.first is None

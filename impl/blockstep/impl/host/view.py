@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sized
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 from blockstep.impl.doors import Doors
 from blockstep.impl.grammars import Matcher
@@ -22,11 +22,10 @@ WIDE: Final = 256
 """Most blocks of a table that is compared whole, whatever number of them is held."""
 
 
-class Contents(NamedTuple):
-    """The fields of a snapshot that follow from the contents of blocks."""
-
-    block_keys: tuple[v.BlockKey | None, ...]
-    cached: Mapping[v.BlockKey, tuple[v.BlockId, ...]]
+Contents: TypeAlias = tuple[
+    tuple[v.BlockKey | None, ...], Mapping[v.BlockKey, tuple[v.BlockId, ...]]
+]
+"""The keys of blocks, and the blocks of each key, as in a snapshot."""
 
 
 class View:
@@ -54,7 +53,7 @@ class View:
         self.parts = {name: show for name, show in parts.items() if show is not None}
         self._shown: dict[int, tuple[tuple[object, ...], v.RequestSnapshot]] = {}
         """By index: all that a request's snapshot is made of, and that snapshot."""
-        self._contents: tuple[tuple[bytes, int], Contents] = (b"", 0), Contents((), {})
+        self._contents: tuple[tuple[bytes, int], Contents] = (b"", 0), ((), {})
         """The arrays behind the contents of the last snapshot, and those contents."""
 
     def take(self, previous_names: Iterable[v.RequestId]) -> v.Snapshot:
@@ -65,7 +64,7 @@ class View:
         doors, s, requests = self.doors, self.requests.state, self.requests.requests
         scalars, blocks = s.scalars.tolist(), s.blocks.tolist()
         running = s.lines[: scalars[c.NUM_RUNNING], c.RUNNING].tolist()
-        contents = self._get_contents(blocks, scalars[c.NUM_NODES_BORN])
+        block_keys, cached = self._get_contents(blocks, scalars[c.NUM_NODES_BORN])
         first_free = blocks[v.NULL_BLOCK][c.NEXT_FREE]
         return v.Snapshot(
             pause_state=doors.pause_state,
@@ -75,8 +74,8 @@ class View:
             requests=self._list_requests(),
             ref_counts=tuple([block[c.REF_COUNT] for block in blocks]),
             free_queue=tuple(_follow(blocks, first_free, c.NEXT_FREE, v.NULL_BLOCK)),
-            block_keys=contents.block_keys,
-            cached=contents.cached,
+            block_keys=block_keys,
+            cached=cached,
             frames_in_flight=tuple(doors.frames),
             next_frame_id=doors.next_frame_id,
             finished_req_ids=tuple(sorted(doors.finished_req_ids)),
@@ -121,7 +120,7 @@ class View:
         for (node, group), key in keys.items():
             first = int(carriers[node, group, c.FIRST_BLOCK])
             cached[key] = tuple(_follow(blocks, first, c.NEXT_SAME, c.NONE))
-        return Contents(tuple(map(keys.get, places)), cached)
+        return tuple(map(keys.get, places)), cached
 
     def _list_requests(self) -> tuple[v.RequestSnapshot, ...]:
         """Return the requests by id: for each the same object as long as nothing of it changes."""
@@ -154,11 +153,6 @@ class View:
         drafts: v.TokenIds = (v.DRAFT_PLACEHOLDER,) * row[c.NUM_DRAFTS]
         if drafts and not self.doors.config.async_scheduling:
             drafts = tuple(s.drafts[row[c.SEAT], : row[c.NUM_DRAFTS]].tolist())
-        holdings = s.holdings[slot].tolist()
-        held = [
-            s.block_tables[group, row[c.SEAT], : holding[c.HELD]]
-            for group, holding in enumerate(holdings)
-        ]
         return v.RequestSnapshot(
             request_id=request.request_id,
             status=STATUSES[row[c.STATUS]],
@@ -167,8 +161,8 @@ class View:
             num_output_placeholders=row[c.NUM_PROMISED],
             spec_token_ids=drafts,
             is_prefill_chunk=row[c.IS_PREFILL] != 0,
-            block_tables=tuple([tuple(table.tolist()) for table in held]),
-            num_cached_blocks=tuple([holding[c.PUBLISHED] for holding in holdings]),
+            block_tables=self.requests.list_tables(slot, c.HELD),
+            num_cached_blocks=tuple(s.holdings[slot, :, c.PUBLISHED].tolist()),
             num_cached_tokens=row[c.NUM_CACHED_TOKENS],
             num_preemptions=row[c.TIMES_PREEMPTED],
             grammar_ready=row[c.GRAMMAR_READY] != 0,
