@@ -281,7 +281,7 @@ class HostEngine(Doors[Frame]):
         Contents stay in memory until their events are taken: call it after `commit_arrays`. The
         outputs of the event v.Commit have them already.
         """
-        if not self.config.enable_kv_cache_events:
+        if not self.requests.state.scalars[c.NUM_LOGGED]:
             return ()
         events = self._keys.list_events()
         forget_log(self.requests.state)

@@ -91,11 +91,11 @@ class Masks:
         """Return why a grammar forbids a model output, or None; malformed ones are not judged."""
         if len(counts) != frame.who.shape[1] or (counts < 0).any():
             return None
-        ends = np.cumsum(counts)
-        if len(ends) and ends[-1] != len(token_ids):
+        masked = [*self._list_masked(frame)]
+        if not masked or counts.sum() != len(token_ids):
             return None
-        cut = self.verifiable.get(frame_id, {})
-        for row, name in self._list_masked(frame):
+        ends, cut = np.cumsum(counts), self.verifiable.get(frame_id, {})
+        for row, name in masked:
             tokens = tuple(token_ids[ends[row] - counts[row] : ends[row]].tolist())
             valid = cut.get(name)
             if valid is not None and tokens[:-1] != valid[: len(tokens) - 1]:

@@ -405,7 +405,8 @@ def make_state(config: Config) -> State:
     blocks = lengthen(np.zeros((0, BLOCK_COLUMNS), np.int32), config.num_blocks)
     blocks[:, NODE:] = NONE
     ring = np.arange(config.num_blocks, dtype=np.int32)
-    blocks[:, NEXT_FREE], blocks[:, PREVIOUS_FREE] = np.roll(ring, -1), np.roll(ring, 1)
+    blocks[:-1, NEXT_FREE], blocks[1:, PREVIOUS_FREE] = ring[1:], ring[:-1]  # else 0: a ring
+    blocks[0, PREVIOUS_FREE] = ring[-1]
     state = State(
         scalars,
         np.zeros((0, _fill_lines(REQUEST_COLUMNS)), np.int64),
