@@ -365,6 +365,7 @@ def short(file: Path) -> str:
 PLUMBING = {
     "copies.py": (
         "__dict__ goes behind a frozen dataclass",
+        "__dict__ goes behind a frozen dataclass",
         "exec() acts on the world, or on names",
     ),
     "features/__init__.py": ("cache keeps state between calls",),

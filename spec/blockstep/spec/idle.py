@@ -23,8 +23,6 @@ def has_runnable(state: State) -> bool:
 
     Source: vLLM 0.19.1 `get_num_unfinished_requests`; P10.
     """
-    if state.pause_state is PauseState.PAUSED_ALL:
-        return False
-    if state.pause_state is PauseState.PAUSED_NEW:
-        return bool(state.running)
-    return bool(state.requests)
+    if state.running:
+        return state.pause_state is not PauseState.PAUSED_ALL
+    return bool(state.requests) and state.pause_state is PauseState.UNPAUSED

@@ -34,7 +34,8 @@ def transition(state: State, event: v.Event) -> Accepted | v.Rejected:
     result = process_event(state, event)
     if isinstance(result, v.Rejected):
         return result
-    return Accepted(*result)
+    after, observation = result
+    return Accepted(after, observation)
 
 
 def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] | v.Rejected:
@@ -42,12 +43,12 @@ def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] |
     `Feature.events`. Source: architecture D1, D11.
     """
     match event:
-        case v.Submit(request=request):
-            return process_submit(state, request)
         case v.Schedule():
             return process_schedule(state)
         case v.Commit():
             return process_commit(state, event)
+        case v.Submit(request=request):
+            return process_submit(state, request)
         case v.Drafts(drafts=drafts):
             return process_drafts(state, drafts)
         case v.Abort(request_ids=request_ids):

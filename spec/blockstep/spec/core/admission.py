@@ -16,7 +16,7 @@ from blockstep.spec.core.token_budget import (
     get_threshold,
     process_limits,
 )
-from blockstep.spec.core.work import Scheduled, Step, Verdict
+from blockstep.spec.core.work import ENDS_ADMISSION, Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, PauseState, RequestId, Status
 
 
@@ -32,7 +32,7 @@ def process_waiting_phase(step: Step) -> None:
         if not queue:
             break
         verdict = get_verdict(step, queue[0])
-        if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
+        if verdict in ENDS_ADMISSION:
             for look in rules.hooks.stuck:
                 rules[look](step, queue[0])
             break
@@ -176,10 +176,9 @@ def get_slots_at_admission(
     rules = step.state.rules
     pool, request = rules[get_skipped_at_admission](step, request)
     num_spared = sum([rules[spare](step) for spare in rules.hooks.spares])
-    if not all(
-        rules[reserve](step, pool, request, hit, num_spared) for reserve in rules.hooks.reserves
-    ):
-        return Verdict.NO_BLOCKS
+    for reserve in rules.hooks.reserves:
+        if not rules[reserve](step, pool, request, hit, num_spared):
+            return Verdict.NO_BLOCKS
     granted = rules[allocate_first_slots](step, pool, request, num_new, hit)
     if granted is None or num_spared > get_num_free_blocks(granted[0]):
         return Verdict.NO_BLOCKS

@@ -69,12 +69,12 @@ def get_promising(
     without drafts. Source: vLLM 0.19.1 `AsyncScheduler._update_after_schedule`; P12, P24.
     """
     row = planned.get(request.request_id)
-    num_promised = 1 + len(row.draft_token_ids) if row is not None and row.samples else 0
-    placeholders = (DRAFT_PLACEHOLDER,) * step.state.config.num_speculative_tokens
+    if row is None or not row.samples:
+        return replace(request, spec_token_ids=()) if request.spec_token_ids else request
     return replace(
         request,
-        num_output_placeholders=request.num_output_placeholders + num_promised,
-        spec_token_ids=placeholders if num_promised else (),
+        num_output_placeholders=request.num_output_placeholders + 1 + len(row.draft_token_ids),
+        spec_token_ids=(DRAFT_PLACEHOLDER,) * step.state.config.num_speculative_tokens,
     )
 
 

@@ -183,24 +183,25 @@ def withdraw_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
     Source: seed 001 "Eviction during Allocation"; for work that will not run, P4, upstream #43569;
     vLLM 0.19.1 `_maybe_evict_cached_block`; P20.
     """
-    if all(pool.block_keys[block_id] is None for block_id in block_ids):
+    keys = [pool.block_keys[block_id] for block_id in block_ids]
+    if not any(keys):
         return pool
     block_keys = list(pool.block_keys)
     cached = pool.cached.to_dict()
-    removed: list[BlockRemoved] = []
-    for block_id in block_ids:
-        key = block_keys[block_id]
+    for block_id, key in zip(block_ids, keys, strict=True):
         if key is None:
             continue
         block_keys[block_id] = None
-        removed.append(BlockRemoved((key,)))
         remaining = tuple(other for other in cached[key] if other != block_id)
         if remaining:
             cached[key] = remaining
         else:
             del cached[key]
     pool = replace(pool, block_keys=tuple(block_keys), cached=freeze(cached))
-    return with_changes(pool, tuple(removed))
+    # no-mutate clause: without the shortcut nothing is added
+    if pool.journal is None:
+        return pool
+    return with_changes(pool, tuple([BlockRemoved((key,)) for key in keys if key is not None]))
 
 
 def withdraw_all(pool: Pool) -> Pool:

@@ -39,12 +39,12 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     seed 001 "Speculative Decoding & update_from_output()"; P13, P14, P18.
     """
     # refuse
-    frame = next((f for f in state.frames if f.frame_id == commit.frame_id), None)
-    if frame is None:
+    if commit.frame_id not in [frame.frame_id for frame in state.frames]:
         detail = f"frame {commit.frame_id} is not in flight; commit each plan with rows once"
         return Rejected(RejectCode.UNKNOWN_FRAME, detail)
-    if frame is not state.frames[0]:
-        detail = f"frame {state.frames[0].frame_id} is older than {frame.frame_id}; commit it first"
+    frame = state.frames[0]
+    if frame.frame_id != commit.frame_id:
+        detail = f"frame {frame.frame_id} is older than {commit.frame_id}; commit it first"
         return Rejected(RejectCode.FRAME_OUT_OF_ORDER, detail)
     problem = get_result_problem(frame, commit, state.rules)
     for dispute in state.rules.hooks.disputes:

@@ -48,15 +48,15 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         is_resumed = row.status is Status.PREEMPTED
         assert not (is_resumed and known_to_worker), "a preempted request was not in the last plan"
         (resumed if is_resumed else cached).append(
-            CachedRow(
-                request_id=row.request_id,
-                resumed=is_resumed,
-                new_block_ids=row.new_blocks,
-                all_token_ids=None if known_to_worker else request.all_token_ids,
-                num_computed_tokens=row.num_computed,
-                num_output_tokens=len(request.output_token_ids) + request.num_output_placeholders,
-                num_scheduled_tokens=row.num_scheduled,
-                draft_token_ids=row.drafts,
+            CachedRow(  # by position: keywords would make a dictionary, which doubles the time
+                row.request_id,
+                is_resumed,
+                row.new_blocks,
+                None if known_to_worker else request.all_token_ids,
+                row.num_computed,
+                len(request.output_token_ids) + request.num_output_placeholders,
+                row.num_scheduled,
+                row.drafts,
             )
         )
     plan = Plan(
@@ -101,5 +101,5 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
         frames=frames,
         next_frame_id=frame_id + 1,
         finished_req_ids=(),
-        prev_scheduled_req_ids=tuple(sorted(row.request_id for row in step.rows)),
+        prev_scheduled_req_ids=tuple(sorted([row.request_id for row in step.rows])),
     )

@@ -54,16 +54,16 @@ def create_step(state: State) -> Step:
     Source: seed 001 "Unified Token Budget"; P9.
     """
     is_paused = state.pause_state is PauseState.PAUSED_ALL
-    return Step(
-        state=state,
-        budget=0 if is_paused else state.config.max_num_batched_tokens,
-        pool=state.pool,
-        requests=state.requests.to_dict(),
-        running=list(state.running),
-        waiting=list(state.waiting),
-        skipped=list(state.skipped_waiting),
-        stats=state.stats,
-        parts=state.parts.to_dict(),
+    return Step(  # by position: keywords would make a dictionary, which doubles the time
+        state,
+        0 if is_paused else state.config.max_num_batched_tokens,
+        state.pool,
+        state.requests.to_dict(),
+        list(state.running),
+        list(state.waiting),
+        list(state.skipped_waiting),
+        state.stats,
+        state.parts.to_dict(),
     )
 
 
@@ -136,14 +136,7 @@ def process_grant(
     if request.spec_token_ids:
         after = replace(after, spec_token_ids=())
     step.requests[request.request_id] = after
-    held = zip(request.block_tables, after.block_tables, strict=True)
-    gained = tuple([table[len(before) :] for before, table in held])
-    step.add(
-        Scheduled(
-            request_id=request.request_id,
-            num_computed=num_computed,
-            num_scheduled=num_new,
-            new_blocks=gained,
-            drafts=request.spec_token_ids[:num_drafts],
-        )
-    )
+    held = zip(request.holdings, after.holdings, strict=True)
+    gained = tuple([now.block_table[len(before.block_table) :] for before, now in held])
+    drafts = request.spec_token_ids[:num_drafts]
+    step.add(Scheduled(request.request_id, num_computed, num_new, gained, drafts))

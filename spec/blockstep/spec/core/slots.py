@@ -194,26 +194,28 @@ def allocate_slots(
     num_needed, nums_new, growths = 0, [], []
     for group, holding, found in groups:
         num_owned = slots_of(group, num_slots, request.request)
-        growths.append(Growth(num_computed + num_new, num_owned, hit.num_pending > 0))
-        nums_new.append(count(group, growths[-1], len(holding.block_table), len(found)))
-        num_needed += nums_new[-1] + (count_free(pool, found) if found else 0)
+        growth = Growth(num_computed + num_new, num_owned, hit.num_pending > 0)
+        num_taken = count(group, growth, len(holding.block_table), len(found))
+        growths.append(growth)
+        nums_new.append(num_taken)
+        num_needed += num_taken + (count_free(pool, found) if found else 0)
         if rules.hooks.needs:
             num_needed += count_copies(pool, group, holding, num_computed, rules)
     # refuse
     if num_needed > get_num_free_blocks(pool):
         return None
-    # pool
-    pool, owned, taken = rules[take_blocks](config, pool, request, hit, nums_new, rules)
-    nums_settled = rules[get_nums_settled](config, hit) if hit.num_pending else map(len, hit_tables)
-    holdings = []
-    amounts = zip(groups, growths, owned, taken, nums_settled, strict=True)
-    for (group, _, found), growth, holding, new_blocks, num_settled in amounts:
-        if found or new_blocks:
-            table = extend(group, growth, holding.block_table, found, new_blocks)
-            holding = Holding(table, holding.num_cached_blocks + num_settled)
-        holdings.append(holding)
-    # requests
-    if holdings != [*request.holdings]:
+    # pool, requests
+    if num_needed or any(hit_tables):
+        pool, owned, taken = rules[take_blocks](config, pool, request, hit, nums_new, rules)
+        settle = rules[get_nums_settled]
+        nums_settled = settle(config, hit) if hit.num_pending else map(len, hit_tables)
+        holdings = []
+        amounts = zip(groups, growths, owned, taken, nums_settled, strict=True)
+        for (group, _, found), growth, holding, new_blocks, num_settled in amounts:
+            if found or new_blocks:
+                table = extend(group, growth, holding.block_table, found, new_blocks)
+                holding = Holding(table, holding.num_cached_blocks + num_settled)
+            holdings.append(holding)
         request = replace(request, holdings=tuple(holdings))
     if not config.enable_prefix_caching or request.is_unsettled:
         return pool, request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Final
 
 from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.core.block_pool import Pool, get_fence
@@ -27,6 +27,10 @@ class Verdict(Enum):
     """It lacks tokens; no later request is tried."""
     NO_BLOCKS = auto()
     """It lacks blocks; no later request is tried."""
+
+
+ENDS_ADMISSION: Final = (Verdict.NO_ROOM, Verdict.NO_BLOCKS)
+"""The verdicts after which no later request is tried."""
 
 
 @wide_dataclass(frozen=True, slots=True)

@@ -44,7 +44,6 @@ from blockstep.spec.vocabulary import (
     Config,
     FrameId,
     GroupKind,
-    PauseState,
     Policy,
     RejectCode,
     Rejected,
@@ -343,8 +342,7 @@ def has_runnable(state: State) -> bool:
 
     Source: vLLM 0.19.1 `get_num_unfinished_requests`; P10.
     """
-    may_rest = state.pause_state is PauseState.UNPAUSED and not state.running
-    if may_rest and all(request.status is RESTING for request in state.requests.values()):
+    if not state.running and all(one.status is RESTING for one in state.requests.values()):
         return False
     return idle.has_runnable(state)
 

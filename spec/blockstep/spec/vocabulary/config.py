@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from typing import Final
 
 from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.vocabulary.request import TokenId
@@ -46,6 +47,10 @@ class SpecMethod(StrEnum):
     EAGLE = "eagle"
     """A head that reads hidden states: lookahead slots, and the last hit block is computed again.
     """
+
+
+KEEPING_KV: Final = (SpecMethod.DRAFT_MODEL, SpecMethod.EAGLE)
+"""The proposers that keep KV, and so have lookahead slots."""
 
 
 class GroupKind(StrEnum):
@@ -243,8 +248,7 @@ class Config:
     @property
     def num_lookahead_tokens(self) -> int:
         """Slots reserved after the scheduled tokens for a proposer that keeps KV."""
-        with_kv = self.spec_method in (SpecMethod.DRAFT_MODEL, SpecMethod.EAGLE)
-        return self.num_speculative_tokens if with_kv else 0
+        return self.num_speculative_tokens if self.spec_method in KEEPING_KV else 0
 
     @property
     def drops_last_hit_block(self) -> bool:

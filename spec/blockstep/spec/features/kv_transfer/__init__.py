@@ -193,7 +193,7 @@ def settle_slots(
 
 def tell_transfers(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with the loads of the step. Source: P19, P26."""
-    return replace(plan, kv_loads=LOADS.of(step))
+    return replace(plan, kv_loads=LOADS.of(step)) if LOADS.of(step) else plan
 
 
 def fill_loads(step: Step, frame: Frame) -> Frame:
