@@ -13,14 +13,9 @@ from typing import Any, Final
 
 from blockstep.spec.vocabulary import BlockTables, CachedRow, OutputRow, RequestId, TokenIds
 
-
-def _open(row_class: Any) -> Any:
-    """Return a class with the slots of `row_class`, whose instances may become its instances."""
-    return type(f"Open{row_class.__name__}", (), {"__slots__": row_class.__match_args__})
-
-
-_OPEN_CACHED: Final = _open(CachedRow)
-_OPEN_OUTPUT: Final = _open(OutputRow)
+_OPEN_CACHED: Final[Any] = CachedRow.__base__
+_OPEN_OUTPUT: Final[Any] = OutputRow.__base__
+"""The bases of wide classes have their slots and no checks: see `spec.copies`."""
 
 
 def make_cached_rows(
