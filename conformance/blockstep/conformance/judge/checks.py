@@ -201,6 +201,10 @@ class Asked(Enum):
     NONE = "none"
 
 
+NONE = Asked.NONE
+"""Named here since Python 3.11 looks up members of enums slowly, and each step asks for it."""
+
+
 @cache
 def list_sentences(
     kind: type,
@@ -265,7 +269,7 @@ def check_step(
             what = f"{kind.__name__} was answered with {type(step.observation).__name__}"
             return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
     findings = [] if worker is None else _tell(step, worker)
-    if asked is Asked.NONE and not findings:
+    if not findings and asked is NONE:
         return findings
     matters = kind, is_renamed, ledger.lacked, find_absent(step)
     if asked is Asked.WITHOUT_REFERENCE and not findings:

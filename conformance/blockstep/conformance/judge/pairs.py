@@ -212,12 +212,13 @@ class PairCounter:
 
     def settle(self, event: v.Event, before: Collection[v.RequestId], known: Known) -> None:
         """Note which requests an event has ended. `before` are those that were live before it."""
-        if isinstance(event, v.Submit):
-            self._ended.pop(event.request.request_id, None)
-        if isinstance(event, v.Submit | v.Fork):
-            self._submitted.update(known.live)
         if isinstance(event, v.Commit):
             self._answered |= {row.request_id for row in event.sampled} & self._rowed
+        elif isinstance(event, v.Submit):
+            self._ended.pop(event.request.request_id, None)
+            self._submitted.update(known.live)
+        elif isinstance(event, v.Fork):
+            self._submitted.update(known.live)
         if len(known.live) < len(before):  # no event begins requests and ends others
             self._settle_ended(event, [name for name in before if name not in known.live])
 
@@ -252,7 +253,7 @@ class PairCounter:
     def _add_features(self, names: frozenset[str]) -> None:
         if ("", names) not in self._counted:
             self._counted.add(("", names))
-            self.reached |= {name_pair(*pair) for pair in combinations(names, 2)}
+            self.reached.update(map("+".join, combinations(sorted(names), 2)))
 
     def _note_acts(self, acts: Iterable[Feature], known: Known) -> None:
         """Count features of actions with those of each live request that has had a row."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -75,20 +75,8 @@ class Client:
                     self.plans.append(plan)
                 self._note_blocks(plan)
                 self.transfers.plan(plan)
-            case v.Commit(frame_id=frame_id, sampled=sampled), v.Outputs(rows=rows):
-                self.last_commit = event
-                self.plans = [plan for plan in self.plans if plan.frame_id != frame_id]
-                if self.dropped:
-                    self.dropped = {row for row in self.dropped if row[0] != frame_id}
-                self.sampled = tuple(row.request_id for row in sampled if row.token_ids)
-                self.chunked = tuple(row.request_id for row in sampled if not row.token_ids)
-                for row in rows:
-                    if row.request_id in self.live:  # whoever has ended may come again
-                        said = self.said.get(row.request_id, ())
-                        self.said[row.request_id] = said + row.new_token_ids
-                self._end(row.request_id for row in rows if self._is_over(row))
-                self.transfers.at_once.pop(frame_id, None)
-                self.transfers.take(event.transfers, self.live)
+            case v.Commit() as commit, v.Outputs(rows=rows):
+                self._follow_commit(commit, rows)
             case v.TransfersReported(transfers=report), v.Outputs(rows=rows):
                 self._end(row.request_id for row in rows)
                 self.transfers.take(report, self.live)
@@ -107,6 +95,26 @@ class Client:
             case v.Abort(), v.Aborted(request_ids=request_ids, ending_req_ids=ending):
                 self._end(request_ids)
                 self.ending = tuple(dict.fromkeys((*self.ending, *ending)))
+
+    def _follow_commit(self, commit: v.Commit, rows: Sequence[v.OutputRow]) -> None:
+        """Update the state with a model output and the rows that it delivers."""
+        frame_id, sampled = commit.frame_id, commit.sampled
+        self.last_commit = commit
+        self.plans = [plan for plan in self.plans if plan.frame_id != frame_id]
+        if self.dropped:
+            self.dropped = {row for row in self.dropped if row[0] != frame_id}
+        self.sampled = tuple([row.request_id for row in sampled if row.token_ids])
+        self.chunked = tuple([row.request_id for row in sampled if not row.token_ids])
+        for row in rows:
+            if row.request_id in self.live:  # a request that has ended may be submitted again
+                said = self.said.get(row.request_id, ())
+                self.said[row.request_id] = said + row.new_token_ids
+        over = [row for row in rows if row.finish_reason is not None]
+        if over:
+            self._end(row.request_id for row in over if self._is_over(row))
+        self.transfers.at_once.pop(frame_id, None)
+        if commit.transfers is not v.NO_TRANSFERS:
+            self.transfers.take(commit.transfers, self.live)
 
     def list_sharing(self) -> list[v.RequestId]:
         """Return the requests whose first block another request has as well, through a shared
@@ -149,10 +157,8 @@ class Client:
             self.said.pop(name, None)
 
     def _is_over(self, row: v.OutputRow) -> bool:
-        """Return whether an output finishes a request; a session may become idle or take its next
-        input."""
-        if row.finish_reason is None:
-            return False
+        """Return whether an output with a finish reason finishes its request; a session may become
+        idle or take its next input."""
         session, name = self.sessions.get(row.request_id), row.request_id
         if row.finish_reason is v.FinishReason.ERROR:
             return True

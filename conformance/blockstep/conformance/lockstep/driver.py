@@ -36,7 +36,7 @@ from blockstep.conformance.engine import (
     get_judged,
     get_traits,
 )
-from blockstep.conformance.judge.checks import Asked, check_step
+from blockstep.conformance.judge.checks import NONE, Asked, check_step
 from blockstep.conformance.judge.pairs import PairCounter
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
@@ -80,6 +80,7 @@ from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile
 
+COMMON_PREFIX, WORK = Capability.COMMON_PREFIX, Capability.WORK
 NOT_SHOWN = "fields of states that `show_state` does not take"
 """Name under which they are counted."""
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
@@ -313,7 +314,8 @@ class LockStep(Runner):
         """Do one action on both sides. Return the findings; the run is over after the first
         ones."""
         findings = self._perform(action)
-        self.has_failed |= bool(findings)
+        if findings:
+            self.has_failed = True
         return findings
 
     def _perform(self, action: Action) -> list[Finding]:
@@ -358,12 +360,7 @@ class LockStep(Runner):
             return []
         told = self._tell(event)
         try:
-            seen, faults = self._ask(told)
-            if self._sees_state():
-                after, more = self._look()
-                faults = faults or more
-            else:
-                after = None
+            seen, after, faults = self._ask(told)
         except Exception as error:
             self._keep(Exchange(told, expected, None))
             return self.excuses.take([fault_of(error)], told, expected, None)
@@ -384,23 +381,25 @@ class LockStep(Runner):
                 return faults
             raise
 
-    def _ask(self, event: v.Event) -> tuple[v.Observation, list[Finding]]:
-        """Return the engine's answer to an event, and the fault if that contradicts itself."""
+    def _ask(self, event: v.Event) -> tuple[v.Observation, v.Snapshot | None, list[Finding]]:
+        """Return the engine's answer to an event, its state after it where that is compared, and
+        the first fault if they contradict themselves."""
+        faults: list[Finding] = []
         try:
-            return self.engine.apply(event), []
+            seen = self.engine.apply(event)
         except EngineFault as fault:
             if fault.answer is None:
                 raise
-            return fault.answer, [fault_of(fault)]
-
-    def _look(self) -> tuple[v.Snapshot | None, list[Finding]]:
-        """Return the engine's state, and the fault if that contradicts itself."""
+            seen, faults = fault.answer, [fault_of(fault)]
+        every = self.compare_every
+        if every is not None and (every == 0 or self.num_events % every):
+            return seen, None, faults
         try:
-            return self.engine.snapshot(), []
+            return seen, self.engine.snapshot(), faults
         except EngineFault as fault:
             if fault.state is None:
                 raise
-            return fault.state, [fault_of(fault)]
+            return seen, fault.state, faults or [fault_of(fault)]
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Update the client and the worker, and count the goals of `pairs`."""
@@ -498,7 +497,8 @@ class LockStep(Runner):
             findings = [_put_beside(found, diverged) for found in findings]
         if step is not None:
             if not findings:  # also after findings that a quirk explains
-                self.witnesses.update(situations(step, self.ledger))
+                for goal in situations(step, self.ledger):
+                    self.witnesses[goal] += 1
             self.ledger.record(step)
         return findings
 
@@ -510,7 +510,7 @@ class LockStep(Runner):
         """Return which properties to check after a step with these divergences."""
         if diverged or self.asks_all or self.spec.state.rules.changes:
             return Asked.ALL  # what a quirk leaves behind must be known when something else differs
-        return Asked.WITHOUT_REFERENCE if self.equivalence else Asked.NONE
+        return Asked.WITHOUT_REFERENCE if self.equivalence else NONE
 
     def _check_step(self, step: Step, asked: Asked = Asked.ALL) -> list[Finding]:
         """Return the findings of worker and properties about an answer and the states around it."""
@@ -522,10 +522,6 @@ class LockStep(Runner):
             return None
         after = self.spec_before = self.spec.snapshot()
         return Step(self.config, self.num_events, event, expected, before, after)
-
-    def _sees_state(self) -> bool:
-        every = self.compare_every
-        return every is None or (every > 0 and self.num_events % every == 0)
 
     def compare_states(self) -> list[Finding]:
         """Compare both states at the end of a run, if steps compare only some states."""
@@ -590,7 +586,7 @@ class LockStep(Runner):
         Parts that the engine does not show are taken from the specification; so are counters with
         another meaning, and `has_work` of an engine that does not show it.
         """
-        if snapshot is not None and Capability.WORK not in self.capabilities:
+        if snapshot is not None and WORK not in self.capabilities:
             snapshot = replace(snapshot, has_work=self.spec.snapshot().has_work)
         if isinstance(snapshot, PartOfState):
             self.skip(NOT_SHOWN)
@@ -618,7 +614,7 @@ class LockStep(Runner):
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
     ) -> list[Finding]:
         """Return the finding that answers or states differ; the list is empty if they are equal."""
-        with_hints = Capability.COMMON_PREFIX in self.capabilities
+        with_hints = COMMON_PREFIX in self.capabilities
         differences = observation_differences(expected, seen, with_hints)
         if after is not None:
             self.num_compared += 1

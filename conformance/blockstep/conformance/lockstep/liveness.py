@@ -70,7 +70,7 @@ class Watch:
                 return f"{self.num_idle} plans without rows loaded or preempted"
         if after is None:
             return ""
-        num_outputs = sum(len(request.output_token_ids) for request in after.requests)
+        num_outputs = sum([len(request.output_token_ids) for request in after.requests])
         progress = (num_outputs, len(after.requests))
         if progress != self.progress:
             self.progress, self.plans, self.seen = progress, [], {}

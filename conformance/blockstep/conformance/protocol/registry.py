@@ -33,10 +33,7 @@ from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
-from blockstep.spec.vocabulary import Config, RequestSnapshot, Snapshot
-
-MEMO_SIZE_MAX = 512
-"""Most requests whose snapshots the specification caches."""
+from blockstep.spec.vocabulary import Config, RequestId, RequestSnapshot, Snapshot
 
 
 class SpecEngine(Oracle):
@@ -44,14 +41,13 @@ class SpecEngine(Oracle):
 
     def __init__(self, config: Config, profile: Profile = STRICT) -> None:
         super().__init__(config, profile)
-        # Keyed by identity: most requests are the same object after an event. The entry holds the
-        # request, so that no other object gets its identity.
-        self._shown: dict[int, tuple[RequestState, RequestSnapshot]] = {}
+        self._shown: dict[RequestId, tuple[RequestState, RequestSnapshot]] = {}
+        """The requests of the last state that was read, each with its snapshot."""
         self._last: tuple[State, Snapshot] | None = None
         """The last state that was read, with its snapshot."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without caches by identity: a copy has other objects."""
+        """Return the state without what is compared by identity: a copy has other objects."""
         return {**self.__dict__, "_shown": {}, "_last": None}
 
     def capabilities(self) -> frozenset[str]:
@@ -62,8 +58,6 @@ class SpecEngine(Oracle):
         """Return the state as a snapshot: the same object as long as the state does not change."""
         state, last = self.state, self._last
         if last is None or last[0].requests is not state.requests:
-            if len(self._shown) > MEMO_SIZE_MAX:
-                self._shown.clear()
             shown = self._show_requests(state)
             if last is not None and last[1].requests == shown:
                 shown = last[1].requests
@@ -78,12 +72,14 @@ class SpecEngine(Oracle):
     def _show_requests(self, state: State) -> tuple[RequestSnapshot, ...]:
         """Return the unfinished requests, by id. A request that has not changed is not shown
         again."""
-        shown, found = self._shown, []
-        for _, request in sorted(state.requests.items()):
-            known = shown.get(id(request))
-            if known is None:
-                known = shown[id(request)] = request, get_request_snapshot(request)
-            found.append(known[1])
+        known, shown, found = self._shown, {}, []
+        for name, request in sorted(state.requests.items()):
+            entry = known.get(name)
+            if entry is None or entry[0] is not request:
+                entry = request, get_request_snapshot(request)
+            shown[name] = entry
+            found.append(entry[1])
+        self._shown = shown
         return tuple(found)
 
 

@@ -38,10 +38,13 @@ def of_adapters(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "adapters_all_in_use"
         if used - {lives[name].request.adapter for name in rows}:
             yield "adapters_idle_seat_kept"
+    waiting = in_policy_order(ledger, step.before)
+    if all(lives[name].request.adapter is None for name in waiting):
+        return
     gates, skipped = begin_admission(step, ledger), set(step.before.skipped_waiting)
     met, is_past = set(passed_over(step, ledger)), False
     admitted = {row.request_id for row in step.admitted_rows}
-    for name in in_policy_order(ledger, step.before):
+    for name in waiting:
         if name in admitted:
             was_left = name in skipped and step.old[name].status is v.Status.WAITING
             yield from _of_admission(lives[name].request.adapter, is_past, was_left)
@@ -62,10 +65,4 @@ def _of_admission(adapter: str | None, is_past: bool, was_skipped: bool) -> Iter
         )
 
 
-def find(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals of a step."""
-    if isinstance(step.observation, v.Plan):
-        yield from of_adapters(step, ledger)
-
-
-GOALS = Goals(TEXTS, find)
+GOALS = Goals(TEXTS, {v.Schedule: of_adapters})

@@ -26,9 +26,9 @@ TEXTS = {
 }
 
 
-def find(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_cadence(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of a plan."""
-    if not isinstance(step.observation, v.Plan) or not step.rows:
+    if not step.rows:
         return
     prompts = [row for row in step.rows if ledger.computes_prompt(step, row)]
     if holds_prompts(step, ledger):
@@ -56,4 +56,4 @@ def of_held(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "cadence_waiting_held"
 
 
-GOALS = Goals(TEXTS, find)
+GOALS = Goals(TEXTS, {v.Schedule: of_cadence})

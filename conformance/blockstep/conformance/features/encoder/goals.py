@@ -12,14 +12,11 @@ from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import admits_nobody, next_in_line
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec.vocabulary import (
-    Ack,
     Commit,
     Config,
     EncoderReset,
     EncoderSnapshot,
-    Outputs,
     PauseState,
-    Plan,
     RequestSnapshot,
     Schedule,
 )
@@ -140,9 +137,9 @@ def has_blocks_across(config: Config, request: RequestSnapshot) -> bool:
     return any(table and is_across(group) for group, table in pairs)
 
 
-def of_ends_across(step: Step) -> Iterator[str]:
+def of_ends_across(step: Step, _ledger: Ledger) -> Iterator[str]:
     """Yield the goals of requests that end with cross-attention blocks."""
-    for name in step.ended:
+    for name in step.ended if step.config.groups else ():
         if name in step.old and has_blocks_across(step.config, step.old[name]):
             yield "encoder_across_freed"
 
@@ -165,22 +162,11 @@ def _of_missing_items(step: Step, ledger: Ledger, encoder: EncoderSnapshot) -> I
                 )
 
 
-def of_encoder_reset(step: Step) -> Iterator[str]:
+def of_encoder_reset(step: Step, _ledger: Ledger) -> Iterator[str]:
     """Yield a goal if a request held an item at the reset."""
     encoder = step.before.encoder
     if encoder is not None and any(entry.holders for entry in encoder.entries):
         yield "encoder_reset_in_use"
 
 
-def find(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals of a step."""
-    match step.event, step.observation:
-        case Schedule(), Plan():
-            yield from of_items(step, ledger)
-        case Commit(), Outputs() if step.config.groups:
-            yield from of_ends_across(step)
-        case EncoderReset(), Ack():
-            yield from of_encoder_reset(step)
-
-
-GOALS = Goals(TEXTS, find)
+GOALS = Goals(TEXTS, {Schedule: of_items, Commit: of_ends_across, EncoderReset: of_encoder_reset})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 from blockstep.conformance.features.forks.properties import count_in_common, count_settled
 from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import admits_nobody
+from blockstep.conformance.judge.properties.sentence import ENDINGS
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec import vocabulary as v
 
@@ -39,20 +40,17 @@ TEXTS = {
 }
 
 
-def of_forks(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals of an event with branches."""
-    match step.event, step.observation:
-        case v.Schedule(), v.Plan():
-            yield from of_branches(step, ledger)
-            yield from of_pool(step, ledger)
-        case v.Fork() as fork, v.Ack():
-            yield from of_fork(step, ledger, fork)
-        case _ if step.ended:
-            yield from of_parents(step, ledger)
+def of_plan(step: Step, ledger: Ledger) -> list[str]:
+    """Return the goals of a plan of a run with forks, not of one with a watermark alone."""
+    if not step.config.enable_forks:
+        return []
+    return [*of_branches(step, ledger), *of_pool(step, ledger)]
 
 
-def of_fork(step: Step, ledger: Ledger, fork: v.Fork) -> Iterator[str]:
+def of_fork(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of a new branch."""
+    fork = step.event
+    assert isinstance(fork, v.Fork)
     parent, child = step.old[fork.request_id], step.new[fork.child_id]
     count, tables = child.num_computed_tokens, child.block_tables
     outputs, said = fork.output_token_ids, parent.output_token_ids
@@ -133,6 +131,8 @@ def of_pool(step: Step, ledger: Ledger) -> Iterator[str]:
 
 def of_parents(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield a goal for each request that ends while branches that have not run share its blocks."""
+    if not (step.ended and step.config.enable_forks):
+        return
     branches = [
         new
         for new in step.new.values()
@@ -144,9 +144,11 @@ def of_parents(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "forks_parent_ended_first"
 
 
-def find(step: Step, ledger: Ledger) -> Iterable[str]:
-    """Return the goals of a step of a run with forks, not of one with a watermark alone."""
-    return of_forks(step, ledger) if step.config.enable_forks else ()
-
-
-GOALS = Goals(TEXTS, find)
+GOALS = Goals(
+    TEXTS,
+    {
+        v.Schedule: of_plan,
+        v.Fork: of_fork,
+        **dict.fromkeys((*ENDINGS, v.StreamingUpdate), of_parents),
+    },
+)

@@ -72,7 +72,7 @@ def of_groups(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "groups_preempted_about_to_slide"
 
 
-def of_ends(step: Step) -> Iterator[str]:
+def of_ends(step: Step, _ledger: Ledger) -> Iterator[str]:
     """Yield the goals of requests that end with null blocks in a table."""
     for name in step.ended:
         if name in step.old and count_nulls(step.old[name].block_tables):
@@ -182,12 +182,4 @@ def _alone(config: v.Config, index: int) -> v.Config:
     return replace(config, groups=config.groups[index : index + 1])
 
 
-def find(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals of a step."""
-    if isinstance(step.observation, v.Plan):
-        yield from of_groups(step, ledger)
-    elif isinstance(step.event, v.Commit) and isinstance(step.observation, v.Outputs):
-        yield from of_ends(step)
-
-
-GOALS = Goals(TEXTS, find)
+GOALS = Goals(TEXTS, {v.Schedule: of_groups, v.Commit: of_ends})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -29,8 +29,10 @@ TEXTS = {
 }
 
 
-def of_mask(step: Step, ledger: Ledger, rows: Sequence[v.GrammarRow]) -> Iterator[str]:
+def of_mask(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of a bitmask."""
+    assert isinstance(step.observation, v.GrammarOutput)
+    rows = step.observation.rows
     if rows:
         yield "masks_made"
     for row in rows:
@@ -48,11 +50,12 @@ def of_mask(step: Step, ledger: Ledger, rows: Sequence[v.GrammarRow]) -> Iterato
             yield "masks_terminated" if place.holds else "masks_in_reasoning"
 
 
-def of_proposals(
-    ledger: Ledger, drafts: Sequence[v.RowTokens], taken: Sequence[v.RequestId]
-) -> Iterator[str]:
+def of_proposals(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield a goal for each proposal whose drafts a grammar cut."""
-    for row in drafts:
+    assert isinstance(step.event, v.Drafts)
+    assert isinstance(step.observation, v.DraftsTaken)
+    taken = step.observation.request_ids
+    for row in step.event.drafts if ledger.has_grammars else ():
         life = ledger.lives.get(row.request_id)
         if (
             life is not None
@@ -62,8 +65,10 @@ def of_proposals(
             yield "masks_draft_cut_when_proposed"
 
 
-def of_masked_plan(step: Step) -> Iterator[str]:
+def of_masked_plan(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of a plan with grammars."""
+    if not ledger.has_grammars:
+        return
     if step.plan.pending_structured_output_tokens:
         yield "masks_flag_of_frames_behind"
     for row in step.admitted_rows:
@@ -71,9 +76,9 @@ def of_masked_plan(step: Step) -> Iterator[str]:
             yield "masks_resumed_amid_its_grammar"
 
 
-def of_masked_commit(step: Step) -> Iterator[str]:
+def of_masked_commit(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield a goal for each request whose reasoning ended."""
-    for name, new in step.new.items():
+    for name, new in step.new.items() if ledger.has_grammars else ():
         if new.reasoning_ended and not step.old[name].reasoning_ended:
             yield "masks_reasoning_ended"
 
@@ -91,24 +96,13 @@ def of_failure(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "masks_failed_in_flight"
 
 
-def find(step: Step, ledger: Ledger) -> Iterable[str]:
-    """Return the goals of a step of a run that has had a grammar, or of a question for a mask."""
-    is_asked = isinstance(step.event, (v.GrammarBitmask, v.GrammarFailed))
-    return _find(step, ledger) if ledger.has_grammars or is_asked else ()
-
-
-def _find(step: Step, ledger: Ledger) -> Iterator[str]:
-    match step.event, step.observation:
-        case v.Schedule(), v.Plan() if ledger.has_grammars:
-            yield from of_masked_plan(step)
-        case v.Commit(), v.Outputs() if ledger.has_grammars:
-            yield from of_masked_commit(step)
-        case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken) if ledger.has_grammars:
-            yield from of_proposals(ledger, drafts, taken)
-        case v.GrammarBitmask(), v.GrammarOutput(rows=rows):
-            yield from of_mask(step, ledger, rows)
-        case v.GrammarFailed(), v.Outputs():
-            yield from of_failure(step, ledger)
-
-
-GOALS = Goals(TEXTS, find)
+GOALS = Goals(
+    TEXTS,
+    {
+        v.Schedule: of_masked_plan,
+        v.Commit: of_masked_commit,
+        v.Drafts: of_proposals,
+        v.GrammarBitmask: of_mask,
+        v.GrammarFailed: of_failure,
+    },
+)

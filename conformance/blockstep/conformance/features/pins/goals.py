@@ -135,4 +135,9 @@ def _of_ends(
                 yield "pins_beside_another_turn"
 
 
-GOALS = Goals(TEXTS, of_pins)
+GOALS = Goals(
+    TEXTS,
+    dict.fromkeys(
+        (v.Schedule, v.Commit, v.Abort, v.Clock, v.PinEstimate, v.Reset, v.Rejected), of_pins
+    ),
+)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import (
-    Aborted,
-    Ack,
     Commit,
-    Outputs,
     PauseState,
-    Plan,
-    Request,
     Schedule,
     Status,
     StreamingUpdate,
@@ -40,8 +35,10 @@ TEXTS = {
 }
 
 
-def of_update(step: Step, ledger: Ledger, request: Request) -> Iterator[str]:
+def of_update(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of an input to a session."""
+    assert isinstance(step.event, StreamingUpdate)
+    request = step.event.request
     name, is_end = request.request_id, not request.resumable
     old = step.old[name]
     if old.status is RESTING:
@@ -58,7 +55,7 @@ def of_update(step: Step, ledger: Ledger, request: Request) -> Iterator[str]:
 
 def of_stops(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of sessions that stopped in a commit."""
-    for row in step.output_rows:
+    for row in step.output_rows if ledger.has_sessions else ():
         life = ledger.lives.get(row.request_id)
         if row.finish_reason is None or life is None or not life.request.resumable:
             continue
@@ -71,6 +68,8 @@ def of_stops(step: Step, ledger: Ledger) -> Iterator[str]:
 
 def of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of a plan with sessions."""
+    if not ledger.has_sessions:
+        return
     for row in step.plan.new:
         life = ledger.lives[row.request_id]
         if life.request.resumable and life.admitted_in >= 0:
@@ -84,19 +83,4 @@ def of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "sessions_rest_while_others_wait"
 
 
-def find(step: Step, ledger: Ledger) -> Iterable[str]:
-    """Return the goals of a step of a run that has had a session."""
-    return _find(step, ledger) if ledger.has_sessions else ()
-
-
-def _find(step: Step, ledger: Ledger) -> Iterator[str]:
-    match step.event, step.observation:
-        case Schedule(), Plan():
-            yield from of_returns(step, ledger)
-        case Commit(), Outputs():
-            yield from of_stops(step, ledger)
-        case StreamingUpdate(request=request), Ack() | Aborted():
-            yield from of_update(step, ledger, request)
-
-
-GOALS = Goals(TEXTS, find)
+GOALS = Goals(TEXTS, {Schedule: of_returns, Commit: of_stops, StreamingUpdate: of_update})

@@ -29,8 +29,6 @@ TEXTS = {
 
 def of_tiers(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of a plan with saves or thresholds."""
-    if not isinstance(step.observation, v.Plan):
-        return
     if step.config.swap_min_tokens:
         yield from of_saves(step, ledger)
     if step.config.admission_high_blocks:
@@ -79,4 +77,4 @@ def of_thresholds(step: Step) -> Iterator[str]:
         yield "tiers_waits_while_closed"
 
 
-GOALS = Goals(TEXTS, of_tiers)
+GOALS = Goals(TEXTS, {v.Schedule: of_tiers})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.attended import is_recurrent
-from blockstep.conformance.judge.goals import Goals
+from blockstep.conformance.judge.goals import Find, Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import find_waiting, in_policy_order
 from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
@@ -50,21 +50,6 @@ TEXTS = {
     "transfers_deferred_until_now": "a commit freed blocks that had waited for it",
     "transfers_waits_for_an_answer": "a running request waited for blocks that a commit frees",
 }
-
-
-def of_store(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals of an event with a store."""
-    if step.config.max_frames_in_flight > 1:
-        yield from of_deferred(step)
-    match step.event, step.observation:
-        case v.Schedule(), v.Plan():
-            yield from of_loads(step, ledger)
-        case v.Commit() | v.TransfersReported(), v.Outputs():
-            yield from of_reports(step, ledger)
-        case v.Abort(), v.Aborted():
-            yield from of_held(step, ledger)
-        case v.Reset(), v.ResetDone(success=success):
-            yield from of_reset_beside(step, ledger, success)
 
 
 def of_loads(step: Step, ledger: Ledger) -> Iterator[str]:
@@ -165,9 +150,11 @@ def of_held(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield "transfers_held_twice"
 
 
-def of_reset_beside(step: Step, ledger: Ledger, success: bool) -> Iterator[str]:
+def of_reset_beside(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of a reset with a store."""
     assert isinstance(step.event, v.Reset)
+    assert isinstance(step.observation, v.ResetDone)
+    success = step.observation.success
     under_way = any(map(ledger.store.is_under_way, step.before.requests))
     if not success and (under_way or ledger.store.held):
         yield "transfers_reset_refused"
@@ -177,10 +164,10 @@ def of_reset_beside(step: Step, ledger: Ledger, success: bool) -> Iterator[str]:
         yield "transfers_preempted_unsettled"
 
 
-def of_deferred(step: Step) -> Iterator[str]:
+def of_deferred(step: Step, _ledger: Ledger) -> Iterator[str]:
     """Yield the goals of blocks that begin or cease to wait for frames in flight."""
     before, after = step.before.transfers, step.after.transfers
-    if before is None or after is None:
+    if before is None or after is None or step.config.max_frames_in_flight == 1:
         return
     if isinstance(step.event, v.Commit):
         frame_id = step.event.frame_id
@@ -196,4 +183,19 @@ def of_deferred(step: Step) -> Iterator[str]:
         yield "transfers_deferred_by_a_window"
 
 
-GOALS = Goals(TEXTS, of_store)
+def also_deferred(find: Find) -> Find:
+    """Return a function that finds these goals and those of `of_deferred`."""
+    return lambda step, ledger: [*of_deferred(step, ledger), *find(step, ledger)]
+
+
+GOALS = Goals(
+    TEXTS,
+    {
+        **dict.fromkeys((*v.EVENT_TYPES, v.Rejected), of_deferred),
+        v.Schedule: also_deferred(of_loads),
+        v.Commit: also_deferred(of_reports),
+        v.TransfersReported: also_deferred(of_reports),
+        v.Abort: also_deferred(of_held),
+        v.Reset: also_deferred(of_reset_beside),
+    },
+)

@@ -396,9 +396,11 @@ class Ledger:
             case _, v.Plan():
                 self._record_plan(step)
             case v.Commit(frame_id=frame_id), v.Outputs(rows=rows, kv_events=kv_events):
-                self._void(self.find_void(step))
+                if self.store.transfers.at_once:
+                    self._void(self.find_void(step))
                 self._record_outputs(frame_id, rows)
-                self.follower.follow(kv_events)
+                if kv_events:
+                    self.follower.follow(kv_events)
             case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
                 for proposal in drafts:
                     if proposal.request_id in taken and proposal.request_id in self.lives:
@@ -473,20 +475,21 @@ class Ledger:
                 known[request_id].num_known_then = known[request_id].num_known
         if self.drops_tokens_in_flight:
             self._void(plan.preempted_req_ids)
-        frame = [self.flight_row(row) for row in rows]
+        frame, has_prompt, running = [self.flight_row(row) for row in rows], False, RowKind.RUNNING
         for row, flight in zip(rows, frame, strict=True):
             life = known[row.request_id]
+            has_prompt = has_prompt or self.computes_prompt(step, row)
             life.drafts = self.drafts_after(flight)
             life.last_planned_in = plan.frame_id
-            if row.kind is not RowKind.RUNNING:
+            if row.kind is not running:
                 life.admitted_in = plan.frame_id
                 if life.num_cached_tokens < 0:
                     life.num_cached_tokens = row.first
                     if self.config.kv_connector:
                         life.num_external_tokens = self.store.count_loaded(step, row)
-            self._promise(row.request_id, flight.num_promised)
+            if flight.samples:
+                self._promise(row.request_id, flight.num_promised)
         if rows:
-            has_prompt = any(self.computes_prompt(step, row) for row in rows)
             self.num_plans_since_prompt = 0 if has_prompt else self.num_plans_since_prompt + 1
             self.frames[plan.frame_id] = tuple(frame)
         self.ended = set()
@@ -507,14 +510,16 @@ class Ledger:
 
     def _record_outputs(self, frame_id: v.FrameId, rows: tuple[v.OutputRow, ...]) -> None:
         for flight in self.frames.pop(frame_id, ()):
-            if not flight.is_dropped:
+            if flight.samples and not flight.is_dropped:
                 self._promise(flight.request_id, -flight.num_promised)
         for row in rows:
             if row.request_id in self.lives:
                 self.lives[row.request_id].tokens.extend(row.new_token_ids)
+            if row.finish_reason is None:
+                continue
             if row.finish_reason is v.FinishReason.ERROR:
                 self._end(row.request_id)
-            elif row.finish_reason is not None:
+            else:
                 self._stop(row.request_id)
                 self.stopped_in_flight.add(row.request_id)
         if self.stopped_in_flight:

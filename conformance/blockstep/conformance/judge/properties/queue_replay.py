@@ -135,7 +135,7 @@ def in_policy_order(
     """
     waiting = snapshot.waiting if is_behind_a_plan else in_waiting_order(ledger, snapshot)
     names = [*snapshot.skipped_waiting, *waiting]
-    if ledger.config.policy is v.Policy.PRIORITY:
+    if len(names) > 1 and ledger.config.policy is v.Policy.PRIORITY:
         names.sort(key=lambda name: ledger.lives[name].order)
     return names
 
@@ -176,7 +176,7 @@ class Gates:
 
     def has_room_for(self, name: v.RequestId) -> bool:
         """Whether a request may pass all gates."""
-        return all(gate.has_room_for(name) for gate in self._gates)
+        return not self._gates or all(gate.has_room_for(name) for gate in self._gates)
 
     def take(self, name: v.RequestId) -> None:
         """Note that a request has passed."""
@@ -237,7 +237,6 @@ def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
     return None
 
 
-@once_a_step
 def admits_nobody(step: Step, ledger: Ledger) -> bool:
     """Whether a plan ended before its waiting phase: it preempted, a running request waits for a
     commit, or admission is closed."""

@@ -195,13 +195,14 @@ class Step:
         A request that left the running list in a plan or a reset was preempted, whatever its
         status says.
         """
-        new, running = self.new, set(self.after.running)
-        may_leave = not isinstance(self.event, v.Schedule | v.Reset)
+        new, preempted = self.new, v.Status.PREEMPTED
+        stays = self.before.running
+        if isinstance(self.event, (v.Schedule, v.Reset)):
+            stays = self.after.running
         return [
             name
             for name in self.before.running
-            if name in new
-            and (new[name].status is v.Status.PREEMPTED or not (may_leave or name in running))
+            if name in new and (name not in stays or new[name].status is preempted)
         ]
 
     @once

@@ -6,79 +6,57 @@ the ledger only, like the property checks; counts of several runs or processes a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 
-from blockstep.conformance.judge.goals import Goals
+from blockstep.conformance.judge.checks import ANSWER_TYPES
+from blockstep.conformance.judge.goals import Find, Goals
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses import core
 from blockstep.conformance.protocol.features import is_off, load_parts
 from blockstep.spec import vocabulary as v
 
-REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
 OF_FEATURES: Mapping[str, Goals] = {
     name: module.GOALS for name, module in load_parts("goals").items()
 }
 WITNESSES: Mapping[str, str] = {
-    **(core.ADMISSION | core.PLANS | core.PREEMPTION | core.COMMITS | core.SIGNALS | core.FRAMES),
-    **{name: text for goals in OF_FEATURES.values() for name, text in goals.texts.items()},
-    **REFUSALS,
+    name: text
+    for goals in (core.GOALS, *OF_FEATURES.values(), core.REFUSALS)
+    for name, text in goals.texts.items()
 }
 """All goals by name, with what they mean."""
 
 
-def situations(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Yield the goals that a step reaches, each as often as it does.
+def situations(step: Step, ledger: Ledger) -> list[str]:
+    """Return the goals that a step reaches, each as often as it does.
 
     `ledger` knows all steps before it.
     """
-    event, observation, config = step.event, step.observation, step.config
-    if isinstance(observation, v.Rejected):
-        yield f"rejected_{observation.code}"
-        if observation.code is v.RejectCode.PIPELINE_FULL and config.async_scheduling:
-            yield "rejected_pipeline_full_async"
-    elif isinstance(event, v.Schedule):
-        yield from _of_schedule(step, ledger)
-    elif isinstance(observation, v.Outputs) and isinstance(event, v.Commit):
-        yield from core.of_commit(step, ledger, observation.rows)
-    else:
-        yield from _of_signal(step, ledger)
-    for goals in _list_goals(ledger.lacked):
-        yield from goals.find(step, ledger)
+    event: type = type(step.event)
+    answer: type = type(step.observation)
+    found: list[str] = []
+    for find in _list_finders(event, answer, ledger.lacked):
+        found += find(step, ledger)
+    return found
+
+
+@cache
+def _list_finders(event: type, answer: type, lacked: frozenset[str]) -> tuple[Find, ...]:
+    """Return the functions that find the goals of steps of these types, those of features that a
+    config does not switch off among them.
+
+    There are none if no event of the type is answered so.
+    """
+    kind = v.Rejected if answer is v.Rejected else event
+    if kind is event and answer not in ANSWER_TYPES.get(event, ()):
+        return ()
+    return tuple([goals.find[kind] for goals in _list_goals(lacked) if kind in goals.find])
 
 
 @cache
 def _list_goals(lacked: frozenset[str]) -> tuple[Goals, ...]:
-    """Return the goals of the features that a config does not switch off."""
-    return tuple([goals for name, goals in OF_FEATURES.items() if not is_off(name, lacked)])
-
-
-def _of_schedule(step: Step, ledger: Ledger) -> Iterator[str]:
-    config = step.config
-    yield from core.of_plan(step, ledger)
-    for row in step.rows:
-        yield from core.of_row(step, ledger.lives[row.request_id], row)
-    for row in step.admitted_rows:
-        yield from core.of_admission(step, ledger, row)
-    yield from core.of_waiting(step, ledger)
-    if step.plan.preempted_req_ids:
-        yield from core.of_preemption(step, ledger)
-    if config.max_frames_in_flight > 1:
-        yield from core.of_frames(step, ledger)
-
-
-def _of_signal(step: Step, ledger: Ledger) -> Iterator[str]:
-    match step.event, step.observation:
-        case v.Submit(request=request), _:
-            if request.request_id in ledger.ended:
-                yield "id_used_again"
-        case v.Drafts(), v.DraftsTaken():
-            yield from core.of_drafts(step, ledger)
-        case v.GrammarReady(request_id=request_id), _:
-            if ledger.lives[request_id].grammar_ready:
-                yield "grammar_ready_twice"
-        case v.Abort(), v.Aborted():
-            yield from core.of_abort(step, ledger)
-        case v.Reset(), v.ResetDone(success=success):
-            yield from core.of_reset(step, ledger, success)
+    """Return the goals of every engine and those of the features that a config does not switch
+    off."""
+    asked = [goals for name, goals in OF_FEATURES.items() if not is_off(name, lacked)]
+    return (core.GOALS, core.REFUSALS, *asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.gates import holds_prompts
+from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.amounts import blocks_for, ends_in_flight, share_of
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger, Life
@@ -18,6 +19,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec import vocabulary as v
 
+UNPAUSED, RUNNING = v.PauseState.UNPAUSED, RowKind.RUNNING
 PLANS = {
     "chunked_prefill": "a row left known tokens for a later step",
     "chunk_ends_on_block_boundary": "a chunk of a prefill ended exactly where a block does",
@@ -43,6 +45,19 @@ PREEMPTION = {
 }
 
 
+def of_schedule(step: Step, ledger: Ledger) -> list[str]:
+    """Return the goals of a plan."""
+    found = [*of_plan(step, ledger), *of_rows(step, ledger)]
+    for row in step.admitted_rows:
+        found += of_admission(step, ledger, row)
+    found += of_waiting(step, ledger)
+    if step.plan.preempted_req_ids:
+        found += of_preemption(step, ledger)
+    if step.config.max_frames_in_flight > 1:
+        found += of_frames(step, ledger)
+    return found
+
+
 def of_plan(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of a plan as a whole."""
     after, rows = step.after, step.rows
@@ -52,13 +67,13 @@ def of_plan(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "empty_plan_with_work"
     if not after.free_queue:
         yield "pool_exactly_full"
-    waiting = after.waiting or after.skipped_waiting
-    if ledger.pause_state is v.PauseState.PAUSED_NEW and waiting:
-        yield "paused_new"
-    if ledger.pause_state is v.PauseState.PAUSED_ALL and step.before.running:
-        yield "paused_all"
-    samples = {ledger.flight_row(row).samples for row in rows}
-    if len(samples) == 2:
+    if ledger.pause_state is not UNPAUSED:
+        is_partial = ledger.pause_state is v.PauseState.PAUSED_NEW
+        if is_partial and (after.waiting or after.skipped_waiting):
+            yield "paused_new"
+        if not is_partial and step.before.running:
+            yield "paused_all"
+    if len({ledger.flight_row(row).samples for row in rows}) == 2:
         yield "prefill_and_decode_in_one_step"
     rest = step.config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if not rest and len(step.running_rows) < len(step.before.running) and not step.admitted_rows:
@@ -75,25 +90,26 @@ def of_plan(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield "duplicate_key_published"
 
 
-def of_row(step: Step, life: Life, row: PlannedRow) -> Iterator[str]:
-    """Yield the goals of a row, admitted or not."""
+def of_rows(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of each row, admitted or not."""
     config = step.config
-    if row.end < life.num_known:
-        yield "chunked_prefill"
-        if row.end % config.block_size == 0:
-            yield "chunk_ends_on_block_boundary"
-        if row.num_scheduled == config.long_prefill_token_threshold:
-            yield "threshold_caps_a_chunk"
-    if row.drafts:
-        yield "drafts_scheduled"
-    if len(row.drafts) < len(life.drafts):
-        yield "drafts_trimmed"
-    if row.kind is RowKind.RUNNING and row.gained:
-        held = zip(
-            step.block_sizes, step.old[row.request_id].block_tables, row.gained_tables, strict=True
-        )
-        if any(gained and blocks_for(row.end, size) <= len(table) for size, table, gained in held):
-            yield "block_for_lookahead_only"
+    for row in step.rows:
+        life = ledger.lives[row.request_id]
+        if row.end < life.num_known:
+            yield "chunked_prefill"
+            if row.end % config.block_size == 0:
+                yield "chunk_ends_on_block_boundary"
+            if row.num_scheduled == config.long_prefill_token_threshold:
+                yield "threshold_caps_a_chunk"
+        if row.drafts:
+            yield "drafts_scheduled"
+        if len(row.drafts) < len(life.drafts):
+            yield "drafts_trimmed"
+        if row.kind is RUNNING and row.gained:
+            tables = step.old[row.request_id].block_tables
+            held = zip(step.block_sizes, tables, row.gained_tables, strict=True)
+            if any(gained and row.end <= len(table) * size for size, table, gained in held):
+                yield "block_for_lookahead_only"
 
 
 def of_preemption(step: Step, ledger: Ledger) -> Iterator[str]:
@@ -228,7 +244,7 @@ def of_waiting(step: Step, ledger: Ledger) -> Iterator[str]:
     rest = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if rest <= 0 and not after.skipped_waiting:
         return
-    if ledger.pause_state is not v.PauseState.UNPAUSED or admits_nobody(step, ledger):
+    if ledger.pause_state is not UNPAUSED or admits_nobody(step, ledger):
         return
     if rest > 0:
         if len(after.running) >= config.max_num_seqs:
@@ -295,9 +311,9 @@ COMMITS = {
 }
 
 
-def of_commit(step: Step, ledger: Ledger, rows: tuple[v.OutputRow, ...]) -> Iterator[str]:
+def of_commit(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of each row of the committed frame."""
-    answers = {row.request_id: row for row in rows}
+    answers = {row.request_id: row for row in step.output_rows}
     if len(step.ended) > 1:
         yield "several_ended_in_one_commit"
     for flight in ledger.frame_of(step):
@@ -319,7 +335,8 @@ def of_commit(step: Step, ledger: Ledger, rows: tuple[v.OutputRow, ...]) -> Iter
                 is_stale = step.commit.frame_id >= ledger.first_frame_since_reset
                 yield from _of_output(step, life, answer, tokens, is_stale)
 
-    is_published = step.after.block_keys != step.before.block_keys
+    before, after = step.before.block_keys, step.after.block_keys
+    is_published = after is not before and after != before
     for stretch in verified_blocks(step, ledger) if is_published else ():
         if stretch.blocks:
             lives = stretch.request_id in step.new
@@ -521,6 +538,20 @@ SIGNALS = {
 }
 
 
+def of_submission(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield a goal if the id was used before."""
+    assert isinstance(step.event, v.Submit)
+    if step.event.request.request_id in ledger.ended:
+        yield "id_used_again"
+
+
+def of_grammar(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Yield a goal if the grammar was compiled already."""
+    assert isinstance(step.event, v.GrammarReady)
+    if ledger.lives[step.event.request_id].grammar_ready:
+        yield "grammar_ready_twice"
+
+
 def of_abort(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of an abort."""
     assert isinstance(step.event, v.Abort)
@@ -547,10 +578,11 @@ def _kind_of_abort(ledger: Ledger, name: v.RequestId, status: v.Status) -> str:
     return "abort_preempted" if status is v.Status.PREEMPTED else "abort_waiting"
 
 
-def of_reset(step: Step, ledger: Ledger, success: bool) -> Iterator[str]:
+def of_reset(step: Step, ledger: Ledger) -> Iterator[str]:
     """Yield the goals of a reset."""
     assert isinstance(step.event, v.Reset)
-    if not success:
+    assert isinstance(step.observation, v.ResetDone)
+    if not step.observation.success:
         yield "reset_refused"
     elif not step.event.reset_running_requests:
         if step.before.cached:
@@ -561,3 +593,30 @@ def of_reset(step: Step, ledger: Ledger, success: bool) -> Iterator[str]:
             yield "reset_forced_in_flight"
         if any(num_frames(ledger, name) > 1 for name in step.before.running):
             yield "reset_forced_with_two_frames_in_flight"
+
+
+def of_refusal(step: Step, _ledger: Ledger) -> Iterator[str]:
+    """Yield the goals of a rejected event."""
+    assert isinstance(step.observation, v.Rejected)
+    code = step.observation.code
+    yield f"rejected_{code}"
+    if code is v.RejectCode.PIPELINE_FULL and step.config.async_scheduling:
+        yield "rejected_pipeline_full_async"
+
+
+GOALS = Goals(
+    ADMISSION | PLANS | PREEMPTION | COMMITS | SIGNALS | FRAMES,
+    {
+        v.Submit: of_submission,
+        v.Schedule: of_schedule,
+        v.Commit: of_commit,
+        v.Drafts: of_drafts,
+        v.GrammarReady: of_grammar,
+        v.Abort: of_abort,
+        v.Reset: of_reset,
+    },
+)
+REFUSALS = Goals(
+    {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode},
+    {v.Rejected: of_refusal},
+)

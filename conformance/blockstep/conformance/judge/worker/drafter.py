@@ -151,9 +151,9 @@ class Drafter(Items):
             )
 
     def propose_in_slots(self, row: FrameRow) -> None:
-        """Run the drafts of a row that has sampled one after the other, where there are slots."""
+        """Run the drafts of a row that has sampled, one after the other, where there are slots."""
         at = self._of_drafter
-        if at is None or not row.samples:
+        if at is None:
             return
         view, size = row.view, self._drafter_size
         if self._has_head:

@@ -154,6 +154,8 @@ class TaggedKV:
         P6)."""
         self._findings = []
         checked = self._checked
+        if checked == [*snapshot.block_keys]:
+            return []
         for block, key in enumerate(snapshot.block_keys):
             if key is None or checked[block] is key:
                 continue
@@ -348,7 +350,8 @@ class TaggedKV:
         Skipped blocks may be in any table.
         """
         for at, (group, table) in enumerate(zip(self.groups, row.view.tables, strict=True)):
-            size, first = group.block_size, count_unattended(group, row.first)
+            size = group.block_size
+            first = count_unattended(group, row.first) if self.config.groups else 0
             if at in self.recurrent:  # state blocks of drafts move, which no plan shows
                 first = (row.end - 1) // size
             elif at in self.attended:

@@ -27,6 +27,7 @@ from blockstep.spec import vocabulary as v
 
 Tables: TypeAlias = list[list[v.BlockId]]
 """Per KV group, positions in order."""
+RUNNING, PREEMPTED = v.Status.RUNNING, v.Status.PREEMPTED
 _VIEWED = ("output_token_ids", "num_output_placeholders", "block_tables", "num_computed_tokens")
 _get_viewed = attrgetter(*_VIEWED)
 
@@ -79,7 +80,7 @@ class Worker(Drafter, Stored):
                 return self.execute(plan)
             case v.Commit() as commit, v.Outputs(rows=rows):
                 self.commit(commit)
-                self.hear_of_ends(row.request_id for row in rows if row.finish_reason is not None)
+                self.hear_of_ends([it.request_id for it in rows if it.finish_reason is not None])
             case v.Abort(), v.Aborted(request_ids=request_ids):
                 self.hear_of_ends(request_ids)
             case v.Reset(reset_running_requests=forced), v.ResetDone(success=True):
@@ -100,29 +101,33 @@ class Worker(Drafter, Stored):
             return []
         self._findings = []
         self.last_plan, self.frame_id, self._remapped = plan, plan.frame_id, plan.remapped_req_ids
-        for frame_id in list(self._frames)[: 1 - self.config.max_frames_in_flight or None]:
-            # The limit of frames in flight implies its commit, even if none was shown.
+        config = self.config
+        while len(self._frames) >= config.max_frames_in_flight:
+            # The limit of frames in flight implies the oldest one's commit, even if none was shown.
+            frame_id = next(iter(self._frames))
             self._settle(frame_id, self.answer(frame_id))
-        self.save(plan)
-        self.hear_of_ends(plan.finished_req_ids)  # an abort may have taken effect with this plan
-        for request_id in plan.finished_req_ids:
-            gone = self.views.pop(request_id, None)
-            if gone is not None:
-                self.give_back(request_id, gone.tables, "ended")
+        if plan.kv_saves:
+            self.save(plan)
+        if plan.finished_req_ids:
+            self._drop_ended(plan.finished_req_ids)
         for request_id in plan.preempted_req_ids:
             self._preempt(request_id)
-        rows = [*map(self._start_new, plan.new)]
-        rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
+        rows = [self._start_new(row) for row in plan.new]
+        for cached in plan.cached:
+            started = self._start_cached(cached)
+            if started is not None:
+                rows.append(started)
         if plan.remapped_req_ids:
             self._check_remapped(plan)
-        if self.config.encoder_cache_size:
+        if config.encoder_cache_size:
             self.encode(plan, rows)
-        self.copy(plan.block_copies)
-        self.copy_drafts(plan.block_copies)
+        if plan.block_copies:
+            self.copy(plan.block_copies)
+            self.copy_drafts(plan.block_copies)
         if plan.new_block_ids_to_zero:
             self.zero(plan.new_block_ids_to_zero)
         self._last_scheduled = {row.request_id for row in plan.rows}
-        if self.config.kv_connector:
+        if config.kv_connector:
             self.load(plan, rows)
             self.load_drafts(plan.kv_loads)
         if rows:
@@ -133,21 +138,30 @@ class Worker(Drafter, Stored):
         if rows and any(plan.num_common_prefix_blocks):
             # After the defects of rows themselves, which may make a hint wrong, too.
             self._check_common(plan.num_common_prefix_blocks, rows)
-        if self.config.async_scheduling:
+        if config.async_scheduling:
             for view in self.views.values():
                 view.proposal = ()
         for row in rows:
             self._finish(row)
-        if plan.rows:
+        if plan.new or plan.cached:
             self._frames[plan.frame_id] = rows
         return self._findings
+
+    def _drop_ended(self, names: Sequence[v.RequestId]) -> None:
+        """Forget requests that a plan says have ended; an abort may have taken effect with it."""
+        self.hear_of_ends(names)
+        for request_id in names:
+            gone = self.views.pop(request_id, None)
+            if gone is not None:
+                self.give_back(request_id, gone.tables, "ended")
 
     def _finish(self, row: FrameRow) -> None:
         """Sample the next tokens of a row and propose drafts."""
         view = row.view
         self._promise(row)
         self._deliver(row, self._sample(row) if row.samples else ())
-        self.propose_in_slots(row)
+        if row.samples:
+            self.propose_in_slots(row)
         if self.recurrent:
             self.keep_states(row)
         if row.samples and self.config.async_scheduling:
@@ -166,9 +180,10 @@ class Worker(Drafter, Stored):
         view, row.sampled = row.view, sampled
         view.cut_names(row.num_known)
         view.tokens.extend(sampled)
-        view.num_computed -= row.num_rejected
+        num_rejected = row.num_rejected
+        view.num_computed -= num_rejected
         view.num_unreported += len(sampled)
-        view.num_rejected += row.num_rejected
+        view.num_rejected += num_rejected
 
     def _preempt(self, request_id: v.RequestId) -> None:
         view = self.views.get(request_id)
@@ -272,7 +287,7 @@ class Worker(Drafter, Stored):
     def _fill_in(self, row: v.NewRow | v.CachedRow, view: RequestView) -> v.TokenIds:
         """The drafts of a row, its placeholders replaced by the proposed drafts (P24)."""
         drafts, proposal = row.draft_token_ids, view.proposal
-        if v.DRAFT_PLACEHOLDER not in drafts:
+        if not drafts or v.DRAFT_PLACEHOLDER not in drafts:
             return drafts
         if len(proposal) < len(drafts):
             what = (
@@ -394,6 +409,8 @@ class Worker(Drafter, Stored):
 
     def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> Tables:
         """Per group: the blocks that a plan names."""
+        if not any(tables) and len(tables) == len(self.groups):
+            return [[] for _ in tables]
         if len(tables) != len(self.groups):
             what = f"{request_id!r}: {len(tables)} tables"
             self._complain("P26", "plan_has_one_table_per_group", what, subjects=request_id)
@@ -445,7 +462,7 @@ class Worker(Drafter, Stored):
         # Run as much of a wrong row as makes sense, to find further defects.
         end = max(min(end, known + len(drafts), room), 0)
         first = min(first, end)
-        row = FrameRow(view, first, end, drafts, samples=end >= known, num_known=known)
+        row = FrameRow(view, first, end, drafts, end >= known, known)
         if view.automaton is not None and drafts and not self.config.async_scheduling:
             self.check_drafts(row)
         return row
@@ -469,9 +486,9 @@ class Worker(Drafter, Stored):
     def answer(self, frame_id: v.FrameId) -> tuple[v.RowTokens, ...]:
         """The sampled tokens of each row of a dispatched plan, in plan order; () for an unknown
         frame."""
+        rows = self._frames.get(frame_id, ())
         return tuple(
-            v.RowTokens(row.view.request.request_id, self.get_masked(row))
-            for row in self._frames.get(frame_id, ())
+            [v.RowTokens(row.view.request.request_id, self.get_masked(row)) for row in rows]
         )
 
     def list_awaited(self, frame_id: v.FrameId) -> list[v.RequestId]:
@@ -490,10 +507,10 @@ class Worker(Drafter, Stored):
         rows = self._frames.pop(frame_id, [])
         tokens_of = {row.request_id: row.token_ids for row in sampled}
         for row in rows:
-            view = row.view
+            view, num_promised = row.view, row.num_promised
             view.num_unreported -= len(row.sampled)
-            view.num_promised -= row.num_promised
-            view.num_rejected = max(view.num_rejected - row.num_rejected, 0)
+            view.num_promised -= num_promised
+            view.num_rejected = max(view.num_rejected - (num_promised - len(row.sampled)), 0)
             tokens = tokens_of.get(view.request.request_id, ())
             if tokens != row.sampled and len(view.tokens) == row.num_known + len(row.sampled):
                 view.replace_tokens([*view.tokens[: row.num_known], *tokens])
@@ -527,21 +544,23 @@ class Worker(Drafter, Stored):
         """
         self._findings = []
         is_part = isinstance(snapshot, PartOfState)
+        is_async = self.config.async_scheduling
         for request in snapshot.requests:
-            if request.status not in (v.Status.RUNNING, v.Status.PREEMPTED):
+            is_running = request.status is RUNNING
+            if not (is_running or request.status is PREEMPTED):
                 continue
             view = self.views.get(request.request_id)
-            if view is not None and is_outdated(view, request):
-                continue
             if view is None:
                 what = f"{request.request_id!r} is unknown"
                 self._complain("P26", "running_request_is_known", what, subjects=request.request_id)
                 continue
+            if not is_running and is_outdated(view, request):
+                continue
             shown_by_state = _get_viewed(request)
             _, promised, tables, computed = shown_by_state
-            if self.config.async_scheduling and (promised or not is_part):
+            if is_async and (promised or not is_part):
                 promised = view.num_promised
-            if request.status is v.Status.RUNNING:
+            if is_running:
                 computed = view.num_computed + view.num_rejected
                 tables = self._tables_seen(view, request)
                 if told is not None and request.request_id not in told:
@@ -568,7 +587,7 @@ class Worker(Drafter, Stored):
     def _tables_seen(self, view: RequestView, request: v.RequestSnapshot) -> v.BlockTables:
         """The request's tables, with null blocks where the state has some, which no plan shows."""
         if not self.config.groups:
-            return (tuple(view.table),)
+            return (tuple(view.tables[0]),)
         tables = tuple([tuple(table) for table in view.tables])
         if len(tables) != len(request.block_tables):
             return tables
