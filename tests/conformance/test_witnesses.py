@@ -308,6 +308,16 @@ def test_refusals_are_counted_by_code() -> None:
     assert watched.counts == {"rejected_duplicate_request": 1}
 
 
+def test_a_refused_commit_frees_nothing_that_waited_for_it() -> None:
+    config = replace(CONFIG, max_frames_in_flight=2, kv_connector=True)
+    watched = Watched(config).do(v.Submit(A), v.Schedule(), v.Abort(("A",)))
+    assert watched.counts["transfers_deferred_by_an_end"] == 1
+    watched.do(v.Commit(watched.plans[0].frame_id, ()))
+    assert watched.counts["rejected_bad_result"] == 1
+    assert watched.counts["transfers_deferred_until_now"] == 0
+    assert watched.commit().counts["transfers_deferred_until_now"] == 1
+
+
 FACTS = Facts(4, (), "exact", (), None, frozenset())
 """Of an engine that can do everything."""
 

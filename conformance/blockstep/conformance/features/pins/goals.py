@@ -137,7 +137,5 @@ def _of_ends(
 
 GOALS = Goals(
     TEXTS,
-    dict.fromkeys(
-        (v.Schedule, v.Commit, v.Abort, v.Clock, v.PinEstimate, v.Reset, v.Rejected), of_pins
-    ),
+    dict.fromkeys((v.Schedule, v.Commit, v.Abort, v.Clock, v.PinEstimate, v.Reset), of_pins),
 )

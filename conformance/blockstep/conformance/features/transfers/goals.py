@@ -191,7 +191,7 @@ def also_deferred(find: Find) -> Find:
 GOALS = Goals(
     TEXTS,
     {
-        **dict.fromkeys((*v.EVENT_TYPES, v.Rejected), of_deferred),
+        **dict.fromkeys(v.EVENT_TYPES, of_deferred),
         v.Schedule: also_deferred(of_loads),
         v.Commit: also_deferred(of_reports),
         v.TransfersReported: also_deferred(of_reports),
