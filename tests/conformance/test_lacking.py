@@ -7,6 +7,7 @@ they were given what they do not claim, or held to what only others must do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 import pytest
@@ -149,3 +150,17 @@ def test_a_grammar_of_nobody_is_not_for_an_engine_without_grammars() -> None:
     assert findings == []
     assert run.exchanges == []
     assert run.skipped == {"grammar": 2}
+
+
+@pytest.mark.parametrize(("is_hashable", "num_built"), [(True, 1), (False, 2)])
+def test_a_factory_is_asked_once_if_it_can_be_remembered(is_hashable: bool, num_built: int) -> None:
+    built: list[v.Config] = []
+
+    class Factory:
+        def __call__(self, config: v.Config) -> SpecEngine:
+            built.append(config)
+            return SpecEngine(config)
+
+    factory = Factory() if is_hashable else dataclass(Factory)()
+    assert [get_capabilities(factory) for _ in range(2)] == [ALL_CAPABILITIES] * 2
+    assert len(built) == num_built

@@ -11,9 +11,10 @@ the specification after every event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from types import NoneType
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
@@ -432,7 +433,12 @@ def get_equivalence_name(make_engine: EngineFactory) -> str:
 
 
 def get_capabilities(make_engine: EngineFactory) -> frozenset[str]:
-    """Return the capabilities of the engines of a factory; builds one to ask it."""
+    """Return the capabilities of the engines of a factory; builds one to ask it, once for each of
+    the last factories."""
+    return (_ask_once if isinstance(make_engine, Hashable) else _ask)(make_engine)
+
+
+def _ask(make_engine: EngineFactory) -> frozenset[str]:
     config, weaker = Config(num_blocks=8, max_model_len=64), get_traits(make_engine).equivalence
     if weaker is not None:
         config = weaker.fit_config(config)
@@ -441,6 +447,9 @@ def get_capabilities(make_engine: EngineFactory) -> frozenset[str]:
                 f"fit_config of {make_engine!r:.80}: must return a Config, not {config!r:.80}"
             )
     return build(make_engine, config).capabilities()
+
+
+_ask_once = lru_cache(maxsize=8)(_ask)
 
 
 def build(make_engine: EngineFactory, config: Config) -> Engine:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
 
 from blockstep.conformance.draw.actions import SeededDraw, next_action
 from blockstep.conformance.draw.memory import Draw
@@ -137,7 +136,6 @@ def draw_options(
     options: CheckOptions, draw: Draw, make_engine: EngineFactory, is_judged_alone: bool = False
 ) -> Swarm:
     """Draw a swarm for the options."""
-    capabilities = cache(partial(get_capabilities, make_engine))  # builds an engine
     return draw_swarm(
         PRESETS[options.preset],
         draw,
@@ -145,7 +143,7 @@ def draw_options(
         options.max_depth,
         get_wish(options),
         is_judged_alone,
-        lambda feature: feature.capability in capabilities(),
+        lambda feature: feature.capability in get_capabilities(make_engine),
     )
 
 
