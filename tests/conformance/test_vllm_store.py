@@ -90,6 +90,30 @@ def test_a_draft_that_no_grammar_accepts_is_not_counted_after_a_failed_load() ->
     assert (findings, dict(run.skipped)) == ([], {})
 
 
+@needs(RELEASE.follows_store, "no profile follows its store")
+def test_a_load_that_fails_by_the_blocks_of_another_leaves_a_token_or_is_declined() -> None:
+    """A loads its only token again into the block that B hits. The release takes that block of B
+    for valid, as A computes it, and 0.19 asserts that B has a token left."""
+    program = Program(
+        replace(CONFIG, block_size=1, kv_load_failure_policy=v.KVLoadFailurePolicy.RECOMPUTE),
+        (
+            v.Submit(v.Request("A", prompt_token_ids=(1,), max_tokens=1)),
+            v.KVOffer("A", num_tokens=1, is_async=True),
+            v.Schedule(),
+            v.Submit(v.Request("B", prompt_token_ids=(1, 0), max_tokens=1)),
+            v.KVOffer("B", num_tokens=2, is_async=True),
+            Report(recving=("A",)),
+            v.Schedule(),
+            Report(recving=("A", "B"), invalid=(("A", -1),)),
+            v.Schedule(),
+        ),
+    )
+    run, findings = run_program(program, load_engine("vllm"), PROFILE)
+    assert findings == []
+    declined = [reason for reason in run.skipped if "asserts that a token is left" in reason]
+    assert len(declined) == RELEASE.asserts_on_shared_failures
+
+
 follows_events_of_items = needs(
     RELEASE.has_events and RELEASE.has_encoder, "no events or no encoder is followed"
 )

@@ -166,6 +166,9 @@ class Release:
     """Whether a group takes blocks for what is loaded before the next one holds its hit."""
     loads_no_aligned_states: bool = False
     """Whether it asserts that nothing is loaded where states are kept at the ends of chunks."""
+    asserts_on_shared_failures: bool = False
+    """Whether a load of all known tokens that fails only by blocks that fail for an earlier request
+    as well leaves no token to compute, which it asserts there is."""
     counts_held_as_ended: bool = False
     """Whether a finished request whose blocks are held for a connector counts as work of the
     engine."""
@@ -219,7 +222,8 @@ _HISTORY = (
         "0.19.0",
         """has_offsets has_exact_ends has_mixed_groups has_recurrent_groups has_sessions
         has_frame_masks has_encoder has_offers has_across has_events has_store follows_store
-        tells_work takes_loads_by_turns loads_no_aligned_states has_countable_attempts""",
+        tells_work takes_loads_by_turns loads_no_aligned_states has_countable_attempts
+        asserts_on_shared_failures""",
         "",
     ),
     ("0.20.0", "has_prefill_stats has_group_gate", _NOT_TRIED_IN_0_20),
@@ -236,7 +240,7 @@ _HISTORY = (
         hands_stops_over survives_bad_grammars has_sessions has_sound_sessions has_holding_queue
         has_sound_seats has_encoder has_offers has_events has_told_groups has_store
         frees_behind_frames counts_held_as_ended ignores_offers_of_who_skips""",
-        "has_common_prefix",
+        "has_common_prefix asserts_on_shared_failures",
     ),
 )
 """The fields of `Release` that each release has, and those that it has no more."""

@@ -4,7 +4,7 @@ raises, with reasons.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from blockstep.conformance.engines.adapters.vllm_build import RELEASE
@@ -16,6 +16,10 @@ from blockstep.spec.profiles import Quirk
 UNKNOWN_SIGNAL = "a signal of a transfer about a request without one: it asserts (B21)"
 SEVERAL_GROUPS = "invalid blocks with several groups: it unpacks one table (B47)"
 SEVERAL_FAILURES = "loads of several that fail at once: they end in the order of a set of strings"
+SHARED_FAILURES = (
+    "a load of all known tokens that fails by the blocks of an earlier failed load alone: it "
+    "asserts that a token is left to compute"
+)
 EVICTED_OUT_OF_A_SET = "blocks after an invalid one are reported as removed in the order of a set"
 MASK_OF_THE_HELD = "the mask of a frame with an ended request whose blocks are held: it has a row"
 FAILED_PROMISES = (
@@ -124,11 +128,13 @@ def _find_report_reason(
     looked_at = [*parked, *run.scheduler.running] if invalid else []
     if looked_at and len(run.managers) > 1:
         return SEVERAL_GROUPS
-    affected = [one.request_id for one in looked_at if _has_invalid(run, one, invalid, scheduled)]
+    affected = [one.request_id for one in looked_at if _list_invalid(run, one, invalid, scheduled)]
     if does_fail and len(affected) > 1:
         return SEVERAL_FAILURES
     if does_fail and _evicts_several(run, affected, invalid):
         return EVICTED_OUT_OF_A_SET
+    if RELEASE.asserts_on_shared_failures and _leaves_no_token(run, parked, invalid):
+        return SHARED_FAILURES
     requests = run.scheduler.requests
     if not does_fail and any(requests[name].num_output_placeholders for name in affected):
         return FAILED_PROMISES
@@ -141,18 +147,30 @@ def _find_report_reason(
     return None if _are_signals_known(run, transfers, ending, over) else UNKNOWN_SIGNAL
 
 
-def _has_invalid(
+def _list_invalid(
     run: Run,
     request: Any,
     invalid: Collection[v.BlockId],
     scheduled: Mapping[v.RequestId, int],
-) -> bool:
-    """Return whether the release considers a block of this request invalid."""
+) -> set[v.BlockId]:
+    """Return the blocks of this request that the release considers invalid."""
     manager = run.managers[0]
     num_computed = request.num_computed_tokens - scheduled.get(request.request_id, 0)
     num_blocks = max(-(-num_computed // manager.block_size), 0)
     table = manager.req_to_blocks.get(request.request_id, ())
-    return any(block.block_id in invalid for block in table[:num_blocks])
+    return {block.block_id for block in table[:num_blocks]}.intersection(invalid)
+
+
+def _leaves_no_token(run: Run, parked: Sequence[Any], invalid: Collection[v.BlockId]) -> bool:
+    """Return whether a load of all tokens of a request fails although the release takes each of its
+    blocks for valid, as an earlier request computes those that are invalid."""
+    seen: set[v.BlockId] = set()
+    for request in parked:
+        found = _list_invalid(run, request, invalid, {})
+        if found and found <= seen and request.num_computed_tokens == request.num_tokens:
+            return True
+        seen |= found
+    return False
 
 
 def _evicts_several(
