@@ -205,7 +205,7 @@ def allocate_slots(
     if num_needed > get_num_free_blocks(pool):
         return None
     # pool, requests
-    if num_needed or any(hit_tables):
+    if any(nums_new) or any(hit_tables) or rules.hooks.owns:
         pool, owned, taken = rules[take_blocks](config, pool, request, hit, nums_new, rules)
         settle = rules[get_nums_settled]
         nums_settled = settle(config, hit) if hit.num_pending else map(len, hit_tables)
