@@ -253,6 +253,7 @@ class PairCounter:
     def _add_features(self, names: frozenset[str]) -> None:
         if ("", names) not in self._counted:
             self._counted.add(("", names))
+            # Named as by `name_pair`; the names are sorted once, not for each pair.
             self.reached.update(map("+".join, combinations(sorted(names), 2)))
 
     def _note_acts(self, acts: Iterable[Feature], known: Known) -> None:

@@ -61,16 +61,15 @@ class View:
 
         `previous_names`: the requests of the last plan's rows.
         """
-        doors, s, requests = self.doors, self.requests.state, self.requests.requests
+        doors, s, list_queue = self.doors, self.requests.state, self.requests.list_queue
         scalars, blocks = s.scalars.tolist(), s.blocks.tolist()
-        running = s.lines[: scalars[c.NUM_RUNNING], c.RUNNING].tolist()
         block_keys, cached = self._get_contents(blocks, scalars[c.NUM_NODES_BORN])
         first_free = blocks[v.NULL_BLOCK][c.NEXT_FREE]
         return v.Snapshot(
             pause_state=doors.pause_state,
-            waiting=self._list_queue(c.WAITING),
-            skipped_waiting=self._list_queue(c.SKIPPED),
-            running=tuple([requests[slot].request_id for slot in running]),
+            waiting=self._name(list_queue(c.WAITING)),
+            skipped_waiting=self._name(list_queue(c.SKIPPED)),
+            running=self._name(s.lines[: scalars[c.NUM_RUNNING], c.RUNNING].tolist()),
             requests=self._list_requests(),
             ref_counts=tuple([block[c.REF_COUNT] for block in blocks]),
             free_queue=tuple(_follow(blocks, first_free, c.NEXT_FREE, v.NULL_BLOCK)),
@@ -86,8 +85,8 @@ class View:
             **{name: show() for name, show in self.parts.items()},
         )
 
-    def _list_queue(self, queue: int) -> tuple[v.RequestId, ...]:
-        requests, slots = self.requests.requests, self.requests.list_queue(queue)
+    def _name(self, slots: Iterable[int]) -> tuple[v.RequestId, ...]:
+        requests = self.requests.requests
         return tuple([requests[slot].request_id for slot in slots])
 
     def has_work(self) -> bool:

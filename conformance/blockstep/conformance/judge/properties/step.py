@@ -6,7 +6,7 @@ Nothing here knows how a scheduler decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
@@ -196,13 +196,13 @@ class Step:
         status says.
         """
         new, preempted = self.new, v.Status.PREEMPTED
-        stays = self.before.running
+        running: Collection[v.RequestId] = new
         if isinstance(self.event, (v.Schedule, v.Reset)):
-            stays = self.after.running
+            running = set(self.after.running)
         return [
             name
             for name in self.before.running
-            if name in new and (name not in stays or new[name].status is preempted)
+            if name in new and (name not in running or new[name].status is preempted)
         ]
 
     @once
