@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,15 @@ def play_the_way_in(place: Installed) -> None:
 
 def test_the_way_in_from_an_empty_folder(installed: Installed) -> None:
     play_the_way_in(installed)
+
+
+def test_pytest_is_the_same_for_a_project_that_does_not_use_the_plugin(
+    installed: Installed, tmp_path: Path
+) -> None:
+    """Not a warning more: where a project makes errors of warnings, pytest would not start."""
+    (tmp_path / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
+    done = replace(installed, folder=tmp_path).run("python", "-m", "pytest", "-q", "-W", "error")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.soak
