@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -249,6 +250,9 @@ def giving_back_one_more(step: Step) -> Step:
 
 CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("pool_keeps_its_size", admitted, lambda s: after(s, block_keys=(*s.after.block_keys, None))),
+    ("pool_keeps_its_size", admitted, lambda s: after(s, ref_counts=(*s.after.ref_counts, 0))),
+    ("pool_keeps_its_size", admitted, lambda s: after(s, ref_counts=s.after.ref_counts[:-1])),
+    ("pool_keeps_its_size", admitted, in_state(ref_counts=())),
     ("every_block_is_free_or_held", admitted,
      lambda s: after(s, free_queue=s.after.free_queue[1:])),
     ("every_block_is_free_or_held", admitted,
@@ -794,6 +798,21 @@ def test_an_answer_of_the_wrong_kind_is_one_finding() -> None:
     play = submitted()
     findings = check_step(replace(play.step, observation=Outputs()), play.ledger)
     assert [each.sentence for each in findings] == ["answer_is_of_the_kind_of_the_event"]
+
+
+@pytest.mark.parametrize("fewer", [-2, -1, 1])
+def test_a_wrong_number_of_blocks_is_named_first(fewer: int) -> None:
+    """Checks that read ref counts or keys of blocks that are not there have no meaning."""
+    play = admitted()
+    counts, keys = play.step.after.ref_counts, play.step.after.block_keys
+    for wrong in (
+        {"ref_counts": counts[:-fewer] if fewer > 0 else (*counts, *[0] * -fewer)},
+        {"block_keys": keys[:-fewer] if fewer > 0 else (*keys, *[None] * -fewer)},
+        {"ref_counts": counts[1:]},
+    ):
+        first, *_ = check_step(after(play.step, **wrong), play.ledger)
+        assert first.sentence == "pool_keeps_its_size"
+        assert re.fullmatch(r"\d+ (ref counts|keys) for a pool of \d+ blocks, .*", first.message)
 
 
 def test_a_state_that_makes_no_sense_is_a_finding_and_no_crash() -> None:

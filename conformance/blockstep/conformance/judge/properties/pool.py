@@ -35,9 +35,12 @@ from blockstep.spec import vocabulary as v
 
 @sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
 def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
-    """A state has one entry for the key of each block of the pool."""
-    num_keys, num_blocks = len(step.after.block_keys), step.config.num_blocks
-    return [Complaint(f"{num_keys} keys for {num_blocks} blocks")] if num_keys != num_blocks else ()
+    """A state has one ref count and one entry for the key of each block of the pool."""
+    after, num_blocks = step.after, step.config.num_blocks
+    for what, values in (("ref counts", after.ref_counts), ("keys", after.block_keys)):
+        if len(values) != num_blocks:
+            pool = f"a pool of {num_blocks} blocks, the null block among them"
+            yield Complaint(f"{len(values)} {what} for {pool}")
 
 
 @sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
@@ -75,8 +78,8 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
                 count,
                 subjects=of_block(block),
             )
-            for block, count in enumerate(after.ref_counts)
-            if block >= num_blocks or holders[block] != count
+            for block, count in enumerate(after.ref_counts[:num_blocks])
+            if holders[block] != count
         ]
     free = {block for block in range(1, num_blocks) if not holders[block]}
     if len(after.free_queue) != len(free) or set(after.free_queue) != free:
