@@ -607,6 +607,27 @@ def test_an_engine_that_cannot_be_imported_is_bad_input(
     assert f"engine '{module}:make': cannot load {module}:make: " in result.output
 
 
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("importing:make", "No module named 'no_such'; raised in {folder}/deeper.py, line 2"),
+        ("nowhere:make", "No module named 'nowhere'; is it installed and importable?"),
+        ("json:nothing", "no attribute 'nothing'; name a factory in it"),
+        ("deeper.py:make", "name the module, not a file: deeper:make"),
+        ("./deeper:make", "name the module, not a file: deeper:make"),
+        ("src/deeper.py:make", "a file: deeper:make, and its folder with --path src"),
+    ],
+)
+def test_an_import_that_fails_is_placed(
+    folder: Path, engine: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "importing.py").write_text("import deeper\n")
+    (folder / "deeper.py").write_text("\nimport no_such\n")
+    result = run(folder, f"check --in-process --engine {engine}", monkeypatch)
+    assert result.exit_code == 2, result.output
+    assert result.output.rstrip().endswith(says.format(folder=folder))
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
 @pytest.mark.parametrize(
     ("engine", "code", "says"),

@@ -8,11 +8,14 @@ an equivalence may follow, for an engine whose traits set none: `mypkg.adapter:m
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
+from pathlib import PurePath
+from traceback import extract_tb
 from typing import cast
 
 from blockstep.conformance.engine import (
@@ -259,11 +262,28 @@ def _load_target(name: str, target: str) -> EngineFactory:
     except (Exception, SystemExit) as error:  # an import runs arbitrary code
         raise EngineNotFoundError(
             f"engine {name!r}: cannot load {target}: {tell_error(error)}; "
-            "is it installed and importable?"
+            + _tell_place(module_name, attribute, error)
         ) from error
     if not callable(factory):
         raise EngineNotFoundError(f"engine {name!r}: {target} is not callable: name a factory")
     return cast("Callable[[Config], Engine]", factory)
+
+
+def _tell_place(module_name: str, attribute: str, error: BaseException) -> str:
+    """Return where an import raised, or what to check if the module itself was not found."""
+    path = PurePath(module_name)
+    if path.suffix == ".py" or "/" in module_name:
+        folder = "" if path.parent == PurePath() else f", and its folder with --path {path.parent}"
+        return f"name the module, not a file: {path.stem}:{attribute}{folder}"
+    imported = [
+        one
+        for one in extract_tb(error.__traceback__)
+        if one.filename not in (__file__, importlib.__file__) and "<frozen" not in one.filename
+    ]
+    if imported and not isinstance(error, SyntaxError):  # whose text has its own place
+        return f"raised in {imported[-1].filename}, line {imported[-1].lineno}"
+    is_there = isinstance(error, AttributeError) and module_name in sys.modules
+    return "name a factory in it" if is_there else "is it installed and importable?"
 
 
 def list_announced() -> dict[str, list[str]]:

@@ -44,7 +44,6 @@ class Adapter:
     def __init__(self, config: v.Config) -> None:
         self.config = config
         # Build the scheduler here. Its blocks are 1 to config.num_blocks - 1: 0 is the null block.
-        # which nobody holds.
 
     def capabilities(self) -> frozenset[str]:
         """Return what it takes besides Submit, Schedule and Commit.
