@@ -39,7 +39,8 @@ def find_programs(folder: Path) -> list[Path]:
     if not found:
         what = "no program in it" if folder.is_dir() else "there is no such folder"
         rule = f"a corpus is a folder of programs, files that end in {SUFFIX}"
-        raise TraceError(folder, 0, what, rule, "put files of check --save there")
+        fix = "put files of check --save there, or name none until there is one"
+        raise TraceError(folder, 0, what, rule, fix)
     return found
 
 
