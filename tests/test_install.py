@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,13 @@ def test_pytest_is_the_same_for_a_project_that_does_not_use_the_plugin(
     (tmp_path / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
     done = replace(installed, folder=tmp_path).run("python", "-m", "pytest", "-q", "-W", "error")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(find_spec("crosshair") is None, reason="needs the extra [symbolic]")
+def test_laws_have_mutants_where_there_is_no_checkout(installed: Installed) -> None:
+    done = installed.run("blockstep", "prove", "--law", "allocation.longest_hit", "--jobs", 1)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 of 1 mistakes and 3 of 3 mutants refuted" in done.stdout
 
 
 @pytest.mark.soak

@@ -23,7 +23,13 @@ from blockstep.conformance.prove import runner
 from blockstep.conformance.prove.law import Law, Room
 from blockstep.conformance.prove.laws import LAWS
 from blockstep.conformance.prove.mutants import try_mutants
-from blockstep.conformance.prove.runner import Proof, Verdict, prove_law, prove_laws
+from blockstep.conformance.prove.runner import (
+    MutantProof,
+    Proof,
+    Verdict,
+    prove_law,
+    prove_laws,
+)
 from blockstep.conformance.prove.smallest import Outcome, find_smallest, try_law
 from blockstep.conformance.prove.table import laws_page
 
@@ -149,7 +155,9 @@ def test_law_that_its_witness_breaks_is_refuted_by_it() -> None:
 @solver
 def test_only_a_confirmed_law_with_refuted_twins_is_as_it_should_be() -> None:
     assert prove_toy("confirmed").problem == ""
-    assert "no mutant breaks it" in prove_toy("confirmed", twins=()).problem
+    alone = prove_toy("confirmed", twins=())
+    assert "no mutant was tried" in alone.problem
+    assert "no mutant breaks it" in replace(alone, mutants=MutantProof(num_tried=8)).problem
     assert "CONFIRMED" in prove_toy("confirmed", twins=(toys.half_is_half,)).problem
     no_run = prove_toy("confirmed", twins=(toys.half_is_shown_in_an_error,))
     assert "BROKEN: CrossHair failed" in no_run.problem

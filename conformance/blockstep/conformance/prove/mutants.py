@@ -38,10 +38,8 @@ POINT_SECONDS: Final = 0.5
 SMALL: Final = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64)
 
 _HERE = str(Path(__file__).parent)
-_PACKAGES = tuple(
-    str(Path(_HERE).parents[3] / wing / "blockstep" / wing) for wing in ("spec", "impl")
-)
-_SHARED = ("vocabulary/", "maps.py", "copies.py", "invariants.py")
+_MUTATED = ("blockstep.spec.", "blockstep.impl.")
+_SHARED = tuple(f"blockstep.spec.{name}" for name in ("vocabulary", "maps", "copies", "invariants"))
 """Modules that are not mutated: both sides share them, or they only check."""
 
 
@@ -88,7 +86,7 @@ def find_subjects(law: Law) -> tuple[list[tuple[str, str]], list[tuple[str, str]
 
     def look(frame: FrameType, event: str, _arg: object) -> None:
         code = frame.f_code
-        if event != "call" or not _is_mutated(code.co_filename):
+        if event != "call" or not _is_mutated(frame):
             return
         outer = frame.f_back
         is_direct = outer is not None and outer.f_code.co_filename.startswith(_HERE)
@@ -107,9 +105,12 @@ def find_subjects(law: Law) -> tuple[list[tuple[str, str]], list[tuple[str, str]
     return list(called), [one for one in inner if one not in called]
 
 
-def _is_mutated(file: str) -> bool:
-    wing = next((one for one in _PACKAGES if file.startswith(one)), None)
-    return wing is not None and not file[len(wing) + 1 :].startswith(_SHARED)
+def _is_mutated(frame: FrameType) -> bool:
+    """Whether a function has a text in which changes are made; the methods that `dataclass` makes
+    have none.
+    """
+    module, has_text = frame.f_globals.get("__name__", ""), frame.f_code.co_filename[0] != "<"
+    return has_text and module.startswith(_MUTATED) and not module.startswith(_SHARED)
 
 
 def draw_mutants(law: Law, seed: int = SEED) -> list[Mutant]:

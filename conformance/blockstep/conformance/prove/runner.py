@@ -124,6 +124,8 @@ class Proof:
         if self.answer.verdict is not Verdict.CONFIRMED:
             return f"{self.answer.verdict}: {self.answer.detail}"
         if not self.wrong:
+            if not self.mutants.num_tried:
+                return "no mutant was tried: its witness runs nothing of spec or impl to change"
             return "no mutant breaks it: nothing shows that the law can fail"
         for one in self.wrong:
             if one.answer.verdict is not Verdict.REFUTED:
