@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from typer.testing import CliRunner, Result
 from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.explore.canonical import LEFT_OUT, Canonicaliser
 from blockstep.conformance.explore.copies import Copies
-from blockstep.conformance.explore.cycles import find_cycles
-from blockstep.conformance.explore.probe import JUDGED_WITNESSES, get_ledger
+from blockstep.conformance.explore.cycles import find_cycles, get_no_progress
+from blockstep.conformance.explore.probe import JUDGED_WITNESSES, get_ledger, get_moment
 from blockstep.conformance.explore.shard import OUT_OF_NOTHING, Task
 from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN, list_worlds, tell_program
 from blockstep.conformance.explore.walk import LostShardError, _Processes, walk
@@ -308,6 +309,45 @@ def test_ids_mean_something_under_priority_and_tokens_where_a_request_names_them
     assert digest(starts[0]) != digest(starts[1])
     answers = [transition(starts[0], sampled(0, ("A", (token,)))) for token in (0, 1)]
     assert len({digest(a.state) for a in answers if not isinstance(a, v.Rejected)}) == 2
+
+
+def test_a_request_of_which_more_is_said_is_not_interchangeable_with_an_equal_one() -> None:
+    world = WORLDS["lacking"]
+    assert world.classes == {"A": 0, "B": 1}
+    of_both = tuple(dataclasses.replace(world.kv_offers[-1], request_id=name) for name in "AB")
+    assert dataclasses.replace(world, kv_offers=of_both).classes == {"A": 0, "B": 0}
+    aborts = (v.Abort(("B",)),)
+    assert dataclasses.replace(world, kv_offers=of_both, also=aborts).classes == {"A": 0, "B": 1}
+
+
+def list_futures(world: World, state: State) -> Counter[object]:
+    """What each event leads to, in canonical names."""
+    digest, futures = Canonicaliser(world).digest, Counter[object]()
+    for event in get_events(world, state):
+        moment = get_moment(state, event)
+        after = digest(moment.after)
+        stalls = get_no_progress(moment, after == digest(state))
+        futures[type(event), type(moment.observation), after, stalls] += 1
+    return futures
+
+
+@pytest.mark.parametrize("name", ["alone", "edge", "equals", "lacking", "names", "spaced", "whole"])
+def test_states_that_count_as_one_have_the_same_future(name: str) -> None:
+    """Otherwise a walk would leave out states, and not know it."""
+    world = WORLDS[name]
+    digest, start = Canonicaliser(world).digest, initial_state(world.config)
+    known, left, equals = {digest(start): start}, [start], list[tuple[State, State]]()
+    for state in left:
+        for event in get_events(world, state):
+            after = get_moment(state, event).after
+            other = known.setdefault(digest(after), after)
+            if other is after and after is not state:
+                left.append(after)
+            elif other != after:
+                equals.append((other, after))
+    assert len(left) == world.expected.states  # type: ignore[union-attr]
+    for one, other in equals[:: max(len(equals) // 100, 1)]:
+        assert list_futures(world, one) == list_futures(world, other)
 
 
 def test_time_leaves_no_trace() -> None:

@@ -9,7 +9,7 @@ requests of equal tokens, and fields of configs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import product, repeat
 from typing import Any
@@ -71,12 +71,26 @@ class World:
     def classes(self) -> dict[v.RequestId, int]:
         """Return the class of each request; requests of one class are interchangeable.
 
-        Ids matter only under PRIORITY, where they break ties.
+        They differ only in their ids, and the events of the world treat them alike: a store that
+        offers KV to one of two equal requests makes them different. Ids matter under PRIORITY, too,
+        where they break ties.
         """
+        names = [request.request_id for request in self.requests]
         if self.config.policy is v.Policy.PRIORITY or self.updates:
-            return {request.request_id: rank for rank, request in enumerate(self.requests)}
-        distinct = list(dict.fromkeys(self._models.values()))
-        return {request_id: distinct.index(model) for request_id, model in self._models.items()}
+            return {name: rank for rank, name in enumerate(names)}
+        firsts = {
+            name: next((it for it in names[:rank] if self._are_alike(it, name)), name)
+            for rank, name in enumerate(names)
+        }
+        distinct = list(dict.fromkeys(firsts.values()))
+        return {name: distinct.index(first) for name, first in firsts.items()}
+
+    def _are_alike(self, name: v.RequestId, other: v.RequestId) -> bool:
+        """Whether the world stays the same if two requests exchange their ids."""
+        exchanged = {name: other, other: name}
+        return self._models[name] == self._models[other] and {*self.signals} == {
+            rename(event, exchanged) for event in self.signals
+        }
 
     @cached_property
     def _models(self) -> dict[v.RequestId, v.Request]:
@@ -171,6 +185,16 @@ class World:
             return ()
         counts = range(1, config.num_speculative_tokens + 1)
         return tuple(tokens for n in counts for tokens in product(self.vocabulary, repeat=n))
+
+
+def rename(value: Any, names: Mapping[str, str]) -> Any:
+    """Return an event, or a part of one, with each string replaced that `names` has."""
+    if isinstance(value, tuple):
+        return tuple([rename(part, names) for part in value])
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {part.name: getattr(value, part.name) for part in fields(value)}
+        return replace(value, **{name: rename(part, names) for name, part in parts.items()})
+    return names.get(value, value) if type(value) is str else value
 
 
 @dataclass(frozen=True, slots=True)

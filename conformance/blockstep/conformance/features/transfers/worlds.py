@@ -60,7 +60,7 @@ WORLDS = (
         "loads of two prompts, each of which needs the whole pool: a completed one is reclaimed",
         v.Config(3, 1, 2, 4, 3, **FETCHED, **UNRESERVED, **UNCACHED), (a(2, 1), b(2, 1)),
         kv_offers=(offer("A", None), offer("A"), *(offer(n, 1, is_async=True) for n in "AB")),
-        expected=Counts(206, 1_824, 679, 13)),
+        expected=Counts(326, 2_867, 1_073, 13)),
     World("awaited",
         "two plans in flight: freed blocks are loaded into only after the commit",
         v.Config(8, 1, 2, 3, 4, **FETCHED, **AHEAD, **UNRESERVED, **UNCACHED,
