@@ -75,9 +75,9 @@ def state_of(oracle: Oracle, name: str = "A") -> RequestState:
     return oracle.state.requests[name]
 
 
-def rest(oracle: Oracle, *tokens: int, name: str = "A", max_tokens: int = 1) -> None:
+def rest(oracle: Oracle, *tokens: int, name: str = "A", **more: Any) -> None:
     """Let a session of these tokens run its first chunk."""
-    oracle.submit(session(*tokens, name=name, max_tokens=max_tokens))
+    oracle.submit(session(*tokens, name=name, **{"max_tokens": 1, **more}))
     for _ in range(20):
         if oracle.state.requests[name].status is RESTING:
             return
@@ -270,6 +270,20 @@ def test_those_that_rest_give_way_before_those_that_wait() -> None:
     assert [row.request_id for row in plan.rows] == ["A", "C"]
     held = {name: request.num_computed_tokens for name, request in oracle.state.requests.items()}
     assert held == {"A": 6, "B": 0, "C": 6}, "C, behind B, keeps its own"
+
+
+@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
+def test_of_two_that_rest_the_last_in_line_gives_way(policy: Policy) -> None:
+    """Each of two sessions holds two of four blocks, and a newcomer needs two."""
+    oracle = Oracle(replace(CONFIG, num_blocks=5, policy=policy))
+    rest(oracle, 1, 2, 3, priority=2)
+    rest(oracle, 4, 5, 6, name="B", priority=1)
+    oracle.submit(Request("C", (7, 8, 9), max_tokens=1))
+    (new,) = oracle.schedule().new
+    gives, keeps = "BA" if policy is Policy.FCFS else "AB"
+    assert new.request.request_id == "C"
+    assert state_of(oracle, gives).block_tables == ((),)
+    assert len(state_of(oracle, keeps).block_tables[0]) == 2
 
 
 def test_one_that_runs_alone_takes_blocks_before_it_preempts_itself() -> None:
