@@ -96,7 +96,8 @@ KINDS = (
     *(Transfers, Load, v.KVLoad, v.HeldBlocks, v.DeferredFree, v.KVOffer, Pins, v.Pin),
 )
 """Of which a state is made."""
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+HOUSE = Path(__file__).resolve().parents[2]
+RESULTS = HOUSE / "benchmarks" / "results"
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:
@@ -254,6 +255,16 @@ def test_a_process_that_dies_is_told_as_such() -> None:
     with pytest.raises(LostShardError, match="died"):
         shards.call("start")
     shards.close()
+
+
+def test_the_page_walks_a_world_of_its_own() -> None:
+    page = (HOUSE / "docs" / "explanation" / "small-worlds.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    made: dict[str, Any] = {}
+    exec(code, made)
+    walked = made["walked"]
+    assert (walked.is_complete, walked.found, walked.cycle) == (True, (), ())
+    assert walked.counts.states > 100
 
 
 # --- symmetry
