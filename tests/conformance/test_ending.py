@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from blockstep.conformance.command import ending
+from blockstep.conformance.protocol.program_file import read_program
 
 SECONDS_MAX = 5.0
 """Two are promised; the rest is for a machine with other work."""
@@ -145,6 +147,29 @@ def test_a_signal_ends_a_check_with_all_its_processes(
     assert out == ""
     assert re.fullmatch(rf"blockstep: ended by {number.name}; .*seen.*\n", errors)
     require_nobody(marks)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_an_interrupted_hunt_keeps_what_it_has_found(tmp_path: Path) -> None:
+    folder, told = tmp_path / "found", tmp_path / "hunt.json"
+    folder.mkdir()
+    engine = ("--engine", "museum:leak-on-abort", "--jobs", 1, "--preset", "tiny")
+    command = start(
+        *(tmp_path, "hunt", *engine, "--budget", 10_000_000, "--save", folder, "--json", told)
+    )
+    assert command.stderr is not None
+    while not re.search(r"[1-9]\d* defects", command.stderr.readline()):
+        assert command.poll() is None
+    started = time.monotonic()
+    os.kill(command.pid, signal.SIGTERM)
+    out, errors = command.communicate(timeout=30)
+    assert time.monotonic() - started < SECONDS_MAX
+    assert command.returncode == 128 + signal.SIGTERM
+    assert "ended early: it was interrupted" in out
+    assert "P1 every_block_is_free_or_held" in out
+    assert "blockstep: ended by SIGTERM" in errors
+    assert json.loads(told.read_text())["stopped"] == "it was interrupted"
+    assert read_program(folder / "defect-1.json").actions
 
 
 def list_children(pid: int) -> list[int]:

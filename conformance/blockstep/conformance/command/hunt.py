@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +49,7 @@ SaveOption = Annotated[
         "A folder for the programs that were found, for check --corpus.",
         exists=True,
         file_okay=False,
+        writable=True,
     ),
 ]
 
@@ -124,14 +126,12 @@ def hunt_command(
         forgiven = frozenset(map(read_cause, forgive or ()))
         with Isolation(event_seconds) as place:
             programs = {} if known is None else read_known(known)
-            teller = _make_teller(screen, brief)
-            result = _hunt(wanted, place, is_here, screen, scopes, forgiven, programs, teller)
-            if save is not None:
-                call = call_here(load(wanted)) if is_here else place.call
-                _save(save, result, call if standalone else None)
-    console.say(brief_hunt(result) if brief else render_hunt(result), json_path)
-    console.write_json(json_path, hunt_to_json(result))
-    _write_page(markdown, result, f"{show_options(wanted)} --seed {seed} --budget {budget}")
+            tell = partial(_tell, wanted, brief, json_path, markdown)
+            on = _make_teller(screen, brief), partial(_tell_early, tell, save)
+            result = _hunt(wanted, place, is_here, screen, scopes, forgiven, programs, *on)
+            tell(result)  # first, because a file may not be writable
+            call = call_here(load(wanted)) if standalone and is_here else place.call
+            _save(save, result, call if standalone else None)
     raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)
 
 
@@ -150,6 +150,7 @@ def _hunt(
     forgiven: frozenset[Cause],
     programs: Mapping[str, Program],
     on_found: Callable[[Defect], None],
+    on_interrupted: Callable[[HuntResult], None],
 ) -> HuntResult:
     """Hunt in this process, or in `jobs` others."""
     call = call_here(console.require_engine(load(wanted))) if is_here else place.call
@@ -158,20 +159,34 @@ def _hunt(
         place.open_pool(wanted.jobs) as pool,
     ):
         pool_used = pool if wanted.jobs > 1 else None
-        return hunt(wanted, call, advance, scopes, forgiven, pool_used, programs, on_found)
+        told = on_found, on_interrupted
+        return hunt(wanted, call, advance, scopes, forgiven, pool_used, programs, *told)
 
 
-def _write_page(path: Path | None, result: HuntResult, given: str) -> None:
-    """Write the result as a page of Markdown, if requested; `given` are the options of its
-    command."""
-    if path is not None:
+def _tell(
+    wanted: CheckOptions, brief: bool, json_path: Path | None, page: Path | None, result: HuntResult
+) -> None:
+    """Print the report, and write it as JSON and as a page of Markdown, if requested."""
+    console.say(brief_hunt(result) if brief else render_hunt(result), json_path)
+    console.write_json(json_path, hunt_to_json(result))
+    if page is not None:
+        given = f"{show_options(wanted)} --seed {wanted.seed} --budget {wanted.max_events}"
         command = f"blockstep hunt --engine {shlex.quote(result.options.engine)}{given}"
-        console.write(path, render_hunt_page(result, command))
+        console.write(page, render_hunt_page(result, command))
 
 
-def _save(folder: Path, result: HuntResult, script_by: Call | None) -> None:
-    """Write the program of each defect that has one, and a script of the engine alone if
-    `script_by` is given, which calls the engine."""
+def _tell_early(tell: Callable[[HuntResult], None], save: Path | None, result: HuntResult) -> None:
+    """Print and save what an interrupted hunt has found. It writes no scripts, which call the
+    engine."""
+    tell(result)
+    _save(save, result, None)
+
+
+def _save(folder: Path | None, result: HuntResult, script_by: Call | None) -> None:
+    """Write the program of each defect that has one, if requested, and a script of the engine alone
+    if `script_by` is given, which calls the engine."""
+    if folder is None:
+        return
     for number, defect in enumerate(result.defects, 1):
         if defect.shrunk is not None:
             note = f"{name_of(defect.first)}: {defect.first.message}"

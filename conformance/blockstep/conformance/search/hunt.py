@@ -77,6 +77,7 @@ class Hunter:
         pool: Executor | None = None,
         known: Mapping[str, Program] = MappingProxyType({}),
         on_found: Callable[[Defect], None] = lambda _defect: None,
+        on_interrupted: Callable[[HuntResult], None] = lambda _result: None,
     ) -> None:
         get_wish(options)
         self._call = call
@@ -89,6 +90,7 @@ class Hunter:
         self.forgiven = forgiven
         self._on_progress = on_progress
         self._on_found = on_found
+        self._on_interrupted = on_interrupted
         self._told: set[str] = set()
         """Sayings of the failures that were given to `on_found`."""
         self._pool = pool
@@ -115,10 +117,28 @@ class Hunter:
 
     def hunt(self) -> HuntResult:
         """Play the budget at each scope, then look for surprising decisions."""
+        try:
+            self._play_all()
+        except BaseException:  # a signal, too: the defects so far took minutes or hours
+            self.result.stopped = "it was interrupted"
+            self._conclude()
+            if self.result.defects:
+                self._on_interrupted(self.result)
+            raise
+        return self.result
+
+    def _play_all(self) -> None:
         if self.options.episode is not None:
             self._play_batch(self.options, range(self.options.episode, self.options.episode + 1), 1)
         else:
             self._play_budget(self.options.max_events or 0)
+        self._conclude()
+        for lookout in LOOKOUTS if self.options.episode is None else ():
+            if can_take(lookout, self.ground.capabilities, self.ground.facts.equivalence):
+                self._look_out(lookout)
+
+    def _conclude(self) -> None:
+        """Set the defects of the result, from the failures so far."""
         found = [min(tried, key=lambda it: it.length) for tried in self._named.values()]
         alone = {defect.causes for defect in found if len(defect.causes) == 1}
         found = [
@@ -127,10 +147,6 @@ class Hunter:
             if len(defect.causes) < 2 or not all((cause,) in alone for cause in defect.causes)
         ]
         self.result.defects = self._leave_out_known(found, gather(self._failures))
-        for lookout in LOOKOUTS if self.options.episode is None else ():
-            if can_take(lookout, self.ground.capabilities, self.ground.facts.equivalence):
-                self._look_out(lookout)
-        return self.result
 
     def _leave_out_known(self, found: list[Defect], groups: list[Group]) -> list[Defect]:
         """Return the defects that no known program shows; failures of the others are counted."""
@@ -424,6 +440,7 @@ def hunt(
     pool: Executor | None = None,
     known: Mapping[str, Program] = MappingProxyType({}),
     on_found: Callable[[Defect], None] = lambda _defect: None,
+    on_interrupted: Callable[[HuntResult], None] = lambda _result: None,
 ) -> HuntResult:
     """Return every defect of an engine that is found, each once and with a program.
 
@@ -436,6 +453,8 @@ def hunt(
         scopes: Presets whose episodes are played.
         forgiven: Known causes that are suppressed from the start.
         on_found: Given the first failure of each saying, before it is shrunk.
+        on_interrupted: Given the result so far if a signal or an error ends the hunt and it has
+            defects.
         known: Programs whose defects are counted and not reported, by file.
         pool: Threads that use `call`, as many as `jobs` of the options. The defects are the same
             with and without.
@@ -445,7 +464,8 @@ def hunt(
         UsageError: if the options want what the engine lacks.
     """
     try:
-        hunter = Hunter(options, call, on_progress, scopes, forgiven, pool, known, on_found)
+        told = on_progress, scopes, forgiven, pool, known, on_found, on_interrupted
+        hunter = Hunter(options, call, *told)
     except LostError as lost:  # the engine was lost before the first event
         return HuntResult(options, digging.UNKNOWN, [describe_loss(options, lost.loss)])
     return hunter.hunt()
