@@ -137,10 +137,12 @@ def test_the_command_reads_what_the_others_write(tmp_path: Path) -> None:
     for number, result in enumerate(results, 1):
         told = blockstep("annotate", result, GITHUB_STEP_SUMMARY=str(summary))
         assert told.exit_code == 0
-        title = "::error title=Blockstep%3A P1 every_block_is_free_or_held::block 1 is held 0 times"
-        assert told.stdout.startswith(title)
+        title = "::error title=Blockstep%3A P1 every_block_is_free_or_held::"
+        head = "MEMORY: ref count, free queue and holders of block 1 disagree: ref_counts[1] 1, "
+        assert told.stdout.startswith(title + head)
         assert summary.read_text().count("## Blockstep\n") == number
     assert "submit    A prompt=0 max_tokens=1" in summary.read_text()
+    assert summary.read_text().count("MEMORY: ref count, free queue and holders of block 1") == 3
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "blockstep-program"}', None])

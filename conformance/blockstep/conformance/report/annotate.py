@@ -36,7 +36,7 @@ def list_annotations(told: Mapping[str, Any], folder: Path) -> list[str]:
         name = f"{finding['property'] or finding['kind']} {finding['sentence']}"
         place = find_place(finding["frames"], engine, folder)
         where = "" if place is None else f"file={_property(place.file)},line={place.line},"
-        message = _data(f"{finding['message']}\n{again}")
+        message = _data(f"{_get_defect(finding)}\n{again}")
         lines.append(f"::error {where}title={_property(f'Blockstep: {name}')}::{message}")
     lines += [f"::error title=Blockstep::{_data(why)}" for why in _list_lacking(told)]
     return lines
@@ -50,7 +50,7 @@ def make_summary(told: Mapping[str, Any]) -> str:
         for failure in _list_failures(run):
             first = failure["findings"][0]
             name = f"{first['property'] or first['kind']} {first['sentence']}"
-            lines += ["", f"**{_escape(name)}**: {_escape(first['message'])}", "", FENCE]
+            lines += ["", f"**{_escape(name)}**: {_escape(_get_defect(first))}", "", FENCE]
             lines += [line.replace(FENCE, "~") for line in (failure["config"], *failure["program"])]
             lines += [FENCE, "", _code(failure["reproduce"])]
         known: Mapping[str, int | None] = run.get("known_programs", {})
@@ -128,6 +128,11 @@ def _list_findings(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, 
     for run in _list_runs(told):
         for failure in _list_failures(run):
             yield run["engine"], failure["findings"][0], failure["reproduce"]
+
+
+def _get_defect(finding: Mapping[str, Any]) -> str:
+    """Return the defect as the first line of a report has it; older files have the message only."""
+    return str(finding.get("headline") or finding["message"])
 
 
 def _list_lacking(told: Mapping[str, Any]) -> Iterator[str]:
