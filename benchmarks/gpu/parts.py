@@ -156,8 +156,8 @@ def _profiles(ncu: str) -> list[Part]:
     step = ("benchmarks.device", "--no-host", "--replays", "16", "-n")
     attention, layers = ("benchmarks.attention", "--only"), ("benchmarks.kernels", "--only")
     return [
-        profile("profile-prefill", "attention of a prompt of 8,192", "attention",
-                *attention, "prefill 1 x 8192"),
+        profile("profile-attention", "attention at 8 x 4,096", "attention",
+                *attention, "decode 8 x 4096"),
         profile("profile-short", "attention at 1 x 500", "attention", *attention, "decode 1 x 500"),
         profile("profile-gate-64", "gate and up of 64 rows", "product", *layers, "gate_up: 64 x"),
         profile("profile-gate-1", "gate and up of one row", "vector", *layers, "gate_up: 1 x"),

@@ -293,3 +293,24 @@ def test_an_engine_may_narrow_a_check_and_the_report_says_so() -> None:
     assert f"left out    a known defect: {result.skipped['a known defect']} times" in (
         console.export_text()
     )
+
+
+class Released(SpecEngine):
+    traits = EngineTraits(version="0.19.1", profile="vllm-0.19.1")
+
+
+@pytest.mark.parametrize(
+    ("profile", "is_other"),
+    [
+        *(("vllm-0.33.0", True), ("vllm-0.20.2", True)),
+        *(("vllm-0.19.1", False), ("vllm-0.19.2", False), ("strict", False), ("sparing", False)),
+        ("strict+equals_preempt_the_first", False),
+    ],
+)
+def test_the_profile_of_another_release_is_noted(profile: str, is_other: bool) -> None:
+    notes = look(CheckOptions(profile=profile), Released).notes
+    note = (
+        "the engine is release 0.19.1, and the profile that of another release: "
+        "decisions that differ between them fail here; use --profile vllm-0.19.1"
+    )
+    assert notes == ((note,) if is_other else ())

@@ -85,3 +85,12 @@ def test_what_was_not_tried_is_told_in_one_line() -> None:
 def test_what_came_before_the_first_entry_is_refused(version: str) -> None:
     assert get_release(version) is None
     assert f"vLLM {version} is not supported" in str(get_release_problem(version))
+
+
+@pytest.mark.parametrize("version", ["0.1.dev1+g1a2b3c4", "0.1.dev15234", "dev"])
+def test_a_fork_built_without_tags_is_told_how_to_name_its_release(version: str) -> None:
+    told = str(get_release_problem(version))
+    assert f"vLLM {version} is not supported" in told
+    assert "`SETUPTOOLS_SCM_PRETEND_VERSION=0.19.1+fork pip install .`" in told
+    assert get_release_problem("0.19.1+fork") is None
+    assert get_release_note("0.19.1+fork") is None

@@ -34,6 +34,7 @@ from blockstep.conformance.search.episodes import (
 from blockstep.conformance.search.floor import (
     CANARIES,
     Facts,
+    list_notes,
     list_quirk_goals,
     list_required_pairs,
     look,
@@ -343,6 +344,7 @@ def play_program(
     result.has_snapshot = Capability.SNAPSHOT in run.capabilities
     traits = get_traits(make_engine)
     weaker, result.settings = traits.equivalence, traits.settings
+    result.notes = list_notes(options, traits)
     result.not_asked = () if weaker is None else weaker.not_asked
     if findings:
         result.first, result.failure = findings[0], conclude(program, run, findings)

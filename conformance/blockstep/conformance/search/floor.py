@@ -13,6 +13,7 @@ from blockstep.conformance.engine import (
     BadEngineError,
     Deviation,
     EngineFactory,
+    EngineTraits,
     Renamed,
     Safety,
     SamePlans,
@@ -49,7 +50,7 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.claims import find_declined, find_unmet, list_owed
 from blockstep.conformance.search.episodes import fit_depth, run_episode
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish
-from blockstep.spec.profiles import STRICT
+from blockstep.spec.profiles import PREFIX, STRICT, get_profile
 from blockstep.spec.vocabulary import Policy
 
 CANARY = "blockstep.conformance.lockstep.canary:CanaryEngine"
@@ -113,11 +114,26 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
         out_of_reach=frozenset(name for name in WITNESSES if name in out_of_reach).union(
             *(traits.out_of_reach_with.get(name, ()) for name in get_wish(options).always)
         ),
-        notes=tuple(map(str, traits.notes)),
+        notes=list_notes(options, traits),
         settings=traits.settings,
         deviations={one.name: one.summary for one in traits.deviations},
         stale=tuple(one.name for one in traits.deviations if not _is_shown(one, make_engine)),
     )
+
+
+def list_notes(options: CheckOptions, traits: EngineTraits) -> tuple[str, ...]:
+    """Return the notes of a run: those of the adapter, and one if the profile is that of a release
+    with other quirks than the engine's."""
+    notes = tuple(map(str, traits.notes))
+    own, asked = get_profile(traits.profile), find_profile(options.profile)
+    is_of_release = asked.name.startswith(PREFIX) and "+" not in asked.name
+    if own is None or not is_of_release or own.quirks == asked.quirks:
+        return notes
+    note = (
+        f"the engine is release {traits.version}, and the profile that of another release: "
+        f"decisions that differ between them fail here; use --profile {own.name}"
+    )
+    return (*notes, note)
 
 
 def _is_shown(deviation: Deviation, make_engine: EngineFactory) -> bool:

@@ -37,7 +37,7 @@ def read_budget(text: str) -> tuple[int | None, float | None]:
     number = float(match[1].replace("_", "").replace(",", "")) if match else 0.0
     if match is None or number <= 0:
         raise ValueError(
-            f"budget {text!r}: must be a time (60s, 5m) or a number of events (200000)"
+            f"budget {text!r}: must be a time (60s, 5m) or a number of events (200000), above 0"
         )
     unit = match[2]
     return (None, number * SECONDS[unit]) if unit in SECONDS else (int(number), None)
@@ -130,7 +130,8 @@ def find_profile(name: str) -> Profile:
     if profile is None:
         known = ", ".join(profile.name for profile in PROFILES)
         raise UsageError(
-            f"profile {name!r}: must be one of {known}, or vllm- and another release since 0.11.0"
+            f"profile {name!r}: must be one of {known}, or vllm- and the three numbers of another "
+            "release since 0.11.0"
         )
     return profile
 

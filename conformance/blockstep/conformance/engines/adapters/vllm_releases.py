@@ -316,6 +316,12 @@ def get_release_problem(version: str | None) -> str | None:
     if version is not None and get_release(version) is not None:
         return None
     found = "vLLM is not installed" if version is None else f"vLLM {version} is not supported"
+    if version is not None and read_release_number(version) is None:
+        return (
+            f"{found}: this version, as a build from a clone without tags has one, names no "
+            "release; name the release that your code follows when you install it, as in "
+            f"`SETUPTOOLS_SCM_PRETEND_VERSION={REFERENCE}+fork pip install .`"
+        )
     return (
         f"{found}; the adapter follows {TRIED[0]} and what came after it: "
         f"`make vllm VLLM={REFERENCE}` installs one in addition to .venv and runs the check there"
