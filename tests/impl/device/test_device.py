@@ -28,12 +28,14 @@ from blockstep.impl.device.launch import Numpied
 from blockstep.impl.host import HostEngine
 from blockstep.kernels.numpied import HeldBack, Watched
 from blockstep.spec.vocabulary import (
+    MAX_INT,
     Abort,
     Ack,
     Commit,
     Config,
     ConfigError,
     Policy,
+    RepetitionDetection,
     Request,
     Reset,
     RowTokens,
@@ -216,6 +218,30 @@ def test_nothing_is_read_and_written_between_two_barriers(fields: dict[str, Any]
     assert engine.stats().preemptions > 2
     assert watched.shadows
     assert watched.findings == []
+
+
+@pytest.mark.parametrize("fields", [{}, ASYNCHRONOUS])
+@pytest.mark.parametrize("below", [0, 1, 2, 3, 30])
+def test_the_largest_numbers_of_a_request_do_not_overflow(
+    fields: dict[str, Any], below: int
+) -> None:
+    config = Config(
+        num_blocks=20, block_size=2, max_num_batched_tokens=8, max_model_len=20, **fields
+    )
+    engine, other = DeviceEngine(config), HostEngine(config)
+    most, draw = MAX_INT - below, random.Random(1)
+    repetition = RepetitionDetection(max_pattern_size=most, min_count=most)
+    for number, more in enumerate(
+        ({}, {"min_tokens": most}, {"stop_token_ids": (most,)}, {"eos_token_id": most},
+         {"priority": -most}, {"arrival_time": most}, {"repetition_detection": repetition})
+    ):  # fmt: skip
+        request = Request(f"{number}", (1, 2, 3), max_tokens=most, **more)  # type: ignore[arg-type]
+        assert apply_alike(engine, other, Submit(request)) == Ack()
+    num_steps = 0
+    while other.requests.slot_of:
+        step_alike(engine, other, draw)
+        num_steps += 1
+    assert num_steps > 17
 
 
 @pytest.mark.parametrize("fields", [{}, ASYNCHRONOUS])

@@ -15,7 +15,7 @@ from blockstep.impl.device.dims import LANES, count_span, make_dims
 from blockstep.impl.device.growth import check_reach, grow
 from blockstep.impl.device.launch import Launch
 from blockstep.impl.names import NOTHING, Extras, Labels, list_extras
-from blockstep.spec.vocabulary import Config, FrameId, Policy, Request, RequestId
+from blockstep.spec.vocabulary import MAX_INT, Config, FrameId, Policy, Request, RequestId
 
 _COLUMNS: Final = layout.INBOX_COLUMNS
 
@@ -194,8 +194,9 @@ class Inbox:
     def _row_of(self, request: Request) -> list[int]:
         """Return the row of a new request in `inbox`."""
         row = [0] * _COLUMNS
-        row[layout.IN_PROMPT] = len(request.prompt_token_ids)
-        row[layout.IN_MAX_TOKENS] = request.max_tokens
+        prompt = row[layout.IN_PROMPT] = len(request.prompt_token_ids)
+        # Kernels add both in int32; no request is as long as the bound.
+        row[layout.IN_MAX_TOKENS] = min(request.max_tokens, MAX_INT - prompt)
         row[layout.IN_MIN_TOKENS] = request.min_tokens
         eos = request.eos_token_id
         row[layout.IN_EOS] = layout.NONE if eos is None else eos

@@ -162,7 +162,7 @@ class State(NamedTuple):
     """Number of preemptions."""
     grammar_ready: Any
     end_by_max_tokens: Any
-    """Prompt length plus `max_tokens`, whatever the model length."""
+    """Prompt length plus `max_tokens`, whatever the model length; at most MAX_INT."""
     min_tokens: Any
     eos: Any
     num_stops: Any
