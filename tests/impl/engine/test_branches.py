@@ -166,6 +166,21 @@ def test_params_of_a_search_are_looked_at(name: str, value: object) -> None:
         BeamSearchParams(**{"beam_width": 2, name: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("params", [None, {}, SamplingParams()])
+def test_wrong_params_of_a_search_end_no_other_request(qwen3: Checkpoint, params: Any) -> None:
+    llm = LLM(qwen3.folder, enable_forks=True)
+    name = llm.add_request([5, 6], SamplingParams(max_tokens=2))
+    with pytest.raises(RequestError, match="must be BeamSearchParams"):
+        llm.beam_search([[5]], params)
+    assert llm.is_live(name)
+
+
+def test_a_width_beyond_the_vocabulary_finds_all_tokens(qwen3: Checkpoint) -> None:
+    llm = LLM(qwen3.folder, enable_forks=True)
+    (found,) = llm.beam_search([[5]], BeamSearchParams(2**31 - 1, max_tokens=1))
+    assert sorted(one.token_ids for one in found) == [(token,) for token in range(128)]
+
+
 def test_a_search_goes_on_until_nothing_better_can_come() -> None:
     search = BeamSearch(BeamSearchParams(2, 3), eos_token_ids=(9,))
     assert search.num_candidates == 4

@@ -173,15 +173,20 @@ def test_who_can_go_no_further_ends_with_a_reason(
         (SamplingParams(json_schema="{"), "grammar: expected"),
         (SamplingParams(json_schema='{"type": "nothing"}'), "grammar: "),
         (SamplingParams(regex="a", ignore_eos=True), "end-of-sequence token: do not ignore it"),
+        (SamplingParams(regex="\ud800"), "grammar: .*surrogates not allowed"),
+        (SamplingParams(choice=("a", "\ud800")), "grammar: .*surrogates not allowed"),
+        (SamplingParams(json_schema='{"enum": ["\ud800"]}'), "grammar: .*not JSON"),
     ],
 )
 def test_what_is_no_grammar_is_refused(
     speaking: Path, params: SamplingParams, complaint: str
 ) -> None:
     llm = LLM(speaking)
-    with pytest.raises(RequestError, match=complaint):
-        llm.add_request("text", params)
-    assert not llm.has_unfinished_requests
+    name = llm.add_request("text")
+    for ask in (llm.add_request, llm.generate):
+        with pytest.raises(RequestError, match=complaint):
+            ask("text", params)
+    assert [*llm._live] == [name]
 
 
 def test_what_a_grammar_takes_is_named(speaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:

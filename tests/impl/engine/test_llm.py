@@ -210,6 +210,67 @@ def test_abort_ends_one_request_and_no_other(
         llm.pop_completion(names[0])
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ((0, 0), None),
+        ((0, "unknown", "unknown"), None),
+        ((["request-0"],), r"\['request-0'\] is not a request's id"),
+        ((5,), "5 is not a request's id"),
+    ],
+)
+def test_an_abort_ends_what_it_names_and_nothing_else(
+    qwen3: Checkpoint, prompts: list[list[int]], names: tuple[Any, ...], message: str | None
+) -> None:
+    llm = LLM(qwen3.folder)
+    known = [llm.add_request(prompt, EIGHT) for prompt in prompts[:2]]
+    told = [known[name] if name == 0 else name for name in names]
+    if message is None:
+        llm.abort(*told)
+        assert llm.pop_completion(known[0]).finish_reason is FinishReason.ABORT
+    else:
+        with pytest.raises(RequestError, match=message):
+            llm.abort(*told)
+    while llm.has_unfinished_requests:
+        llm.step()
+    assert llm.pop_completion(known[1]).token_ids == qwen3.expected.token_ids[1][:8]
+
+
+@pytest.mark.parametrize("how", ["abort", "failure"])
+@pytest.mark.parametrize("scheduler", ["host", "device"])
+def test_a_stream_that_others_end_says_so(
+    monkeypatch: pytest.MonkeyPatch, speaking: Path, scheduler: str, how: str
+) -> None:
+    """Also the text that was held back, as a possible beginning of a stop string, is given."""
+    llm = LLM(speaking, scheduler=scheduler, steps_per_fence=2)
+    free = SamplingParams(max_tokens=40, ignore_eos=True)
+    (whole,) = llm.generate("abc", free)
+    first = next(llm.stream("abc", free))
+    stop = (whole.text[: len(first.text) + 1] + "~", whole.text[1] + "~")
+    stream = llm.stream("abc", replace(free, stop=stop))
+    chunks = [next(stream)]
+    (name,) = llm._live
+    if how == "abort":
+        llm.abort(name)
+    else:
+        with monkeypatch.context() as patched:
+            patched.setattr(LLM, "_step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate("x", EIGHT)
+    chunks += stream
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason is FinishReason.ABORT
+    tokens = sum((chunk.token_ids for chunk in chunks), ())
+    assert tokens == whole.token_ids[: len(tokens)]
+    assert llm.tokenizer is not None
+    assert "".join(chunk.text for chunk in chunks) == llm.tokenizer.decode(list(tokens))
+    assert not llm._completions
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_requests_can_come_while_others_run(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
     llm = LLM(qwen3.folder, max_num_seqs=4)
     names = []

@@ -254,10 +254,20 @@ def test_who_streams_an_aborted_session_gets_what_there_is(llm: LLM) -> None:
     first = next(streamed)
     llm.step()
     session.abort()
-    assert [*streamed][-1].finish_reason is None
+    assert [chunk.finish_reason for chunk in streamed] == [None, FinishReason.ABORT]
     assert first.request_id == session.request_id
     with pytest.raises(RequestError, match="has ended"):
         session.receive()
+
+
+def test_an_input_has_one_answer(llm: LLM) -> None:
+    session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=2))
+    with pytest.raises(RequestError, match="n = 2: use generate for several outputs"):
+        session.send([5], SamplingParams(n=2))
+    with pytest.raises(RequestError, match="params = 0: must be SamplingParams"):
+        session.send([5], 0)  # type: ignore[arg-type]
+    session.receive()
+    assert not llm.has_unfinished_requests
 
 
 def test_a_stream_that_was_given_up_goes_on(llm: LLM) -> None:

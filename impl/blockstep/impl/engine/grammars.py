@@ -125,7 +125,10 @@ class Grammars:
             raise RequestError("a grammar ends with the end-of-sequence token: do not ignore it")
         if find_spec("llguidance") is None:
             raise RequestError("a grammar needs: python -m pip install 'blockstep[grammars]'")
-        inner = self._library.LLMatcher(self._tokens, self._compile(params), log_level=0)
+        try:
+            inner = self._library.LLMatcher(self._tokens, self._compile(params), log_level=0)
+        except ValueError as error:  # half of a surrogate pair, say, which UTF-8 does not have
+            raise RequestError(f"grammar: {error}") from error
         if inner.is_error():
             raise RequestError(f"grammar: {inner.get_error()}")
         return Matcher(inner, self.eos_token_ids, self.reasoning_end)

@@ -168,14 +168,15 @@ class LLM(Branches):
             return Sampling(self, output.request, wanted)
 
     def _begin_search(self, prompt: Prompt, params: BeamSearchParams) -> Searching:
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params = {params!r}: must be BeamSearchParams")
         with self._whole():
             eos = self.model_config.eos_token_ids
             num_prompt = len(self._encode(prompt, SamplingParams(), is_session=False))
             most = max(min(params.max_tokens, self.config.max_model_len - num_prompt), 1)
             search = BeamSearch(replace(params, max_tokens=most), eos)
-            wanted = SamplingParams(
-                max_tokens=most, ignore_eos=True, logprobs=search.num_candidates
-            )
+            num_top = min(search.num_candidates, self.model_config.vocab_size)
+            wanted = SamplingParams(max_tokens=most, ignore_eos=True, logprobs=num_top)
             name = self.add_request(prompt, wanted)
             return Searching(self, search, self._live[name].output)
 
@@ -200,7 +201,8 @@ class LLM(Branches):
     ) -> Generator[Chunk, None, None]:
         """Serve one prompt, and yield its output as it is generated.
 
-        Closing the iterator aborts the request. Each step of the stream also serves the other
+        Closing the iterator aborts the request. The last chunk has the finish reason, also if the
+        request is aborted from elsewhere. Each step of the stream also serves the other
         requests, whose chunks go to their own streams.
         """
         chunks: deque[Chunk] = deque()
@@ -270,8 +272,6 @@ class LLM(Branches):
         cache_salt: str | None = None,
     ) -> RequestId:
         params = SamplingParams() if params is None else params
-        if getattr(params, "n", 1) != 1:
-            raise RequestError(f"n = {params.n}: use generate for several outputs to a prompt")
         expect_adapter(adapter, self.settings.lora_modules)
         token_ids = self._encode(prompt, params, is_session=resumable)
         matcher = self._grammars.begin(params)

@@ -214,6 +214,15 @@ class Live:
             return "a grammar"
         return "" if wanted.params.logprobs is None else "log probabilities"
 
+    def complete(self, reason: FinishReason) -> Completion:
+        """Return the completion; of an aborted request, add the last chunk of its stream, too."""
+        num_told = len(self.output.text)
+        completion = self.output.complete(reason)
+        if reason is FinishReason.ABORT and self.chunks is not None:
+            text = completion.text[num_told:]
+            self.chunks.append(Chunk(completion.request_id, (), text, reason))
+        return completion
+
     def go_on(self) -> bool:
         """Start the next input after a stop, or become idle; return False at the end of input.
 

@@ -53,6 +53,8 @@ def encode_for(
     """
     if not isinstance(params, SamplingParams):
         raise RequestError(f"params = {params!r}: must be SamplingParams")
+    if params.n != 1:
+        raise RequestError(f"n = {params.n}: use generate for several outputs to a prompt")
     token_ids = encode_prompt(tokenizer, vocab_size, prompt, begins=begins)
     if params.stop and tokenizer is None:
         raise RequestError("stop: the model has no tokenizer.json; use stop_token_ids")

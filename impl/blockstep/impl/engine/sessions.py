@@ -92,8 +92,9 @@ class Session:
                 than the model or the cache allows, or the prompt is invalid as for
                 `LLM.add_request`.
         """
-        self._server.send_input(self.request_id, prompt, params or self._params)
-        self._params = params or self._params
+        params = self._params if params is None else params
+        self._server.send_input(self.request_id, prompt, params)
+        self._params = params
         self._num_due += 1
 
     def receive(self) -> Completion:
@@ -106,7 +107,7 @@ class Session:
         while not self._completions:
             self._server.step()
         while self._chunks and self._chunks.popleft().finish_reason is None:
-            pass  # an aborted answer has no last chunk, but no other answer follows it
+            pass
         return self._take()
 
     def stream(self) -> Generator[Chunk, None, None]:
@@ -126,9 +127,6 @@ class Session:
                 if is_whole:
                     self._take()
                 yield chunk
-            elif self._completions:  # the answer was aborted, so no last chunk exists
-                self._take()
-                is_whole = True
             else:
                 self._server.step()
 

@@ -370,10 +370,13 @@ class Steps:
         live = self._live[name]
         self._catch_up(name, live.output)
         self._forget(name)
+        if live.is_resting:
+            return
+        completion = live.complete(reason)
         if live.completions is None:
-            self._completions[name] = live.output.complete(reason)
-        elif not live.is_resting:
-            live.completions.append(live.output.complete(reason))
+            self._completions[name] = completion
+        else:
+            live.completions.append(completion)
 
     def _forget(self, name: RequestId) -> None:
         del self._live[name]
@@ -413,9 +416,15 @@ class Steps:
         """Abort requests; their completions have what was generated so far.
 
         Ids of finished requests are ignored.
+
+        Raises:
+            RequestError: an id is not a text.
         """
+        wrong = next((name for name in request_ids if not isinstance(name, str)), None)
+        if wrong is not None:
+            raise RequestError(f"abort: {wrong!r} is not a request's id; give one or more texts")
         with self._whole():
-            names = tuple(name for name in request_ids if name in self._live)
+            names = tuple(name for name in dict.fromkeys(request_ids) if name in self._live)
             if names:
                 self._apply(Abort(names))
                 for name in names:
@@ -423,12 +432,14 @@ class Steps:
 
     def get_stats(self) -> Stats:
         """Return counters since the start: prefix hits, preemptions, drafts."""
-        return self._scheduler.snapshot().stats
+        with self._lock:
+            return self._scheduler.snapshot().stats
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work to do: an idle session waits for its client."""
-        return any(not live.is_resting for live in self._live.values())
+        with self._lock:
+            return any(not live.is_resting for live in self._live.values())
 
     def pop_completion(self, request_id: RequestId) -> Completion:
         """Return the completion of a finished request, once.
