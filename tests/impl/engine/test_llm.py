@@ -521,6 +521,9 @@ def test_params_must_fit_the_prompts(qwen3: Checkpoint) -> None:
         ({"max_num_seqs": None}, "max_num_seqs = None: must be an int"),
         ({"num_blocks": 5, "kv_cache_bytes": 10**6}, "num_blocks and kv_cache_bytes: .*give one"),
         ({"policy": "lifo"}, "policy = 'lifo': must be one of fcfs, priority"),
+        ({"lora_modules": {"a": 5}}, "must be a mapping of names to folders"),
+        ({"disable_hybrid_kv_cache_manager": "no"}, "'no': must be a bool"),
+        ({"kv_store": "/run/me/kv"}, "kv_store = '/run/me/kv': must have the methods"),
     ],
 )
 def test_impossible_settings_are_refused_before_weights_are_read(

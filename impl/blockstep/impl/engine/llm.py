@@ -79,6 +79,11 @@ class LLM(Branches):
                 settings = Settings(**options)  # type: ignore[arg-type]
             except TypeError as error:
                 raise SettingsError(f"{error}; see blockstep.impl.engine.Settings") from error
+        if kv_store is not None and not isinstance(kv_store, KVStore):
+            raise SettingsError(
+                f"kv_store = {kv_store!r}: must have the methods count, expect, save and load; "
+                "give a HostStore, a TieredStore or a RemoteStore"
+            )
         loaded = load_engine(Path(model), settings, kv_store)
         super().__init__(settings, loaded, check)
         vocab_size, eos = self.model_config.vocab_size, self.model_config.eos_token_ids

@@ -109,6 +109,7 @@ class Settings:
             raise SettingsError("num_blocks and kv_cache_bytes: each sets the other; give one")
         for name in (
             "enable_forks", "enable_sessions", "enable_in_reasoning", "enable_async_kv_loads",
+            "disable_hybrid_kv_cache_manager",
         ):  # fmt: skip
             if type(getattr(self, name)) is not bool:
                 raise SettingsError(f"{name} = {getattr(self, name)!r}: must be a bool")
@@ -118,7 +119,10 @@ class Settings:
             known = ", ".join(SCHEDULERS)
             raise SettingsError(f"scheduler = {self.scheduler!r}: must be one of {known}")
         modules = self.lora_modules
-        if not isinstance(modules, Mapping) or not all(isinstance(n, str) and n for n in modules):
+        if not isinstance(modules, Mapping) or not all(
+            isinstance(name, str) and name and isinstance(folder, str | Path)
+            for name, folder in modules.items()
+        ):
             raise SettingsError(
                 f"lora_modules = {modules!r}: must be a mapping of names to folders"
             )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import RLock
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -34,6 +34,7 @@ class StoreError(EngineError):
     """The store cannot be reached. Its content may be available again later."""
 
 
+@runtime_checkable
 class KVStore(Protocol):
     """A store in which engines save KV, and from which they load it.
 
