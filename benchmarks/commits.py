@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program, write_program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine

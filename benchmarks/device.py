@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from blockstep.conformance.bench.measure import describe_machine, garbage_collection
-from blockstep.conformance.bench.sides import open_side
+from blockstep.conformance.bench.timed_engines import open_side
 from blockstep.impl.device import layout
 from blockstep.impl.device.dims import count_gpu_lanes, make_dims
 from blockstep.impl.device.inbox import Inbox

@@ -33,6 +33,7 @@ PLACES = {
         "engine.py": "the capabilities that engines have",
         "command/generate.py": "an option of the model engine",
         "protocol/features.py": "the keys of blocks, of which the adapter is one",
+        "lockstep/quirks.py": "the modules with quirks, by feature",
         "recorded/stream.py": "the fields of vLLM's own messages",
     },
     "pins": {
@@ -40,7 +41,7 @@ PLACES = {
         "protocol/features.py": "the table",
         "protocol/program.py": "the events that a program may have, and their text",
         "protocol/codec.py": "the parts of a state that an engine may show",
-        "recorded/steps.py": "the fields of records of another simulator",
+        "recorded/step_records.py": "the fields of records of another simulator",
     },
     "tiers": {
         "engine.py": "the capabilities that engines have",
@@ -69,7 +70,7 @@ FILES_MAX = {
 """How many files of the specification, the engines and the tools name a feature, adapters of other
 engines left out: `max_loras` for the cap, since the model engine has adapters without a cap. May
 only fall; the aims, 20, 35 and 15, are reached. One of the 34 names no pin:
-`impl/engine/transfer.py` calls `pin_memory`."""
+`impl/engine/host_to_device.py` calls `pin_memory`."""
 
 
 def list_files(*folders: Path) -> list[Path]:

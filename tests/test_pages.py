@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from blockstep.conformance.command.main import app
 from blockstep.conformance.report.verdict import TITLE, verdict_text
 from blockstep.conformance.search.check import CheckResult
-from blockstep.conformance.search.floor import release_canary
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.verdict_requirements import run_canary
 
 HOUSE = Path(__file__).parent.parent
 PAGES = {
@@ -191,7 +191,7 @@ def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_tutorial_shows_what_a_run_ends_with() -> None:
     page = PAGES["docs/tutorial/first-run.md"]
-    canary = release_canary(CheckOptions())
+    canary = run_canary(CheckOptions())
     result = CheckResult(CheckOptions(), num_events=1, seconds=1.0, canary_killed_after=canary)
     told = verdict_text(result).splitlines()
     (shown,) = re.findall(r"```text\n(conforms: \.\.\. events.*?)```", page, re.DOTALL)

@@ -26,10 +26,10 @@ from blockstep.conformance.engine import Capability, EngineTraits, Safety
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.prove.changes import CannotPlantError, plant
+from blockstep.conformance.prove.counterexamples import Arguments
 from blockstep.conformance.prove.law import Law
 from blockstep.conformance.prove.laws import LAWS
 from blockstep.conformance.prove.mutants import draw_points, fails
-from blockstep.conformance.prove.smallest import Arguments
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.vocabulary import Config

@@ -27,8 +27,8 @@ from blockstep.conformance.judge.pairs import (
     list_of_config,
     name_pair,
 )
+from blockstep.conformance.protocol.feature_selection import FeatureSelection, make_wish
 from blockstep.conformance.protocol.features import BY_NAME, UsageError
-from blockstep.conformance.protocol.wishes import Wish, make_wish
 
 DRAWS_MAX = 60
 """Runs, at most, until two features that were both asked for are drawn together."""
@@ -84,7 +84,7 @@ def test_what_nobody_has_is_not_expected() -> None:
     assert "drafts+forks" in legal
 
 
-def draws_both(one: str, other: str, wish: Wish, index: int) -> bool:
+def draws_both(one: str, other: str, wish: FeatureSelection, index: int) -> bool:
     """Whether a run is drawn in which a request can have both features at once."""
     draw = SeededDraw(f"pairs/{one}/{other}/{index}")
     swarm = draw_swarm(SMALL, draw, wish=wish)

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.conformance.search.arms import ARMS, compare_arms, usable_arms
+from blockstep.conformance.search.metamorphic import ARMS, compare_pair, usable_pairs
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec import vocabulary as v
 
 
 @pytest.mark.parametrize("engine", ["host", "spec"])
 def test_a_clean_engine_answers_alike_in_every_arm(engine: str) -> None:
-    result = compare_arms(CheckOptions(seed=1), load_engine(engine), 40)
+    result = compare_pair(CheckOptions(seed=1), load_engine(engine), 40)
     assert result.contrast is None
     assert set(result.num_compared) == {arm.name for arm in ARMS}
     assert min(result.num_compared.values()) > 50
@@ -48,7 +48,7 @@ class Listening(load_engine("host")):  # type: ignore[misc]
 )
 def test_what_requests_bring_is_brought_in_every_arm(feature: str, event: str) -> None:
     Listening.taken.clear()
-    result = compare_arms(CheckOptions(with_features=(feature,)), Listening, 16)
+    result = compare_pair(CheckOptions(with_features=(feature,)), Listening, 16)
     assert (result.contrast, result.fault, result.num_endless) == (None, None, 0)
     assert min(result.num_compared.values()) > 30
     assert Listening.taken[event] > 100
@@ -67,7 +67,7 @@ class ForgetsChunks(load_engine("host")):  # type: ignore[misc]
 
 
 def test_a_session_that_goes_on_otherwise_makes_two_arms_differ() -> None:
-    result = compare_arms(CheckOptions(with_features=("sessions",)), ForgetsChunks, 60)
+    result = compare_pair(CheckOptions(with_features=("sessions",)), ForgetsChunks, 60)
     assert result.contrast is not None
     assert result.contrast.arm == "caching"
     assert any(request.resumable for request in result.contrast.requests)
@@ -82,7 +82,7 @@ def test_a_session_that_goes_on_otherwise_makes_two_arms_differ() -> None:
     ],
 )
 def test_a_planted_defect_makes_two_arms_differ(exhibit: str, arms: set[str]) -> None:
-    result = compare_arms(CheckOptions(), load_engine(f"museum:{exhibit}"), 300)
+    result = compare_pair(CheckOptions(), load_engine(f"museum:{exhibit}"), 300)
     assert result.contrast is not None
     assert result.contrast.arm in arms
     assert result.contrast.plain != result.contrast.other
@@ -94,10 +94,10 @@ def test_what_an_engine_cannot_do_is_no_arm() -> None:
         def capabilities(self) -> frozenset[str]:
             return super().capabilities() - {"async", "drafts", "pipeline"}
 
-    arms, not_tried = usable_arms(Plain)
+    arms, not_tried = usable_pairs(Plain)
     assert not_tried == ("drafts", "async", "pipeline")
     assert [arm.name for arm in arms] == ["caching", "pool", "chunks"]
-    assert compare_arms(CheckOptions(), Plain, 5).contrast is None
+    assert compare_pair(CheckOptions(), Plain, 5).contrast is None
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_an_engine_cannot_do_is_no_arm() -> None:
     ],
 )
 def test_an_engine_that_is_not_exact_answers_alike(engine: str) -> None:
-    result = compare_arms(CheckOptions(seed=2), load_engine(engine), 12)
+    result = compare_pair(CheckOptions(seed=2), load_engine(engine), 12)
     assert (result.contrast, result.fault, result.num_endless) == (None, None, 0)
     if "toys" in engine:
         assert result.not_tried == ("drafts", "async", "pipeline")
@@ -180,7 +180,7 @@ def test_answers_that_never_end_are_compared_with_nothing() -> None:
 
 
 def test_every_arm_makes_a_valid_config() -> None:
-    from blockstep.conformance.search.arms import draw_workload
+    from blockstep.conformance.search.metamorphic import draw_workload
 
     for episode in range(50):
         swarm, _ = draw_workload(CheckOptions(), episode, SpecEngine)

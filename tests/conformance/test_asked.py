@@ -9,10 +9,10 @@ from itertools import product
 import pytest
 
 from blockstep.conformance.judge.checks import CHECKS_OF, Asked, find_absent
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import Sentence
-from blockstep.conformance.judge.properties.sentence import judge as judge_all
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
+from blockstep.conformance.judge.properties.property_check import PropertyCheck
+from blockstep.conformance.judge.properties.property_check import judge as judge_all
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.findings import Finding
@@ -27,13 +27,13 @@ SPARED = {found.sentence for checks in CHECKS_OF.values() for found in checks if
 def test_who_is_not_asked_has_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     spared: Counter[str] = Counter()
 
-    def judge(sentences: Iterable[Sentence], step: Step, ledger: Ledger) -> list[Finding]:
+    def judge(sentences: Iterable[PropertyCheck], step: Step, history: History) -> list[Finding]:
         asked, is_refused = tuple(sentences), isinstance(step.observation, v.Rejected)
         for found in CHECKS_OF[v.Rejected if is_refused else type(step.event)]:
-            if found not in asked and found.needs not in ledger.lacked:
-                assert found(step, ledger) == []
+            if found not in asked and found.needs not in history.lacked:
+                assert found(step, history) == []
                 spared[found.sentence] += 1
-        return judge_all(asked, step, ledger)
+        return judge_all(asked, step, history)
 
     monkeypatch.setattr("blockstep.conformance.judge.checks.judge", judge)
     monkeypatch.setattr(LockStep, "_choose_asked", lambda *_: Asked.ALL)

@@ -27,10 +27,10 @@ from blockstep.conformance.bench.measure import (
 from blockstep.conformance.bench.profile import name_function, profile, to_lines
 from blockstep.conformance.bench.report import get_ratio, make_markdown, make_rows, to_json
 from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
-from blockstep.conformance.bench.sides import (
+from blockstep.conformance.bench.timed_engines import (
     ArraySide,
     NotEqualError,
-    Side,
+    TimedEngine,
     find_obstacle,
     open_side,
     split,
@@ -223,7 +223,7 @@ def test_sides_that_decide_differently_are_not_compared() -> None:
 def test_an_engine_is_asked_for_arrays_if_it_has_them() -> None:
     config = SCENARIOS["decode"].get_config(1)
     assert type(open_side("host", config)) is ArraySide
-    assert type(open_side(SIDES[-1], config)) is Side
+    assert type(open_side(SIDES[-1], config)) is TimedEngine
 
 
 def entry_of(size: int, microseconds: float) -> Measurement:

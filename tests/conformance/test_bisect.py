@@ -175,5 +175,5 @@ def test_what_a_commit_is_follows_from_the_sentence_that_fails() -> None:
     assert mark(None, num_events=0) is Mark.SKIP
     assert mark(violated("P1", "every_block_is_free_or_held", "3 and 4")) is Mark.BAD
     assert mark(violated("P1", "pool_keeps_its_size", "1 and 2")) is Mark.SKIP
-    lost = Finding(FindingKind.FAULT, "", "engine_answers_every_call", "hangs")
+    lost = Finding(FindingKind.FAULT, "", "engine_returns_from_every_call", "hangs")
     assert mark(lost, loss=Loss("hangs")) is Mark.SKIP

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Answer, Hostile, Mask, Program, Propose
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v

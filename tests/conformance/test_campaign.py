@@ -38,7 +38,7 @@ from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.search import digging
+from blockstep.conformance.search import hunt_jobs
 from blockstep.conformance.search.call import Call, call_here
 from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.isolation import HarnessError, LostError
@@ -248,7 +248,7 @@ def test_what_is_read_back_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_units_go_where_goals_are_rare(tmp_path: Path) -> None:
     plan = read_plan(write_plan(tmp_path))
-    facts = replace(digging.UNKNOWN.facts, equivalence="exact")
+    facts = replace(hunt_jobs.UNKNOWN.facts, equivalence="exact")
     totals = steering.start_totals(plan)
     for target in totals.targets:
         target.look = Look(facts, "", 1, {}, ())
@@ -361,17 +361,17 @@ def test_a_crash_counts_if_it_happens_again(tmp_path: Path) -> None:
 
 def test_findings_with_the_same_causes_are_one_defect(tmp_path: Path) -> None:
     plan = read_plan(write_plan(tmp_path))
-    profile = Profile("late", frozenset({Quirk("resets_are_told_late")}))
+    profile = Profile("late", frozenset({Quirk("reset_event_is_late")}))
     config = Config(num_blocks=2, block_size=1, enable_kv_cache_events=True)
     programs = [Program(config, actions) for actions in ((Reset(),), (Schedule(), Reset()))]
     options = plan.make_options(plan.cells[0])
     founds = []
     for program in programs:
         call = call_here(lambda config: SpecEngine(config, profile))
-        dug = call(digging.dig_program, options, None, (), program)
-        assert isinstance(dug, digging.Dug)
+        dug = call(hunt_jobs.dig_program, options, None, (), program)
+        assert isinstance(dug, hunt_jobs.FailureAnalysis)
         causes = call(play.name_causes, options, program)
-        assert causes == ("quirk:resets_are_told_late",)
+        assert causes == ("quirk:reset_event_is_late",)
         found = play.make_found("a", "b", describe(options, dug), program, causes)
         founds += [found, replace_struct(found, digest="0", causes=())]
     named, unnamed = summary._gather(plan, founds)

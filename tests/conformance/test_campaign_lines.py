@@ -18,10 +18,10 @@ from blockstep.conformance.campaign.lines import LineWatch
 from blockstep.conformance.campaign.plan import read_plan
 from blockstep.conformance.campaign.records import Look, Past, Round, UnitResult
 from blockstep.conformance.campaign.summary import summarize, summary_to_json
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.report.campaign import render_campaign, render_page
-from blockstep.conformance.search import digging
+from blockstep.conformance.search import hunt_jobs
 from blockstep.conformance.search.options import load
 from blockstep.spec.profiles import STRICT
 
@@ -203,7 +203,7 @@ def test_a_campaign_counts_and_shows_lines(tmp_path: Path) -> None:
 def test_units_go_where_lines_are_rare(tmp_path: Path) -> None:
     plan = read_plan(write_plan(tmp_path, "plain_engine"))
     totals = steering.start_totals(plan)
-    totals.targets[0].look = Look(digging.UNKNOWN.facts, "", 1, {}, ())
+    totals.targets[0].look = Look(hunt_jobs.UNKNOWN.facts, "", 1, {}, ())
     totals.targets[0].lines = {"m:1": 99}
     units = steering.open_round(plan, totals, None, 0.0).units
     result = UnitResult(4, 10, lines={"m:1": 1, "m:2": 1}, kept={"m:2": "digest"})

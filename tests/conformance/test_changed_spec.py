@@ -23,9 +23,9 @@ from blockstep.spec.core.work import Step
 from blockstep.spec.features.groups.hits import get_joint_hit
 from blockstep.spec.features.groups.kinds import skip_before_window
 from blockstep.spec.features.identity import name_content
-from blockstep.spec.features.kv_transfer import process_trial
+from blockstep.spec.features.kv_transfer import process_admission_attempt
 from blockstep.spec.features.resets import process_reset
-from blockstep.spec.releases.order import self_victim_lets_others_run
+from blockstep.spec.releases.policy_order import step_continues_after_self_preemption
 from blockstep.spec.releases.quirk import Change
 from blockstep.spec.snapshots import get_snapshot
 from blockstep.spec.transition import transition
@@ -79,7 +79,7 @@ STORE = v.Config(num_blocks=12, block_size=2, kv_connector=True)
         pytest.param(find_hit, GROUPED, id="replaced by a feature"),
         pytest.param(get_joint_hit, GROUPED, id="in the place of another"),
         pytest.param(skip_before_window, GROUPED, id="in a table"),
-        pytest.param(process_trial, STORE, id="calls what it replaces"),
+        pytest.param(process_admission_attempt, STORE, id="calls what it replaces"),
         pytest.param(Step.add, CONFIG, id="a method"),
     ],
 )
@@ -146,11 +146,11 @@ def test_a_replacement_within_a_call_counts_as_well() -> None:
 
 def test_the_change_of_a_quirk_is_one() -> None:
     config = v.Config(num_blocks=5, block_size=1, policy=v.Policy.PRIORITY)
-    rules = link(self_victim_lets_others_run, config).rules
+    rules = link(step_continues_after_self_preemption, config).rules
     assert rules.changes == {
-        f"{self_victim_lets_others_run.__module__}.{self_victim_lets_others_run.__name__}"
+        f"{step_continues_after_self_preemption.__module__}.{step_continues_after_self_preemption.__name__}"
     }
-    assert make_engine(self_victim_lets_others_run, config).schedule() == v.Plan(0)
+    assert make_engine(step_continues_after_self_preemption, config).schedule() == v.Plan(0)
 
 
 def free_nothing(rules: Rules, _config: v.Config) -> Rules:

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from blockstep.conformance.prove import changes as c
+from blockstep.conformance.prove import changes
 from blockstep.conformance.prove.laws import LAWS
 from blockstep.conformance.prove.mutants import find_subjects, try_mutants
-from blockstep.spec.core import block_pool as pool
+from blockstep.spec.core import block_pool
 
 
 def list_new(body: str) -> list[str]:
     text = f"def f(a, b):\n    {body}\n"
-    return [one.new for one in c.find_changes(text)]
+    return [one.new for one in changes.find_changes(text)]
 
 
 @pytest.mark.parametrize(
@@ -52,43 +52,43 @@ def test_the_changes_of_a_statement(body: str, new: list[str]) -> None:
 
 def test_annotations_defaults_decorators_and_values_of_modules_stay() -> None:
     text = 'A = 1\n\n@g(1)\ndef f(a: "1 + 1" = 1) -> 1 + 1:\n    """1 + 1"""\n    b: 1 + 1 = a\n'
-    assert not c.find_changes(text)
+    assert not changes.find_changes(text)
 
 
 @pytest.mark.parametrize("mark", ["# no-mutate", "# no-mutate:", "# no-mutate word: why"])
 def test_a_mark_needs_a_reason(mark: str) -> None:
     with pytest.raises(ValueError, match="line 1: a mark is"):
-        c.find_marks(f"a = 1  {mark}\n")
+        changes.find_marks(f"a = 1  {mark}\n")
 
 
 def test_a_change_has_a_place_and_is_shown_in_its_line() -> None:
     text = "class A:\n    def f(self, a):\n        def g():\n            return a == 'é' != 1\n"
-    (*_, last) = c.find_changes(text)
+    (*_, last) = changes.find_changes(text)
     assert (last.function, last.kind, last.lines) == ("A.f", "constant", (4, 4))
     assert last.show(text) == "return a == 'é' != {1 => 2}"
     assert last.apply(text) == text.replace("1", "2")
 
 
 def test_a_change_is_made_in_every_function_that_runs_the_code_and_undone() -> None:
-    file = pool.__file__
+    file = block_pool.__file__
     text = Path(file).read_text(encoding="utf-8")
-    kept = pool.count_free
+    kept = block_pool.count_free
     (change,) = (
         one
-        for one in c.find_changes(text)
+        for one in changes.find_changes(text)
         if one.function == "count_free" and one.kind == "comparison"
     )
-    one = pool.create_pool(4)
+    one = block_pool.create_pool(4)
     assert kept(one, (1, 2)) == 2
-    with c.planted(change, text, file):
+    with changes.planted(change, text, file):
         assert kept(one, (1, 2)) == 0
     assert kept(one, (1, 2)) == 2
 
 
 def test_a_function_that_nothing_runs_cannot_be_changed() -> None:
     text = "def no_such_function(a):\n    return a + 1\n"
-    with pytest.raises(c.CannotPlantError, match="no_such_function"):
-        c.plant(c.find_changes(text)[0], text, pool.__file__)
+    with pytest.raises(changes.CannotPlantError, match="no_such_function"):
+        changes.plant(changes.find_changes(text)[0], text, block_pool.__file__)
 
 
 def test_a_law_is_about_the_functions_that_it_calls() -> None:

@@ -15,7 +15,7 @@ from blockstep.conformance.draw.actions import SeededDraw
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.draw.swarms import draw_config
 from blockstep.conformance.engine import ALL_CAPABILITIES, EngineTraits
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Drain, Program
@@ -23,8 +23,13 @@ from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.search.check import InProcess, check, search
 from blockstep.conformance.search.episodes import EpisodeResult, play_episode, run_episode
-from blockstep.conformance.search.floor import Facts, look, release_canary, required_witnesses
 from blockstep.conformance.search.options import CheckOptions, ExitCode, find_profile, load
+from blockstep.conformance.search.verdict_requirements import (
+    EngineFacts,
+    read_engine_facts,
+    required_goals,
+    run_canary,
+)
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import get_profile
 
@@ -99,8 +104,8 @@ class Idle(SpecEngine):
 
 
 class PlaceOfTheIdle(InProcess):
-    def look(self, options: CheckOptions) -> Facts:
-        return look(options, Idle)
+    def read_engine_facts(self, options: CheckOptions) -> EngineFacts:
+        return read_engine_facts(options, Idle)
 
     def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
         assert start < 10_000, "it never ends"
@@ -115,7 +120,7 @@ def test_an_engine_that_takes_nothing_gets_no_verdict_and_an_end() -> None:
 
 
 def test_the_canary_dies() -> None:
-    events = release_canary(CheckOptions(engine="host", seed=3))
+    events = run_canary(CheckOptions(engine="host", seed=3))
     assert events is not None
     assert 0 < events < 5000
 
@@ -283,7 +288,7 @@ def test_an_engine_may_narrow_a_check_and_the_report_says_so() -> None:
     assert result.first is None
     assert result.options.max_depth == 2
     assert result.skipped.keys() == {"a known defect"}
-    required = required_witnesses(result.options)
+    required = required_goals(result.options)
     missing = [name for name in required if not result.witnesses[name]]
     unreachable = {"skip_ahead", "dropped_token_runs_again"}  # by its traits, and for want of one
     assert result.missing == tuple(name for name in missing if name not in unreachable)
@@ -308,7 +313,7 @@ class Released(SpecEngine):
     ],
 )
 def test_the_profile_of_another_release_is_noted(profile: str, is_other: bool) -> None:
-    notes = look(CheckOptions(profile=profile), Released).notes
+    notes = read_engine_facts(CheckOptions(profile=profile), Released).notes
     note = (
         "the engine is release 0.19.1, and the profile that of another release: "
         "decisions that differ between them fail here; use --profile vllm-0.19.1"

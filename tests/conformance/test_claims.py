@@ -19,23 +19,23 @@ from blockstep.conformance.engine import (
     Safety,
     SamePlans,
 )
-from blockstep.conformance.judge.witnesses import WITNESSES
-from blockstep.conformance.judge.witnesses.answers import ANSWERED
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.judge.coverage_goals import WITNESSES
+from blockstep.conformance.judge.coverage_goals.answers import ANSWERED
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.features import BY_NAME, FEATURES
 from blockstep.conformance.protocol.program import Action, Answer, Program, Propose
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.verdict import list_unasked, verdict_word
 from blockstep.conformance.search.check import check
-from blockstep.conformance.search.claims import (
+from blockstep.conformance.search.episodes import fit_depth, run_episode
+from blockstep.conformance.search.feature_probe import (
     OWED_AT_SAFETY,
     STOPS,
-    find_declined,
-    find_unmet,
+    find_declined_features,
+    find_unreachable_goals,
 )
-from blockstep.conformance.search.episodes import fit_depth, run_episode
-from blockstep.conformance.search.floor import look, missing_witnesses
 from blockstep.conformance.search.options import CheckOptions, ExitCode
+from blockstep.conformance.search.verdict_requirements import missing_goals, read_engine_facts
 from blockstep.spec.vocabulary import (
     Abort,
     Config,
@@ -65,7 +65,7 @@ def owed(
     traits = EngineTraits(equivalence=scope, out_of_reach=frozenset(out_of_reach))
     make_engine = make_lacking(SpecEngine, lacks, traits)
     options = fit_depth(CheckOptions(), make_engine)
-    return set(missing_witnesses({}, options, look(options, make_engine)))
+    return set(missing_goals({}, options, read_engine_facts(options, make_engine)))
 
 
 def test_whoever_can_do_all_owes_all() -> None:
@@ -87,10 +87,10 @@ TAKEN_ALONG = {
 def test_what_an_adapter_takes_out_of_what_it_is_given_it_declines(name: str) -> None:
     feature = BY_NAME[name]
     scope = Safety(feature.take_from, lambda request, _config: feature.take_from(request))
-    declined = find_declined(scope)
+    declined = find_declined_features(scope)
     assert name in declined
     assert declined <= {name, *TAKEN_ALONG.get(name, ())}
-    assert find_declined(Safety()) == frozenset()
+    assert find_declined_features(Safety()) == frozenset()
 
 
 def test_every_feature_that_is_asked_for_has_an_example() -> None:
@@ -179,7 +179,7 @@ def test_a_field_that_is_taken_out_is_owed_at_no_equivalence(
         traits = EngineTraits(equivalence=scope(fit_request=fit_request))
         engine = make_lacking(SpecEngine, (), traits)
         options = CheckOptions(with_features=("encoder",) if field == "items" else ())
-        owed.append(set(missing_witnesses({}, options, look(options, engine))))
+        owed.append(set(missing_goals({}, options, read_engine_facts(options, engine))))
     assert owed[0] - owed[1] == {it for it in owed[0] if it.startswith(beginnings or "-")}
     assert bool(owed[0] - owed[1]) is bool(beginnings) or field == "is_last_step"
 
@@ -195,7 +195,9 @@ def test_a_field_that_is_taken_out_where_the_config_has_no_use_for_it_is_owed(fi
         return request if uses[field] else replace(request, **{field: getattr(PLAIN, field)})
 
     scope = Renamed(fit_request=drop)
-    assert find_unmet(scope, frozenset()) == find_unmet(Renamed(), frozenset())
+    assert find_unreachable_goals(scope, frozenset()) == find_unreachable_goals(
+        Renamed(), frozenset()
+    )
 
 
 def test_where_nobody_is_preempted_nobody_returns() -> None:

@@ -71,7 +71,7 @@ ENGINES = """
 import os, signal, time
 from dataclasses import replace
 from blockstep.conformance.engine import EngineTraits
-from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.judge.coverage_goals import WITNESSES
 from blockstep.conformance.search import episodes
 from blockstep.conformance.lockstep.canary import CanaryEngine
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -288,7 +288,7 @@ def test_record_validate_explain(tmp_path: Path) -> None:
     ("command", "first", "entry"),
     [
         ("museum", "pool", "zombie-key"),
-        ("quirks", "memory", "victim_without_a_row_shifts_the_next"),
+        ("quirks", "block_pool", "victim_without_a_row_skips_a_request"),
         ("properties", "P1", "pool_keeps_its_size"),
     ],
 )

@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 from play_support.altered import alter, alter_each
 
-from blockstep.conformance.lockstep.plans import NOT_COMPARED as NOT_IN_A_PLAN
-from blockstep.conformance.lockstep.plans import only_plan
+from blockstep.conformance.lockstep.plan_equivalence import NOT_COMPARED as NOT_IN_A_PLAN
+from blockstep.conformance.lockstep.plan_equivalence import only_plan
 from blockstep.conformance.protocol.compare import (
     NOT_COMPARED,
     describe_block,

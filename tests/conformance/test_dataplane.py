@@ -18,7 +18,12 @@ from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.judge.dataplane import HOST, DataPlaneWorker, OnKernels, memory
 from blockstep.conformance.judge.dataplane.faults import FAULTS
-from blockstep.conformance.judge.worker.names import BEFORE_RESET, GARBLED, NEVER_WRITTEN, SPOILED
+from blockstep.conformance.judge.worker.prefix_names import (
+    BEFORE_RESET,
+    GARBLED,
+    NEVER_WRITTEN,
+    SPOILED,
+)
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions
@@ -31,7 +36,7 @@ NAMES = [0, 1, 5, BEFORE_RESET, SPOILED, 300, 70_000, NEVER_WRITTEN, 12_345_678]
 TOKENS, SLOT, MOVED, ATTENTION = (
     "step_runs_the_tokens_of_the_plan",
     "slot_holds_what_the_plan_writes",
-    "moved_block_is_the_one_meant",
+    "copied_block_arrives_unchanged",
     "attention_reads_the_slots_of_the_block_table",
 )
 SEEN_BY = {

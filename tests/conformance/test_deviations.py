@@ -9,19 +9,19 @@ from typing import Any, ClassVar
 import pytest
 
 from blockstep.conformance.engine import BadEngineError, Deviation, EngineTraits, Safety, get_traits
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.report.finding_text import tell_stale
 from blockstep.conformance.report.hunt import render_hunt
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import verdict_text
-from blockstep.conformance.report.wording import tell_stale
 from blockstep.conformance.search.call import call_here
 from blockstep.conformance.search.check import check
-from blockstep.conformance.search.floor import look
 from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.isolation import Isolation
 from blockstep.conformance.search.options import CheckOptions, ExitCode
+from blockstep.conformance.search.verdict_requirements import read_engine_facts
 from blockstep.spec import vocabulary as v
 
 CONFIG = v.Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
@@ -32,7 +32,7 @@ MISCOUNTS = Deviation(
     "it tells clients of one cached token too many",
     SHOWN,
     fields=("rows * num_cached_tokens",),
-    sentences=("told_cached_tokens_are_those_of_the_first_hit",),
+    sentences=("reported_cached_tokens_are_of_the_first_hit",),
 )
 
 
@@ -241,4 +241,4 @@ def test_a_deviation_without_a_program_is_bad_input() -> None:
         traits = EngineTraits(deviations=(replace(MISCOUNTS, program=None),))
 
     with pytest.raises(BadEngineError, match="'miscounts_hits': its program must be a Program, no"):
-        look(CheckOptions(), Unshown)
+        read_engine_facts(CheckOptions(), Unshown)

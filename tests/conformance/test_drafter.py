@@ -7,7 +7,7 @@ from typing import Any
 from worker_support import A, cached, make_worker, said, started
 
 from blockstep.conformance.judge.worker import Worker
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec import vocabulary as v

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Answer, Program, Propose, describe
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.search.check import InProcess, check
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.profiles import STRICT
 
 CONFIG = v.Config(

@@ -16,8 +16,8 @@ from blockstep.conformance.draw.swarms import draw_swarm
 from blockstep.conformance.features.groups import FEATURE as GROUPS
 from blockstep.conformance.features.groups import PARTS, STATES, GroupsOfKind
 from blockstep.conformance.protocol.feature import settle_states, without_states
+from blockstep.conformance.protocol.feature_selection import FeatureSelection, make_wish
 from blockstep.conformance.protocol.features import CACHING, LATE, UsageError
-from blockstep.conformance.protocol.wishes import Wish, make_wish
 from blockstep.spec.core.slots import is_servable
 from blockstep.spec.features import get_config_rules
 from blockstep.spec.vocabulary import (
@@ -31,7 +31,7 @@ from blockstep.spec.vocabulary import (
 
 FULL, WINDOW, CHUNKS = GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL
 ALIGN = MambaCacheMode.ALIGN
-ALWAYS = Wish(always=frozenset({GROUPS.name}))
+ALWAYS = FeatureSelection(always=frozenset({GROUPS.name}))
 
 
 def draw_some(preset: str, count: int = 150) -> list[Swarm]:
@@ -102,7 +102,7 @@ def test_all_that_may_differ_between_groups_does() -> None:
     assert min(seen.values()) >= 10, seen
 
 
-def find_share(wish: Wish, count: int = 400) -> Counter[str]:
+def find_share(wish: FeatureSelection, count: int = 400) -> Counter[str]:
     """Of a thousand drawn configs, those with recurrent groups, and those with three kinds and a
     draft head."""
     seen: Counter[str] = Counter()
@@ -118,7 +118,7 @@ def find_share(wish: Wish, count: int = 400) -> Counter[str]:
 def test_mixes_of_three_kinds_with_a_head_are_no_rarity_where_groups_are_asked_for() -> None:
     """A hit gives back a block in each kind: what is decided there comes up nowhere else."""
     assert find_share(ALWAYS)["three kinds with a head"] > 100
-    assert find_share(Wish())["states"] > 40
+    assert find_share(FeatureSelection())["states"] > 40
 
 
 @pytest.mark.parametrize(

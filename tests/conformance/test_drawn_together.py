@@ -9,7 +9,7 @@ import pytest
 from episodes_support import play_episodes
 
 from blockstep.conformance.engine import EngineFactory
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Answer, Program, Report
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine

@@ -9,7 +9,7 @@ import pytest
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Declining
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import (
     Answer,
@@ -338,7 +338,7 @@ def test_hints_are_compared_of_an_engine_that_claims_them(has: bool) -> None:
 
 def test_a_run_goes_on_behind_a_quirk_and_counts_what_it_reached() -> None:
     """A reset drops tokens that the worker has sampled; it follows the plan that says so."""
-    quirks = {Quirk.RESET_DROPS_TOKENS, Quirk.RESET_NAMES_ITS_VICTIMS}
+    quirks = {Quirk.RESET_DROPS_TOKENS, Quirk.NEXT_PLAN_NAMES_VICTIMS_OF_A_RESET}
     profile = Profile("dropping", frozenset(quirks))
     program = Program(
         Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=True),

@@ -26,11 +26,11 @@ from blockstep.conformance.engine import (
     SamePlans,
     get_traits,
 )
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Answer, Drain, Mask, Program
-from blockstep.conformance.search.arms import compare_arms
-from blockstep.conformance.search.floor import look, missing_witnesses
+from blockstep.conformance.search.metamorphic import compare_pair
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.verdict_requirements import missing_goals, read_engine_facts
 from blockstep.spec import vocabulary as v
 
 PRESETS = (TINY.name, SMALL.name)
@@ -155,12 +155,12 @@ def test_what_was_dropped_is_in_flight_for_no_other_purpose(program: Program) ->
 
 def test_a_check_of_such_an_engine_must_have_met_it() -> None:
     options = CheckOptions("mine", preset=SMALL.name)
-    assert GOAL in missing_witnesses({}, options, look(options, DropsInFlight))
-    assert GOAL not in missing_witnesses({}, options, look(options, AtSafety))
+    assert GOAL in missing_goals({}, options, read_engine_facts(options, DropsInFlight))
+    assert GOAL not in missing_goals({}, options, read_engine_facts(options, AtSafety))
 
 
 def test_arms_of_such_an_engine_agree() -> None:
-    result = compare_arms(CheckOptions(seed=2), DropsInFlight, 12)
+    result = compare_pair(CheckOptions(seed=2), DropsInFlight, 12)
     assert (result.contrast, result.fault, result.num_endless) == (None, None, 0)
 
 

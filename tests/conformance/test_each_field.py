@@ -18,7 +18,7 @@ from play_support.changed import (
     make_page,
 )
 
-from blockstep.conformance.lockstep.plans import NOT_COMPARED as NOT_IN_A_PLAN
+from blockstep.conformance.lockstep.plan_equivalence import NOT_COMPARED as NOT_IN_A_PLAN
 from blockstep.conformance.protocol.features import FEATURES
 from blockstep.spec import vocabulary as v
 

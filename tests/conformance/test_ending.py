@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from blockstep.conformance.command import ending
+from blockstep.conformance.command import signals
 from blockstep.conformance.protocol.program_file import read_program
 
 SECONDS_MAX = 5.0
@@ -269,9 +269,9 @@ def test_a_command_that_fails_by_itself_is_no_violation(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What nobody expects is shown with its traceback, and ends with the code of the harness."""
-    monkeypatch.setattr(ending, "_listen", lambda: None)
+    monkeypatch.setattr(signals, "_listen", lambda: None)
     with pytest.raises(SystemExit) as ended:
-        ending.run(lambda: 1 // 0)
+        signals.run(lambda: 1 // 0)
     assert ended.value.code == 5
     said = capsys.readouterr().err
     assert said.startswith("Traceback")

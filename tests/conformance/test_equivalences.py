@@ -42,19 +42,19 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.judge.checks import CHECKS_OF, RENAMED_CHECKS
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.museum.pool import forward_frees
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.renaming import TablePairs, rename_snapshot
-from blockstep.conformance.report.wording import render_finding
+from blockstep.conformance.report.finding_text import render_finding
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import fit_depth
-from blockstep.conformance.search.floor import CANARIES, release_canary
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.shrink import shrink
+from blockstep.conformance.search.verdict_requirements import CANARIES, run_canary
 from blockstep.spec import Config, Request, Schedule, Submit
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import SPARING, STRICT, Profile
@@ -252,7 +252,7 @@ def test_at_renamed_all_sentences_are_asked_but_those_that_quote_the_free_queue(
 
 def test_each_canary_is_caught() -> None:
     for name, canary in CANARIES.items():
-        assert release_canary(CheckOptions(), canary), name
+        assert run_canary(CheckOptions(), canary), name
 
 
 def test_a_check_whose_canary_lives_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

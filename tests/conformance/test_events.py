@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.features import UsageError
-from blockstep.conformance.protocol.lines import TraceError
+from blockstep.conformance.protocol.trace_lines import TraceError
 from blockstep.conformance.recorded.index import IndexJudge, ProcessIndex, load_index
 from blockstep.conformance.recorded.stream import (
     Batch,

@@ -15,19 +15,19 @@ from blockstep.conformance.command.main import app
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.engine import EQUIVALENCES, Capability
 from blockstep.conformance.judge.checks import ASKED_OF_ANSWERS, PROPERTIES
-from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.judge.coverage_goals import WITNESSES
 from blockstep.conformance.lockstep.score import Aspect
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import write_program
+from blockstep.conformance.report.check_texts import SENTENCES
 from blockstep.conformance.report.explain import explain_name, get_names, spec_rules
+from blockstep.conformance.report.finding_text import HEADLINES
 from blockstep.conformance.report.glossary import get_terms, parse_terms, read_page
-from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.conformance.report.vocabulary import SOURCES, cite, get_words, make_page
-from blockstep.conformance.report.wording import HEADLINES
-from blockstep.conformance.search.lookouts import LOOKOUTS
+from blockstep.conformance.search.watchpoints import WATCHPOINTS
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import PROFILES, QUIRKS
 
@@ -57,7 +57,7 @@ NAMES = (
     *HEADLINES.values(),
     *("exact", *(kind.name for kind in EQUIVALENCES)),
     *PRESETS,
-    *(lookout.name for lookout in LOOKOUTS),
+    *(watchpoint.name for watchpoint in WATCHPOINTS),
     *(name for term in get_terms() for name in term.names),
     *(name for name in v.__all__ if name != "EVENT_TYPES"),
 )
@@ -97,8 +97,8 @@ def test_every_sentence_of_the_judges_is_explained_and_nothing_else() -> None:
     said = {name for file in files for name in find_said(file.read_text())}
     assert len(said) > 30
     own = {check.sentence for entry in PROPERTIES for check in entry.checks}
-    missing = said - SENTENCES.keys() - own - {lookout.name for lookout in LOOKOUTS}
-    assert not missing, "say in report/sentences.py what these mean"
+    missing = said - SENTENCES.keys() - own - {watchpoint.name for watchpoint in WATCHPOINTS}
+    assert not missing, "say in report/check_texts.py what these mean"
     composed = {name for name in SENTENCES if name.startswith(("attended_slot_", "published_b"))}
     composed |= {f"{aspect}_agree" for aspect in Aspect}
     stale = SENTENCES.keys() - said - composed
@@ -117,7 +117,7 @@ def test_every_name_is_explained() -> None:
 def test_what_safety_asks_of_answers_is_said_to_be_asked() -> None:
     """By what its modules speak: seven sentences were said not to be asked at safety."""
     root = Path(blockstep.conformance.__file__).parent
-    files = [root / "judge/answers.py", root / "judge/told.py"]
+    files = [root / "judge/answers.py", root / "judge/reported.py"]
     files += sorted((root / "lockstep").glob("*.py"))
     files += sorted((root / "judge/worker").glob("*.py"))
     texts = [file.read_text() for file in files]
@@ -138,14 +138,14 @@ def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
         ("museum:leak-on-abort", "shown by: blockstep check --engine museum:leak-on-abort"),
         ("leak_on_abort", "breaks: P1"),
         ("LEAK ON ABORT", "an aborted request keeps its blocks"),
-        ("nothing_reserved", "shown by: 3 blocks of 1 are free"),
+        ("no_full_isl_reserve", "shown by: 3 blocks of 1 are free"),
         (
             "attended_slot_was_written",
             "check attended_slot_was_written (P4 publish after write)",
         ),
         ("queues_keep_their_order", "not checked at safety: it fixes a policy: the order of"),
         ("new_row_is_new", "check new_row_is_new"),
-        ("ended_are_kept_for_the_next_plan", "there plan_tells_who_ended sees the same"),
+        ("finished_ids_wait_for_the_next_plan", "there plan_names_the_finished sees the same"),
         ("plan_stays_within_token_budget", "checked at safety, also for an engine that shows"),
         ("pool_keeps_its_size", "checked at safety for an engine that shows a state"),
         ("prefix_hit", "not reached without the feature: caching"),

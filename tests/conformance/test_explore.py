@@ -15,17 +15,21 @@ from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.explore.canonical import LEFT_OUT, Canonicaliser
-from blockstep.conformance.explore.copies import Copies
 from blockstep.conformance.explore.cycles import find_cycles, get_no_progress
-from blockstep.conformance.explore.probe import JUDGED_WITNESSES, get_ledger, get_moment
+from blockstep.conformance.explore.packing import Copies
 from blockstep.conformance.explore.shard import OUT_OF_NOTHING, Task
 from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN, list_worlds, tell_program
+from blockstep.conformance.explore.transition_checks import (
+    JUDGED_WITNESSES,
+    get_history,
+    get_moment,
+)
 from blockstep.conformance.explore.walk import LostShardError, _Processes, walk
 from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.features.tiers import worlds as tiers
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec import vocabulary as v
@@ -35,7 +39,7 @@ from blockstep.spec.core.state import State
 from blockstep.spec.features.encoder.cache import Encoder, Entry
 from blockstep.spec.features.kv_transfer.transfers import Load, Transfers
 from blockstep.spec.features.pins import Pins
-from blockstep.spec.features.structured_output.grammar import Stand
+from blockstep.spec.features.structured_output.grammar import GrammarState
 from blockstep.spec.profiles import (
     QUIRKS,
     Profile,
@@ -92,7 +96,7 @@ QUICK = (
 """Worlds of a second at most."""
 FORKING = tuple(name for name, world in WORLDS.items() if world.forks and name not in QUICK)
 KINDS = (
-    *(State, RequestState, Holding, Stand, Frame, FrameRow, Pool, Encoder, Entry),
+    *(State, RequestState, Holding, GrammarState, Frame, FrameRow, Pool, Encoder, Entry),
     *(Transfers, Load, v.KVLoad, v.HeldBlocks, v.DeferredFree, v.KVOffer, Pins, v.Pin),
 )
 """Of which a state is made."""
@@ -112,32 +116,32 @@ QUIRK_ROWS = {
 }
 UNSEEN = {
     Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
-    Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
+    Quirk.FORBIDDEN_DRAFT_UNMASKS_LATER_POSITIONS,
     *(story.quirk for story in ENCODER_STORIES),
-    Quirk.ONLY_THE_FIRST_GOES_BACK,
+    Quirk.INVALID_BLOCK_ROLLS_BACK_ONE_REQUEST,
     Quirk.BLOCKS_OF_LOADS_ARE_ZEROED,
-    Quirk.SESSIONS_WAIT_APART,
+    Quirk.SEPARATE_QUEUE_FOR_COMPUTED_REQUESTS,
 } - {
     Quirk.ITEMS_HELD_WITHOUT_A_ROW,
-    Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
-    Quirk.ROOM_BESIDE_GROWS,
+    Quirk.DRAFT_HEAD_STOPS_BEFORE_WHOLE_ITEMS,
+    Quirk.CROSS_ATTENTION_CACHE_OVERCOUNTS_FREE_SPACE,
 }
 """Quirks that no transition of a walk shows as wrong: what is zeroed, what a mask says, and what is
 there of an item or of a load is the worker's to judge; where an idle session waits only differs."""
 UNREACHED = {
-    Quirk.HEAD_LOOKS_BEHIND_ONCE,
-    Quirk.HEAD_CUTS_SHORT_WINDOWS_TWICE,
-    Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
-    Quirk.REFUSED_HAVE_NOTHING_IN_COMMON,
-    Quirk.REFUSED_SESSIONS_GIVE_BACK,
-    Quirk.SESSIONS_GO_BACK_BLINDLY,
-    Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,
-    Quirk.STATES_COME_BEFORE_ITEMS,
-    Quirk.RESTS_OF_ITEMS_ARE_SPLIT,
-    Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
-    Quirk.EMPTY_TRANSFERS_ARE_RESET,
+    Quirk.DRAFT_HEAD_BLOCK_IS_LOOKED_UP_ONCE,
+    Quirk.DRAFT_HEAD_CUTS_SHORT_WINDOWS_TWICE,
+    Quirk.COMMON_PREFIX_COUNTS_IDLE_SESSIONS,
+    Quirk.NO_COMMON_PREFIX_WHILE_BLOCKS_ARE_SHORT,
+    Quirk.REFUSED_SESSION_FREES_SKIPPED_BLOCKS,
+    Quirk.SESSION_KEEPS_BLOCKS_WITHOUT_CHECK,
+    Quirk.IDLE_SESSIONS_KEEP_RUNNING_SLOTS,
+    Quirk.CHUNK_IS_CUT_FOR_STATES_BEFORE_ITEMS,
+    Quirk.REMAINDER_OF_AN_ITEM_IS_SPLIT,
+    Quirk.LOADED_REQUEST_WAITS_BEHIND_THE_HEAD,
+    Quirk.RESET_IGNORES_TRANSFERS_WITHOUT_BLOCKS,
     Quirk.RESET_WITHOUT_A_STORE_SUCCEEDS,  # no world without a store resets one
-    Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,  # no world has reasoning in a session
+    Quirk.REASONING_END_IS_SEARCHED_IN_THE_NEXT_INPUT,  # no world has reasoning in a session
 }
 """Quirks that no world is small enough for, or that change a hint alone, of which no walk asks, or
 a reset, which no world has whose groups leave blocks out."""
@@ -282,7 +286,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "state", "reasoning_ended",
         "size", "entries", "freeable", "offered", "freed", "num_embeds",
         "holders",
-        "offers", "parked", "held", "is_unsettled", "is_received",
+        "offers", "parked", "held", "has_unconfirmed_kv", "is_received",
         "num_tokens", "is_async", "delays_free", "block_ids", "num_external_tokens", "block_tables",
         "is_recving", "is_sending",
         "pins", "now", "estimates", "job_id", "end",
@@ -382,10 +386,10 @@ def test_blocks_are_told_apart_by_what_they_carry_and_when_they_are_taken() -> N
 
 
 @pytest.mark.parametrize("name", ["endings", "gap", "guesses", "pipeline", "left", "overtaken"])
-def test_the_ledger_of_a_state_is_what_a_run_would_have_kept(name: str) -> None:
+def test_the_history_of_a_state_is_what_a_run_would_have_kept(name: str) -> None:
     """As far as a state tells: what is checked here is what the properties rely on."""
     world = WORLDS[name]
-    ledger, state = Ledger(world.config), initial_state(world.config)
+    history, state = History(world.config), initial_state(world.config)
     index = 0
     for turn in range(300):
         events = [e for e in get_events(world, state) if not isinstance(e, v.Submit) or turn % 3]
@@ -394,32 +398,32 @@ def test_the_ledger_of_a_state_is_what_a_run_would_have_kept(name: str) -> None:
         if isinstance(result, v.Rejected):
             continue
         before, after = get_snapshot(state), get_snapshot(result.state)
-        ledger.record(Step(world.config, 1, events[index], result.observation, before, after))
+        history.record(Step(world.config, 1, events[index], result.observation, before, after))
         state = result.state
-        read = get_ledger(state)
+        read = get_history(state)
         assert {n: (life.tokens, life.drafts) for n, life in read.lives.items()} == {
-            n: (life.tokens, life.drafts) for n, life in ledger.lives.items()
+            n: (life.tokens, life.drafts) for n, life in history.lives.items()
         }
         assert {n: life.num_cached_tokens for n, life in read.lives.items()} == {
-            n: life.num_cached_tokens for n, life in ledger.lives.items()
+            n: life.num_cached_tokens for n, life in history.lives.items()
         }
         assert {
             frame: [(row.request_id, row.drafts, row.samples) for row in rows]
             for frame, rows in read.frames.items()
         } == {
             frame: [(row.request_id, row.drafts, row.samples) for row in rows]
-            for frame, rows in ledger.frames.items()
+            for frame, rows in history.frames.items()
         }
         assert {n: life.admitted_in >= 0 for n, life in read.lives.items()} == {
-            n: life.admitted_in >= 0 for n, life in ledger.lives.items()
+            n: life.admitted_in >= 0 for n, life in history.lives.items()
         }
         waiting = [n for n, request in state.requests.items() if request.status is v.Status.WAITING]
         assert {n: read.lives[n].is_branch for n in waiting} == {
-            n: ledger.lives[n].is_branch for n in waiting
+            n: history.lives[n].is_branch for n in waiting
         }
-        assert read.promised == ledger.promised
-        assert read.ended == ledger.ended
-        assert read.scheduled == ledger.scheduled
+        assert read.promised == history.promised
+        assert read.ended == history.ended
+        assert read.scheduled == history.scheduled
 
 
 def test_a_quirk_is_found_with_its_property() -> None:
@@ -473,9 +477,10 @@ def test_two_that_preempt_each_other_for_ever_are_a_cycle() -> None:
 @pytest.mark.parametrize(
     ("world", "quirks", "kinds", "cycle", "num_held"),
     [
-        ("lacking", {Quirk.LOADED_KEEP_THEIR_BLOCKS},
+        ("lacking", {Quirk.LOADED_REQUEST_KEEPS_ITS_BLOCKS},
          "schedule, store, store, submit, submit, transfers, transfers", "schedule", [1, 1]),
-        ("lacking", {Quirk.LOADED_KEEP_THEIR_BLOCKS, Quirk.LOADED_WAIT_BEHIND_THE_HEAD},
+        ("lacking",
+         {Quirk.LOADED_REQUEST_KEEPS_ITS_BLOCKS, Quirk.LOADED_REQUEST_WAITS_BEHIND_THE_HEAD},
          "schedule, store, store, store, submit, submit, transfers", "schedule", [0, 1]),
         ("again", {Quirk.LAST_TOKEN_IS_LOADED}, "schedule, schedule, store, submit, transfers",
          "transfers, schedule", [1]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blockstep.conformance.lockstep.runs import get_start
+from blockstep.conformance.lockstep.start_run import get_start
 from blockstep.conformance.museum.trial import load_as_foreign
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Report

@@ -13,9 +13,14 @@ from blockstep.conformance.draw.view import View
 from blockstep.conformance.engine import ALL_CAPABILITIES, Capability
 from blockstep.conformance.features.groups import FEATURE as GROUPS
 from blockstep.conformance.judge.checks import PROPERTIES
-from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.judge.coverage_goals import WITNESSES
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE, Feature
+from blockstep.conformance.protocol.feature_selection import (
+    FeatureSelection,
+    make_wish,
+    parse_features,
+)
 from blockstep.conformance.protocol.features import (
     ASYNC,
     BY_NAME,
@@ -28,13 +33,12 @@ from blockstep.conformance.protocol.features import (
 )
 from blockstep.conformance.protocol.program import Action, Answer, Drain
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.conformance.protocol.wishes import Wish, make_wish, parse_features
 from blockstep.conformance.search.call import call_here
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import play_episode
-from blockstep.conformance.search.floor import look, require_wish
 from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.verdict_requirements import read_engine_facts, require_wish
 from blockstep.spec import vocabulary as v
 
 SIZES = {
@@ -83,7 +87,7 @@ def test_every_capability_is_of_one_row_or_says_how_to_compare() -> None:
     }
 
 
-def draw_some(wish: Wish, count: int = 40) -> list[tuple[v.Config, list[Action]]]:
+def draw_some(wish: FeatureSelection, count: int = 40) -> list[tuple[v.Config, list[Action]]]:
     """Configs and actions as they are drawn, the first of each run a request."""
     runs = []
     for index in range(count):
@@ -115,7 +119,7 @@ def is_in(feature: Feature, config: v.Config, actions: list[Action]) -> bool:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_nobody_wants_is_never_drawn(name: str) -> None:
     feature = BY_NAME[name]
-    runs = draw_some(Wish(never=frozenset({name})))
+    runs = draw_some(FeatureSelection(never=frozenset({name})))
     assert not any(is_in(feature, *run) for run in runs)
     assert all(v.config_problems(config) == () for config, _ in runs)
 
@@ -124,11 +128,11 @@ def test_what_nobody_wants_is_never_drawn(name: str) -> None:
 @pytest.mark.parametrize("name", DRAWN)
 def test_what_is_wanted_is_in_every_config_or_in_most_runs(name: str) -> None:
     feature = BY_NAME[name]
-    runs = draw_some(Wish(always=frozenset({name})))
+    runs = draw_some(FeatureSelection(always=frozenset({name})))
     assert all(v.config_problems(config) == () for config, _ in runs)
     if feature.config and not feature.request:
         assert all(feature.is_asked_by(config) for config, _ in runs)
-    plain = sum(is_in(feature, *run) for run in draw_some(Wish()))
+    plain = sum(is_in(feature, *run) for run in draw_some(FeatureSelection()))
     assert sum(is_in(feature, *run) for run in runs) > min(plain, 30)
 
 
@@ -138,7 +142,7 @@ def test_what_is_taken_away_leaves_a_valid_rest(name: str) -> None:
     feature = BY_NAME[name]
     for index in range(60):
         draw = SeededDraw(f"taken/{index}")
-        swarm = draw_swarm(SMALL, draw, wish=Wish(always=frozenset({name})))
+        swarm = draw_swarm(SMALL, draw, wish=FeatureSelection(always=frozenset({name})))
         config = feature.take_from(swarm.config)
         assert not feature.is_asked_by(config)
         assert v.config_problems(config) == ()
@@ -214,7 +218,7 @@ def test_what_an_engine_lacks_cannot_be_wanted() -> None:
 
     options = CheckOptions("mine", with_features=("async",))
     with pytest.raises(UsageError, match="feature 'async': the engine mine lacks it"):
-        require_wish(options, look(options, Sync))
+        require_wish(options, read_engine_facts(options, Sync))
     with pytest.raises(UsageError, match="feature 'async': the engine mine lacks it"):
         hunt(options, call_here(Sync))
 

@@ -21,15 +21,15 @@ from engine_support.models import (
 )
 from engine_support.storms import SMALL
 
-from blockstep.conformance.engines.fences import FenceChecker
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
+from blockstep.conformance.engines.sync_points import SyncPointChecker
 from blockstep.impl.device import engine as device_engine
 from blockstep.impl.device.launch import FOLDER, Numpied
 from blockstep.impl.engine import LLM, SamplingParams, SettingsError
+from blockstep.impl.engine.device_loop import Key, Resident
 from blockstep.impl.engine.errors import EngineError
 from blockstep.impl.engine.mirror import Mirror
 from blockstep.impl.engine.model import Model
-from blockstep.impl.engine.resident import Key, Resident
 from blockstep.spec.vocabulary import FinishReason
 
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
@@ -60,7 +60,12 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(checkpoint: Checkpoint, pool: str, steps: int, **more: Any) -> tuple[LLM, Resident]:
-    settings: dict[str, Any] = {"scheduler": "device", "check": FenceChecker, **POOLS[pool], **more}
+    settings: dict[str, Any] = {
+        "scheduler": "device",
+        "check": SyncPointChecker,
+        **POOLS[pool],
+        **more,
+    }
     llm = LLM(checkpoint.folder, device="cpu", steps_per_fence=steps, **settings)
     assert llm._resident is not None
     return llm, llm._resident
@@ -81,7 +86,7 @@ def test_tokens_are_those_of_transformers(
     more: dict[str, Any] = {"max_frames_in_flight": frames}
     llm, resident = load(checkpoint, pool, steps, **more)
     checker = llm.observer
-    assert isinstance(checker, FenceChecker)
+    assert isinstance(checker, SyncPointChecker)
     made = llm.generate(make_prompts()[:NUM_PROMPTS], PARAMS)
     assert [one.token_ids for one in made] == checkpoint.expected.token_ids[:NUM_PROMPTS]
     host = LLM(checkpoint.folder, device="cpu", scheduler="host", **POOLS[pool], **more)
@@ -243,7 +248,7 @@ def test_a_copy_of_the_state_follows_the_host(
     host = LLM(checkpoint.folder, scheduler="host", **settings)
     llm = LLM(
         checkpoint.folder, scheduler="device", steps_per_fence=3,
-        check=FenceChecker if is_checked else None, **settings,
+        check=SyncPointChecker if is_checked else None, **settings,
     )  # fmt: skip
     resident = llm._resident
     assert resident is not None
@@ -310,7 +315,7 @@ def test_a_gpu_says_in_bursts_what_it_says_step_by_step(
     expected = host.generate(prompts, params, whose)
     llm = LLM(
         checkpoint.folder, scheduler="device", steps_per_fence=5,
-        check=FenceChecker if is_checked else None, **settings,
+        check=SyncPointChecker if is_checked else None, **settings,
     )  # fmt: skip
     for _ in range(2):  # the second time prefixes are cached, and graphs are there
         made = llm.generate(prompts, params, whose)
@@ -328,7 +333,7 @@ def test_what_needs_the_host_is_served_step_by_step_and_the_log_says_so_once(
     settings: dict[str, Any] = {"device": "cpu", "max_frames_in_flight": frames, "block_size": 4}
     host = LLM(speaking, scheduler="host", **settings)
     expected = host.generate(prompts, params)
-    llm = LLM(speaking, scheduler="device", steps_per_fence=4, check=FenceChecker, **settings)
+    llm = LLM(speaking, scheduler="device", steps_per_fence=4, check=SyncPointChecker, **settings)
     resident = llm._resident
     assert resident is not None
     names = [llm.add_request(prompts[0], params[0])]
@@ -403,7 +408,7 @@ def test_a_stop_string_ends_the_text_in_the_middle_of_a_burst(speaking: Path, fr
     params = replace(params, stop=(text[9:11],))
     prompts = ["abc", "another", "abc"]
     expected = host.generate(prompts, params)
-    llm = LLM(speaking, scheduler="device", steps_per_fence=16, check=FenceChecker, **settings)
+    llm = LLM(speaking, scheduler="device", steps_per_fence=16, check=SyncPointChecker, **settings)
     made = llm.generate(prompts, params)
     for one, other in zip(made, expected, strict=True):
         assert (one.token_ids, one.text) == (other.token_ids, other.text)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from blockstep.conformance.engine import EngineFactory, EngineTraits, Safety
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.search.wrapped import hide_state
+from blockstep.conformance.search.engine_wrappers import hide_state
 from blockstep.spec.vocabulary import Abort, Config, KVOffer, Request, Schedule, Submit
 
 AHEAD = Config(
@@ -81,7 +81,7 @@ NAMED = {
 @pytest.mark.parametrize("standing", STANDINGS)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_one_whose_blocks_do_not_wait_is_named(program: Program, standing: str) -> None:
-    _, findings = run_program(program, hold_to("museum:frames-hold-no-blocks", standing))
+    _, findings = run_program(program, hold_to("museum:blocks-freed-while-frames-write", standing))
     assert (findings[0].property_id, findings[0].sentence) == ("P17", NAMED[standing])
 
 
@@ -90,10 +90,13 @@ def test_what_a_frame_has_answered_may_be_loaded_into() -> None:
     *before, report, _, _, _, drain = abort_in_flight(4, 4, True)
     actions = (*before[:-1], Answer(), before[-1], report, drain)
     for standing in STANDINGS:
-        for engine in ("host", "museum:frames-hold-no-blocks"):
+        for engine in ("host", "museum:blocks-freed-while-frames-write"):
             _, findings = run_program(Program(AHEAD, actions), hold_to(engine, standing))
             found = [one.sentence for one in findings]
-            assert found == [] or (engine, standing) == ("museum:frames-hold-no-blocks", "exact")
+            assert found == [] or (engine, standing) == (
+                "museum:blocks-freed-while-frames-write",
+                "exact",
+            )
 
 
 @pytest.mark.parametrize("standing", ["exact", "shown"])

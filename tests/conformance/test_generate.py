@@ -14,7 +14,7 @@ from engine_support.models import build_model, save_model, save_tokenizer
 from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.main import app
-from blockstep.impl.engine.batch import Batch
+from blockstep.impl.engine.input_batch import Batch
 
 
 @pytest.fixture(scope="module")

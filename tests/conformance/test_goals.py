@@ -12,13 +12,13 @@ from blockstep.conformance.engine import EngineTraits
 from blockstep.conformance.features.transfers.draws import draw_report
 from blockstep.conformance.judge.legal import PLAIN_CONFIG
 from blockstep.conformance.lockstep.quirks import UNMET_WITH, name_spared
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.conformance.protocol.transfers import Transfers
+from blockstep.conformance.protocol.transfer_tracker import Transfers
 from blockstep.conformance.search.check import check
-from blockstep.conformance.search.floor import look, missing_witnesses
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.verdict_requirements import missing_goals, read_engine_facts
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.profiles import QUIRKS, Profile, Quirk
@@ -34,7 +34,7 @@ class Declining(SpecEngine):
 
 def list_missing(*with_features: str) -> tuple[str, ...]:
     options = CheckOptions(with_features=with_features, profile="vllm-0.19.1")
-    return missing_witnesses({}, options, look(options, Declining))
+    return missing_goals({}, options, read_engine_facts(options, Declining))
 
 
 def test_a_goal_is_out_of_reach_only_beside_its_feature() -> None:
@@ -44,7 +44,7 @@ def test_a_goal_is_out_of_reach_only_beside_its_feature() -> None:
 
 def test_sides_of_quirks_that_a_feature_rules_out_are_not_required() -> None:
     late, last = (
-        name_spared(quirk) for quirk in (Quirk.RESETS_ARE_TOLD_LATE, Quirk.LAST_TOKEN_IS_LOADED)
+        name_spared(quirk) for quirk in (Quirk.RESET_EVENT_IS_LATE, Quirk.LAST_TOKEN_IS_LOADED)
     )
     assert last in list_missing("transfers")
     assert last not in list_missing("transfers", "states")

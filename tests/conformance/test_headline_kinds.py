@@ -7,7 +7,7 @@ from typing import Any
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.lockstep.driver import LockStep, put_causes_first
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.compare import observation_differences
 from blockstep.conformance.protocol.findings import (
     MUST_WAIT,
@@ -26,7 +26,7 @@ from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.prefix_cache import find_hit
 from blockstep.spec.core.requests import NO_HIT
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.profiles import STRICT, get_profile
 
 SUBMIT = v.Submit(v.Request("A", (0, 0), max_tokens=2))
@@ -49,7 +49,7 @@ def test_first_wrong_value_is_in_the_headline() -> None:
 
 
 def test_plan_without_rows_that_turns_a_queue_round_is_told_by_the_queue() -> None:
-    changed = violated("P7", "plan_for_nobody_leaves_no_trace", "")
+    changed = violated("P7", "empty_plan_changes_nothing", "")
     order = violated("P16", "queues_keep_their_order", "")
     assert put_causes_first([changed, order]) == [order, changed]
 
@@ -68,14 +68,14 @@ def test_block_that_is_published_too_early_is_told_so() -> None:
 
 def test_load_behind_a_wrong_hit_is_told_by_the_hit() -> None:
     load = violated("P19", "load_is_what_the_store_offers", "")
-    hit = violated("P5", "hit_is_the_longest_there_is", "")
+    hit = violated("P5", "hit_is_the_longest_possible", "")
     assert put_causes_first([load, hit]) == [hit, load]
 
 
 def test_request_that_runs_before_its_load_is_told_by_its_status() -> None:
     written = violated("P17", "block_in_transfer_is_not_written", "")
     room = violated("P8", "admission_leaves_room_for_the_whole_prompt", "")
-    parked = violated("P19", "parked_request_is_what_its_load_says", "")
+    parked = violated("P19", "loading_request_matches_its_load", "")
     assert put_causes_first([written, room, parked]) == [parked, written, room]
 
 
@@ -107,7 +107,7 @@ def test_decision_is_not_told_twice() -> None:
 def test_first_wrong_row_of_a_plan_is_told() -> None:
     hit = Difference("new A num_computed_tokens", "1", "2")
     behind = Difference("new B", "there", "-")
-    diverged = replace(violated("P5", "hit_is_the_longest_there_is", ""), diverged=(hit, behind))
+    diverged = replace(violated("P5", "hit_is_the_longest_possible", ""), diverged=(hit, behind))
     told = "HIT: request A begins at 2 computed tokens, the spec at 1: "
     assert make_headline(diverged).startswith(told)
 
@@ -171,9 +171,9 @@ def test_session_that_ends_before_its_input_is_told_as_a_session() -> None:
         Answer(),
     )
     first, *others = play(Program(ROOMY, actions), Ending)
-    assert first.sentence == "session_goes_on_behind_all_but_its_last_token"
+    assert first.sentence == "session_keeps_all_but_its_last_token"
     assert first.subjects == Subjects(("A",))
-    assert "finished_request_is_forgotten_and_others_stay" in {it.sentence for it in others}
+    assert "finished_requests_leave_the_state" in {it.sentence for it in others}
 
 
 class Endless(SpecEngine):
@@ -192,7 +192,7 @@ def test_session_that_does_not_end_with_its_input_is_told_so() -> None:
         v.StreamingUpdate(v.Request("A", (0,), max_tokens=1)),
     )
     found = [it.sentence for it in play(Program(ROOMY, actions), Endless) if it.property_id]
-    assert set(found) == {"end_of_its_input_ends_who_rests"}
+    assert set(found) == {"end_of_input_finishes_an_idle_session"}
 
 
 class Unmarked(SpecEngine):

@@ -30,7 +30,7 @@ from blockstep.conformance.judge.checks import PROPERTIES
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.driver import put_causes_first, tell_divergence
 from blockstep.conformance.lockstep.exchange import fault_of
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.compare import find_subjects
 from blockstep.conformance.protocol.findings import (
     MUST_WAIT,
@@ -44,11 +44,11 @@ from blockstep.conformance.protocol.findings import (
 )
 from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.report.check_texts import SENTENCES
 from blockstep.conformance.report.explain import explain_name
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.headlines import CHARS_MAX, CHECK_HEADLINES, make_headline
 from blockstep.conformance.report.jsonform import finding_to_json
-from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.conformance.search.check import (
     CheckResult,
     check,
@@ -60,7 +60,7 @@ from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.shrink import shrink
 from blockstep.spec import vocabulary as v
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.profiles import STRICT, get_profile
 
 EPISODES = 600
@@ -230,7 +230,7 @@ def test_free_queue_comes_behind_what_a_store_lost() -> None:
     assert put_causes_first([order, held, differs]) == [held, order, differs]
     assert put_causes_first([order, budget]) == [order, budget]
     output = violated("P13", "finish_reason_is_the_one_that_holds", "")
-    load = violated("P19", "report_ends_exactly_those_whose_load_failed", "")
+    load = violated("P19", "failed_loads_finish_exactly_their_requests", "")
     assert put_causes_first([output, load, differs]) == [load, output, differs]
     assert put_causes_first([output, budget]) == [output, budget]
 

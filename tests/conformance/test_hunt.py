@@ -28,29 +28,29 @@ from blockstep.conformance.engine import (
     get_traits,
 )
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
-from blockstep.conformance.search import distinct
+from blockstep.conformance.search import dedup as distinct
 from blockstep.conformance.search.call import call_here
 from blockstep.conformance.search.check import InProcess, check
-from blockstep.conformance.search.distinct import Mark, Symptoms, mark_of, relax
-from blockstep.conformance.search.forgiving import (
-    Cause,
-    Forgiving,
-    Means,
+from blockstep.conformance.search.dedup import FailureSignature, Symptoms, mark_of, relax
+from blockstep.conformance.search.defects import Defect, HuntResult, group_failures
+from blockstep.conformance.search.engine_wrappers import hide_state, unwrapped
+from blockstep.conformance.search.hunt import hunt
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.suppressions import (
+    KnownCause,
+    SuppressingFactory,
+    SuppressionKind,
     find_causes,
     find_refuted,
     follow,
     read_cause,
 )
-from blockstep.conformance.search.found import Defect, HuntResult, gather
-from blockstep.conformance.search.hunt import hunt
-from blockstep.conformance.search.options import CheckOptions
-from blockstep.conformance.search.wrapped import hide_state, unwrapped
 from blockstep.impl.host import HostEngine
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.profiles import Profile, Quirk, get_profile
@@ -75,7 +75,7 @@ from blockstep.spec.vocabulary import (
 )
 
 RELEASE = "vllm-0.19.1"
-FEW = "strict+min_tokens_mask_length+resumed_before_its_token+placeholders_outlive_a_gap"
+FEW = "strict+min_tokens_mask_length+resumed_with_token_in_flight+stale_draft_placeholders"
 
 
 def follower(name: str) -> Callable[[Config], SpecEngine]:
@@ -111,10 +111,10 @@ def few() -> HuntResult:
 BESIDE = ((), ("groups",), ("encoder",), ("groups", "transfers"), ("groups", "encoder"))
 """Features that a hunt has in every run: what a release does to them is not met by chance."""
 SELDOM = {
-    Quirk.RESTORED_COMPUTE_IS_FORGOTTEN,
+    Quirk.ENCODER_BUDGET_OF_WITHDRAWN_ROWS_IS_LOST,
     Quirk.SESSIONS_KEEP_THEIR_GRAMMAR,
-    Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,
-    Quirk.WINDOW_HIT_CUT_BLINDLY,
+    Quirk.REASONING_END_IS_SEARCHED_IN_THE_NEXT_INPUT,
+    Quirk.WINDOW_HIT_CUT_WITHOUT_CHECK,
 }
 """What no hunt of so many events has met."""
 
@@ -134,14 +134,14 @@ def test_nearly_every_quirk_of_a_release_is_found_and_named() -> None:
 
 def test_every_quirk_of_an_engine_is_found_and_named(few: HuntResult) -> None:
     assert {defect.causes for defect in few.defects} == {
-        (Cause(Means.QUIRK, quirk),) for quirk in find(FEW).quirks
+        (KnownCause(SuppressionKind.QUIRK, quirk),) for quirk in find(FEW).quirks
     }
     assert all(defect.length <= 15 for defect in few.defects)
 
 
 def test_a_policy_that_both_sides_follow_is_shown_though_nothing_is_wrong(few: HuntResult) -> None:
-    ((lookout, seen),) = few.policies
-    assert lookout.name == "urgent_waits_for_a_seat"
+    ((watchpoint, seen),) = few.policies
+    assert watchpoint.name == "urgent_waits_for_a_seat"
     assert seen.shrunk is not None
     submits = [action for action in seen.shrunk.program.actions if isinstance(action, Submit)]
     assert seen.shrunk.program.config.policy is Policy.PRIORITY
@@ -200,7 +200,7 @@ def test_what_nothing_known_accounts_for_is_found_once_and_counted() -> None:
         ("take-before-touch", "written_block_is_in_one_place"),
         ("item-offset-ignored", "published_block_is_of_the_same_adapter_salt_and_items"),
         pytest.param(
-            *("sessions-with-input-never-give-way", "every_request_ends_once_all_is_healed"),
+            *("sessions-with-input-never-give-way", "every_request_finishes_after_faults_stop"),
             marks=pytest.mark.soak,
         ),
         # its pool runs out of count, and raises later
@@ -211,7 +211,7 @@ def test_what_nothing_known_accounts_for_is_found_once_and_counted() -> None:
             *("told-one-token-more", "attended_slot_holds_the_right_prefix"), marks=pytest.mark.soak
         ),
         pytest.param(
-            *("looking-is-told-as-a-reset", "log_tells_what_can_be_found"), marks=pytest.mark.soak
+            *("looking-is-told-as-a-reset", "kv_events_rebuild_the_cache"), marks=pytest.mark.soak
         ),
     ],
 )
@@ -317,7 +317,7 @@ def test_what_passes_without_a_quirk_refutes_it() -> None:
     config = Config(num_blocks=8, block_size=1, max_model_len=4)
     alive = Request("A", (0, 0), max_tokens=4, min_tokens=4)
     program = Program(config, (Submit(alive), *(Schedule(), Answer()) * 2))
-    cause = Cause(Means.QUIRK, Quirk.MIN_TOKENS_MASK_LENGTH)
+    cause = KnownCause(SuppressionKind.QUIRK, Quirk.MIN_TOKENS_MASK_LENGTH)
     assert find_refuted(program, Half, frozenset({cause})) == (cause,)
     assert find_refuted(program, follower(FEW), frozenset({cause})) == ()
 
@@ -509,32 +509,34 @@ def test_a_used_id_is_an_act_that_a_failure_may_need() -> None:
 
     mark = mark_of(program, run_program(program, SpecEngine)[0], found)
     assert mark.acts == {"an id is used again"}
-    assert not mark.is_like(Mark(mark.saying))
-    assert relax(program, mark.saying, play) == program
-    plainer = relax(program, mark.saying, lambda it: (run_program(it, SpecEngine)[0], [found]))
+    assert not mark.is_like(FailureSignature(mark.message))
+    assert relax(program, mark.message, play) == program
+    plainer = relax(program, mark.message, lambda it: (run_program(it, SpecEngine)[0], [found]))
     submits = [it for it in plainer.actions if isinstance(it, Submit)]
     assert [it.request.request_id for it in submits] == ["A", "A'"]
 
 
 def test_alike_are_those_that_say_the_same_after_the_same_acts_by_comparable_means() -> None:
-    plain = Mark("property P1 a_b", means=frozenset({"hits"}))
-    assert plain.is_like(Mark("property P1 a_b", means=frozenset({"hits", "drafts"})))
-    assert Mark("property P1 a_b").is_like(plain)
-    assert not plain.is_like(Mark("property P2 a_b", means=frozenset({"hits"})))
-    assert not plain.is_like(Mark("property P1 a_b", means=frozenset({"drafts"})))
-    assert not plain.is_like(Mark("property P1 a_b", frozenset({"aborts"}), frozenset({"hits"})))
+    plain = FailureSignature("property P1 a_b", means=frozenset({"hits"}))
+    assert plain.is_like(FailureSignature("property P1 a_b", means=frozenset({"hits", "drafts"})))
+    assert FailureSignature("property P1 a_b").is_like(plain)
+    assert not plain.is_like(FailureSignature("property P2 a_b", means=frozenset({"hits"})))
+    assert not plain.is_like(FailureSignature("property P1 a_b", means=frozenset({"drafts"})))
+    assert not plain.is_like(
+        FailureSignature("property P1 a_b", frozenset({"aborts"}), frozenset({"hits"}))
+    )
 
 
 def test_rows_of_a_wrong_length_are_alike_if_they_share_a_means() -> None:
     """What else their programs ask for delays a row, or leaves it fewer tokens."""
-    saying = "property P24 drafts_are_the_last_scheduled_tokens"
-    grammar = Mark(saying, means=frozenset({"hits", "grammar"}))
+    message = "property P24 drafts_are_the_last_scheduled_tokens"
+    grammar = FailureSignature(message, means=frozenset({"hits", "grammar"}))
     drafts = replace(grammar, means=frozenset({"hits", "drafts"}))
     assert grammar.is_like(drafts)
     assert not grammar.is_like(replace(drafts, means=frozenset({"drafts"})))
     assert not grammar.is_like(replace(drafts, acts=frozenset({"aborts"})))
-    leaks = replace(grammar, saying="property P1 a_b")
-    assert not leaks.is_like(replace(drafts, saying="property P1 a_b"))
+    leaks = replace(grammar, message="property P1 a_b")
+    assert not leaks.is_like(replace(drafts, message="property P1 a_b"))
 
 
 @pytest.mark.parametrize("name", distinct.BY_CHANCE)
@@ -543,31 +545,38 @@ def test_checks_that_find_one_defect_are_one_saying(name: str) -> None:
         property_id, sentence = name.split()
         return Finding(FindingKind.PROPERTY, property_id, sentence, "")
 
-    assert distinct.saying(make(name)) == distinct.saying(make(distinct.BY_CHANCE[name]))
+    assert distinct.describe_failure(make(name)) == distinct.describe_failure(
+        make(distinct.BY_CHANCE[name])
+    )
 
 
 def test_what_a_failed_check_breaks_at_once_is_one_with_it() -> None:
     tail, head = "freed_tail_is_evicted_first", "new_blocks_come_from_the_head_of_the_free_queue"
-    freed, taken = Mark(f"property P16 {tail}"), Mark(f"property P16 {head}")
+    freed, taken = (
+        FailureSignature(f"property P16 {tail}"),
+        FailureSignature(f"property P16 {head}"),
+    )
     assert Symptoms(taken, frozenset({freed})).comes_with(Symptoms(freed))
     assert not Symptoms(freed, frozenset({taken})).comes_with(Symptoms(taken))
 
 
 def test_corruption_beside_an_admission_beyond_the_pool_is_one_with_it() -> None:
     admission = "admission_leaves_room_for_the_whole_prompt"
-    admitted = Mark(f"property P8 {admission}", means=frozenset({"hits", "chunks"}))
+    admitted = FailureSignature(f"property P8 {admission}", means=frozenset({"hits", "chunks"}))
     hits = replace(admitted, means=frozenset({"hits"}))
-    written = Symptoms(Mark("property P2 a_b", means=frozenset({"hits"})), frozenset({hits}))
+    written = Symptoms(
+        FailureSignature("property P2 a_b", means=frozenset({"hits"})), frozenset({hits})
+    )
     assert written.comes_with(Symptoms(admitted))
     assert Symptoms(admitted).comes_with(written)
-    other = replace(admitted, saying="property P8 c_d")
+    other = replace(admitted, message="property P8 c_d")
     assert not written.comes_with(Symptoms(other))
-    asked = replace(written, own=replace(written.own, saying="property P21 a_b"))
+    asked = replace(written, own=replace(written.own, message="property P21 a_b"))
     assert not asked.comes_with(Symptoms(admitted))
 
 
 def test_a_defect_that_raises_with_blocks_of_one_token_is_one_with_what_it_does_otherwise() -> None:
-    make_engine = Forgiving(build("hits-credited-twice"), frozenset())
+    make_engine = SuppressingFactory(build("hits-credited-twice"), frozenset())
     first, second = (Submit(Request(name, tokens, 1)) for name, tokens in HIT)
     program = Program(Config(num_blocks=9, block_size=2), (first, second, Schedule()))
     _, (found, *_) = run_program(program, make_engine)
@@ -581,17 +590,20 @@ HIT = (("A", (0, 0)), ("B", (0, 0, 0)))
 
 
 def test_an_engine_that_raises_in_two_places_after_the_same_act_has_one_defect() -> None:
-    saying = "fault  engine_raises_nothing the engine raised KeyError {}"
+    message = "fault  engine_raises_nothing the engine raised KeyError {}"
     aborts = frozenset({"aborts"})
-    here, there = (Mark(saying.format(place), aborts) for place in ("free", "lock"))
+    here, there = (FailureSignature(message.format(place), aborts) for place in ("free", "lock"))
     assert here.is_like(there)
     assert not here.is_like(replace(there, acts=frozenset({"reset"})))
     assert not replace(here, acts=frozenset()).is_like(replace(there, acts=frozenset()))
-    assert not here.is_like(Mark("property P1 a_b", aborts))
+    assert not here.is_like(FailureSignature("property P1 a_b", aborts))
 
 
 def test_a_symptom_is_what_comes_of_the_other_and_not_what_holds_it_by_chance() -> None:
-    cause, symptom = Mark("property P1 a_b"), Mark("property P3 c_d", means=frozenset({"hits"}))
+    cause, symptom = (
+        FailureSignature("property P1 a_b"),
+        FailureSignature("property P3 c_d", means=frozenset({"hits"})),
+    )
     more = replace(symptom, means=frozenset({"hits", "preempts"}))
     assert Symptoms(symptom).comes_of(Symptoms(cause, onward=frozenset({more})))
     assert not Symptoms(cause, onward=frozenset({more})).comes_of(Symptoms(symptom))
@@ -600,9 +612,11 @@ def test_a_symptom_is_what_comes_of_the_other_and_not_what_holds_it_by_chance() 
 
 def test_what_goes_on_to_be_raised_after_an_act_is_one_with_it_wherever_that_is() -> None:
     aborts, frames = frozenset({"aborts"}), frozenset({"several frames"})
-    saying = "fault  engine_raises_nothing the engine raised KeyError {}"
-    here, there = (Mark(saying.format(place), aborts, frames) for place in ("free", "lock"))
-    freed = Symptoms(Mark("property P3 a_b", aborts, frames), onward=frozenset({there}))
+    message = "fault  engine_raises_nothing the engine raised KeyError {}"
+    here, there = (
+        FailureSignature(message.format(place), aborts, frames) for place in ("free", "lock")
+    )
+    freed = Symptoms(FailureSignature("property P3 a_b", aborts, frames), onward=frozenset({there}))
     assert freed.comes_of(Symptoms(here))
     assert not freed.comes_of(Symptoms(replace(here, acts=frozenset({"reset"}))))
     assert not freed.comes_of(Symptoms(replace(here, means=frozenset())))
@@ -610,15 +624,15 @@ def test_what_goes_on_to_be_raised_after_an_act_is_one_with_it_wherever_that_is(
 
 def test_what_comes_of_a_defect_cannot_do_without_its_means() -> None:
     """Two meet in one program: a victim's token is lost, and a whole prompt is hit."""
-    lost = Mark("property P13 a_b", means=frozenset({"hits", "preempts"}))
-    shared = Mark("property P2 c_d", means=frozenset({"hits"}))
+    lost = FailureSignature("property P13 a_b", means=frozenset({"hits", "preempts"}))
+    shared = FailureSignature("property P2 c_d", means=frozenset({"hits"}))
     met = replace(shared, means=lost.means)
     assert not Symptoms(shared).comes_of(Symptoms(lost, onward=frozenset({met})))
     assert Symptoms(met).comes_of(Symptoms(lost, onward=frozenset({met})))
 
 
 def test_what_comes_at_the_same_event_is_one_if_neither_comes_alone() -> None:
-    one, other = Mark("property P3 a_b"), Mark("property P24 c_d")
+    one, other = FailureSignature("property P3 a_b"), FailureSignature("property P24 c_d")
     longer = Symptoms(one, frozenset({other}), length=9)
     assert longer.comes_with(Symptoms(other, frozenset({one}), length=3))
     alone = Symptoms(other, length=3)  # which may be in the longer one by chance
@@ -630,7 +644,7 @@ def test_what_comes_at_the_same_event_is_one_if_neither_comes_alone() -> None:
 
 def test_a_plan_that_is_out_of_shape_is_one_defect_by_any_of_its_sentences() -> None:
     """A row of a wrong length: what is told first depends on the bounds of the config."""
-    model, drafts, table = (Mark(f"property {it} a_b") for it in ("P9", "P24", "P26"))
+    model, drafts, table = (FailureSignature(f"property {it} a_b") for it in ("P9", "P24", "P26"))
     assert Symptoms(model, frozenset({drafts}), length=9).comes_with(Symptoms(drafts, length=3))
     assert Symptoms(model, frozenset({table})).comes_with(Symptoms(drafts, frozenset({table})))
     assert not Symptoms(model).comes_with(Symptoms(drafts, frozenset({table})))
@@ -638,23 +652,23 @@ def test_a_plan_that_is_out_of_shape_is_one_defect_by_any_of_its_sentences() -> 
 
 def test_failures_are_gathered_however_they_come() -> None:
     """The second and the third say the same, and the third comes with the first."""
-    first, second = Mark("property P24 a_b"), Mark("property P26 c_d")
+    first, second = FailureSignature("property P24 a_b"), FailureSignature("property P26 c_d")
     with_first = Symptoms(second, frozenset({first}), length=9)
     found = [Symptoms(first, frozenset({second}), length=5), Symptoms(second, length=3), with_first]
-    apart = Symptoms(Mark("property P3 e_f"))
+    apart = Symptoms(FailureSignature("property P3 e_f"))
     for order in itertools.permutations([*found, apart]):
-        groups = gather(make_defect(symptoms) for symptoms in order)
+        groups = group_failures(make_defect(symptoms) for symptoms in order)
         assert sorted(len(group.defects) for group in groups) == [1, 3]
 
 
 def test_divergence_is_one_with_a_property_where_the_same_fields_differ() -> None:
-    fields = Mark("divergence  engine_equals_spec ['kv_events']")
-    logged = Mark("property P20 a_b")
+    fields = FailureSignature("divergence  engine_equals_spec ['kv_events']")
+    logged = FailureSignature("property P20 a_b")
     alone, beside = Symptoms(fields, length=3), Symptoms(logged, frozenset({fields}), length=4)
     for order in itertools.permutations([make_defect(alone), make_defect(beside)]):
-        assert len(gather(order)) == 1
-    other = Symptoms(Mark("divergence  engine_equals_spec ['stats']"), length=3)
-    assert len(gather([make_defect(other), make_defect(beside)])) == 2
+        assert len(group_failures(order)) == 1
+    other = Symptoms(FailureSignature("divergence  engine_equals_spec ['stats']"), length=3)
+    assert len(group_failures([make_defect(other), make_defect(beside)])) == 2
 
 
 def test_divergence_of_who_is_scheduled_says_no_more() -> None:
@@ -665,34 +679,34 @@ def test_divergence_of_who_is_scheduled_says_no_more() -> None:
         return Finding(FindingKind.DIVERGENCE, "", "engine_equals_spec", "", told)
 
     told = "divergence  engine_equals_spec ['rows']"
-    assert distinct.saying(make("new A", "block 1", "running")) == told
-    assert distinct.saying(make("cached B", "waiting")) == told
-    assert distinct.saying(make("running", "waiting")) != told
+    assert distinct.describe_failure(make("new A", "block 1", "running")) == told
+    assert distinct.describe_failure(make("cached B", "waiting")) == told
+    assert distinct.describe_failure(make("running", "waiting")) != told
 
 
 def test_what_is_seen_with_the_state_hidden_is_put_to_the_state_that_it_comes_of() -> None:
     """Which may be found by a reset by force, but not by another act."""
-    leak = Mark("property P1 a_b")
-    hidden = Symptoms(Mark("property P2 c_d", frozenset({"aborts"})))
+    leak = FailureSignature("property P1 a_b")
+    hidden = Symptoms(FailureSignature("property P2 c_d", frozenset({"aborts"})))
     for acts, count in (("reset", 1), ("aborts", 2)):
         seen = make_defect(hidden, replace(leak, acts=frozenset({acts})))
-        assert len(gather([make_defect(Symptoms(leak)), seen])) == count
+        assert len(group_failures([make_defect(Symptoms(leak)), seen])) == count
 
 
 def test_what_comes_beside_every_plan_out_of_shape_is_one_with_it() -> None:
     """Only a plan without it, by no greater means, tells it apart; then nothing joins the two."""
     hits = frozenset({"hits"})
-    shape, table = (Mark(f"property {it} a_b", means=hits) for it in ("P24", "P26"))
-    shared = Mark("property P2 c_d", means=hits)
+    shape, table = (FailureSignature(f"property {it} a_b", means=hits) for it in ("P24", "P26"))
+    shared = FailureSignature("property P2 c_d", means=hits)
     masked = replace(make_defect(Symptoms(shared, frozenset({shape, table}))), is_masked=True)
     with_it = [
         make_defect(Symptoms(shape, frozenset({table, shared}))),
         make_defect(Symptoms(table, frozenset({shape, shared}))),
     ]
-    assert len(gather([*with_it, masked])) == 1
-    greater = Mark("property P24 a_b", means=frozenset({"hits", "preempts"}))
-    assert len(gather([*with_it, masked, make_defect(Symptoms(greater))])) == 1
-    assert len(gather([*with_it, masked, make_defect(Symptoms(shape))])) == 2
+    assert len(group_failures([*with_it, masked])) == 1
+    greater = FailureSignature("property P24 a_b", means=frozenset({"hits", "preempts"}))
+    assert len(group_failures([*with_it, masked, make_defect(Symptoms(greater))])) == 1
+    assert len(group_failures([*with_it, masked, make_defect(Symptoms(shape))])) == 2
 
 
 def test_what_may_come_of_a_wrong_state_is_not_dug_out() -> None:
@@ -711,8 +725,8 @@ def test_what_may_come_of_a_wrong_state_is_not_dug_out() -> None:
     assert distinct.list_masked(shape, [twice, shared]) == []
 
 
-def make_defect(symptoms: Symptoms, *follows: Mark) -> Defect:
-    _, property_id, sentence = symptoms.own.saying.split()
+def make_defect(symptoms: Symptoms, *follows: FailureSignature) -> Defect:
+    _, property_id, sentence = symptoms.own.message.split()
     finding = Finding(FindingKind.PROPERTY, property_id, sentence, "")
     options = CheckOptions()
     return Defect((), finding, options, 0, 0, 0, symptoms, follows=frozenset(follows))
@@ -725,7 +739,10 @@ def test_what_a_program_can_do_without_is_no_means_of_it() -> None:
     other = Request("B", (2, 1), max_tokens=2, stop_token_ids=stops)
     start = (Submit(gone), Schedule(), Answer(), Submit(gone), Schedule(), Abort(("A",)), Answer())
     actions = (*start, Submit(other), *(Schedule(), Answer()) * 2)
-    program, make_engine = Program(config, actions, vocabulary_size=3), Forgiving(Two, frozenset())
+    program, make_engine = (
+        Program(config, actions, vocabulary_size=3),
+        SuppressingFactory(Two, frozenset()),
+    )
     profile = follow(())
     _, (finding,) = run_program(program, make_engine, profile)
     found = distinct.find_symptoms(program, make_engine, profile, finding)
@@ -739,13 +756,13 @@ def test_what_a_program_can_do_without_is_no_means_of_it() -> None:
 def test_who_is_wrapped_says_what_the_engine_says() -> None:
     config, forgiven = (
         Config(num_blocks=3),
-        frozenset({Cause(Means.WORKAROUND, "spare_unservable")}),
+        frozenset({KnownCause(SuppressionKind.WORKAROUND, "spare_unservable")}),
     )
-    forgiving = Forgiving(Spared, forgiven)
+    forgiving = SuppressingFactory(Spared, forgiven)
     engine = forgiving(config)
     assert get_traits(forgiving) is Spared.traits
     assert get_judged(engine) == frozenset()
-    assert get_judged(Forgiving(Spared, frozenset())(config))
+    assert get_judged(SuppressingFactory(Spared, frozenset())(config))
     assert engine.capabilities() == ALL_CAPABILITIES - {"rejection"}
     assert isinstance(unwrapped(engine), Spared)
     hidden = hide_state(forgiving)
@@ -786,12 +803,12 @@ class Spared(SpecEngine):
 def test_workarounds_and_declined_events_are_off_until_they_account_for_something() -> None:
     result = hunt(CheckOptions(max_events=800), call_here(Spared))
     assert {defect.causes for defect in result.defects} == {
-        (Cause(Means.WORKAROUND, "spare_unservable"),),
-        (Cause(Means.DECLINED, "forced reset (#2)"),),
+        (KnownCause(SuppressionKind.WORKAROUND, "spare_unservable"),),
+        (KnownCause(SuppressionKind.DECLINED, "forced reset (#2)"),),
     }
     first = {defect.causes[0].means: defect.first for defect in result.defects}
-    assert first[Means.WORKAROUND].property_id == "P11"
-    assert first[Means.DECLINED].kind is FindingKind.FAULT
+    assert first[SuppressionKind.WORKAROUND].property_id == "P11"
+    assert first[SuppressionKind.DECLINED].kind is FindingKind.FAULT
     text = render_hunt(result)
     assert "what never fits is taken (#1)" in text
     assert "forced reset (#2)" in text
@@ -804,7 +821,7 @@ def test_what_passes_with_one_quirk_is_explained_by_it() -> None:
     alive = Request("A", (0, 0), max_tokens=4, min_tokens=4)
     program = Program(config, (Submit(alive), *(Schedule(), Answer()) * 2))
     follows = find(RELEASE).quirks
-    cause = Cause(Means.QUIRK, Quirk.MIN_TOKENS_MASK_LENGTH)
+    cause = KnownCause(SuppressionKind.QUIRK, Quirk.MIN_TOKENS_MASK_LENGTH)
     make_engine = follower(RELEASE)
     assert find_causes(program, make_engine, frozenset(), follows) == (cause,)
     assert find_causes(program, make_engine, frozenset(), follows - {cause.name}) == ()
@@ -814,8 +831,8 @@ def test_what_passes_with_one_quirk_is_explained_by_it() -> None:
 @pytest.mark.parametrize(
     ("profile", "expected"),
     [
-        ("", Quirk.WINDOWS_RESERVE_EVERYTHING),  # the first that it passes with
-        ("strict+windows_reserve_steps_in_flight", Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT),
+        ("", Quirk.WINDOW_RESERVES_THE_FULL_REQUEST),  # the first that it passes with
+        ("strict+window_reserves_steps_in_flight", Quirk.WINDOW_RESERVES_STEPS_IN_FLIGHT),
     ],
 )
 def test_what_is_known_of_an_engine_explains_before_what_is_known_of_others(
@@ -825,12 +842,14 @@ def test_what_is_known_of_an_engine_explains_before_what_is_known_of_others(
         traits = EngineTraits(profile=profile)
 
         def __new__(cls, config: Config) -> Engine:  # type: ignore[misc]
-            return SpecEngine(config, find("strict+windows_reserve_steps_in_flight"))
+            return SpecEngine(config, find("strict+window_reserves_steps_in_flight"))
 
     window = KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
     config = Config(num_blocks=3, block_size=1, max_num_batched_tokens=1, groups=(window,))
     program = Program(config, (Submit(Request("A", (0,) * 5, max_tokens=1)), Schedule()))
-    assert find_causes(program, Known, frozenset(), tuple(Quirk)) == (Cause(Means.QUIRK, expected),)
+    assert find_causes(program, Known, frozenset(), tuple(Quirk)) == (
+        KnownCause(SuppressionKind.QUIRK, expected),
+    )
 
 
 # The command.
@@ -899,7 +918,7 @@ def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
     args = (*drawn, "--preset", "tiny", "--save", str(saved))
     sentences, _ = hunt_and_reproduce(tmp_path, "Broken", *args)
     assert sorted(sentences) == [
-        "engine_answers_every_call",
+        "engine_returns_from_every_call",
         "engine_raises_nothing",
         "finish_reason_is_the_one_that_holds",
     ]

@@ -22,11 +22,11 @@ from blockstep.conformance.engine import (
     get_capabilities,
     get_traits,
 )
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.protocol.typed import find_ill_typed
+from blockstep.conformance.protocol.type_check import find_ill_typed
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.isolation import Isolation, RefusedError
 from blockstep.conformance.search.options import CheckOptions

@@ -19,10 +19,10 @@ from blockstep.conformance.report.failure import tell_failure, tell_program
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.search.check import CheckResult, check
 from blockstep.conformance.search.episodes import play_episode
-from blockstep.conformance.search.floor import CANARY
 from blockstep.conformance.search.isolation import Isolation, LostError
-from blockstep.conformance.search.isolation.watched import JOURNAL_BYTES, Journal, say
+from blockstep.conformance.search.isolation.call_journal import JOURNAL_BYTES, Journal, say
 from blockstep.conformance.search.options import CheckOptions, ExitCode
+from blockstep.conformance.search.verdict_requirements import CANARY
 from blockstep.spec.vocabulary import Config, Event, Observation, Request, Reset, Schedule, Submit
 
 ENGINES = '''

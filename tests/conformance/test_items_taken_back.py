@@ -17,7 +17,7 @@ from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.program import Answer
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec import vocabulary as v
-from blockstep.spec.features.encoder import cache as rules
+from blockstep.spec.features.encoder import cache
 
 NUM_RUNS = 70
 LENGTHS = dict(zip("abcdefghi", (1, 1, 1, 1, 1, 1, 2, 2, 3), strict=True))
@@ -86,14 +86,14 @@ def play(seed: int) -> None:
 
 def test_items_of_rows_that_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[int] = []
-    get_with_evicted = rules.get_with_evicted
+    get_with_evicted = cache.get_with_evicted
 
-    def note(encoder: rules.Encoder) -> rules.Encoder:
+    def note(encoder: cache.Encoder) -> cache.Encoder:
         after = get_with_evicted(encoder)
         returned.append(len(encoder.evicted) - len(after.evicted))
         return after
 
-    monkeypatch.setattr(rules, "get_with_evicted", note)
+    monkeypatch.setattr(cache, "get_with_evicted", note)
     for seed in range(NUM_RUNS):
         play(seed)
     assert sum(number > 0 for number in returned) > 10, "items that had made room return"

@@ -18,7 +18,7 @@ from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.museum import build
 from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -26,12 +26,10 @@ from blockstep.conformance.search import episodes
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
-from blockstep.spec.core import prefix_cache as prefix
-from blockstep.spec.core import slots
+from blockstep.spec.core import prefix_cache, slots
 from blockstep.spec.core.requests import NO_HIT
 from blockstep.spec.features import common_prefix, groups, mamba
-from blockstep.spec.features.groups import hits
-from blockstep.spec.features.groups import kinds as spec_groups
+from blockstep.spec.features.groups import hits, kinds
 
 FULL, WINDOW = v.GroupKind.FULL, v.GroupKind.SLIDING_WINDOW
 CHUNKS, STATES = v.GroupKind.CHUNKED_LOCAL, v.GroupKind.RECURRENT
@@ -197,10 +195,10 @@ def for_all_tokens(rule: Any) -> Any:
 
 DRAFTS_AHEAD = ("async", "drafts")
 DEFECTS: list[Defect] = [
-    ("written_block_is_in_one_place", with_window, (), spec_groups.compute_num_skipped_tokens,
+    ("written_block_is_in_one_place", with_window, (), kinds.compute_num_skipped_tokens,
      a_token_early),
-    ("row_has_given_back_what_it_attends_to_no_more", of_two_sizes, (),
-     spec_groups.compute_num_skipped_tokens, a_block_late),
+    ("row_has_freed_skipped_blocks", of_two_sizes, (),
+     kinds.compute_num_skipped_tokens, a_block_late),
     ("attended_blocks_are_held", with_window, DRAFTS_AHEAD, groups.skip_slots, as_if_accepted),
     ("attended_slot_holds_the_right_prefix", with_window, ("caching",), hits.is_valid_hit,
      full_alone),
@@ -259,6 +257,6 @@ def test_a_world_shows_what_is_given_back_too_early(plant: Any) -> None:
 
 def test_a_world_shows_that_a_hit_is_not_the_longest(plant: Any) -> None:
     """No hit is taken where there was one."""
-    plant(prefix.get_prefix_hit, lambda _rule: lambda *_: NO_HIT)
+    plant(prefix_cache.get_prefix_hit, lambda _rule: lambda *_: NO_HIT)
     walked = walk(Task(replace(WORLDS["narrow"], expected=None)))
-    assert any("P5 hit_is_the_longest_there_is" in line for line in walked.found)
+    assert any("P5 hit_is_the_longest_possible" in line for line in walked.found)

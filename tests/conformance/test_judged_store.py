@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from groups_support import chunks, full, window
 
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.main import app
-from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.trace_lines import TraceError
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt
 from blockstep.conformance.report.verdict import verdict_text
 from blockstep.conformance.search.call import call_here

@@ -23,11 +23,11 @@ from blockstep.conformance.engine import (
     SamePlans,
     get_capabilities,
 )
-from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.lockstep.safety import SafetyRun
+from blockstep.conformance.lockstep.safety_equivalence import SafetyRun
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Hostile, Program, Propose
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.conformance.search.arms import compare_arms
+from blockstep.conformance.search.metamorphic import compare_pair
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
 
@@ -88,7 +88,7 @@ def test_what_an_engine_lacks_is_no_finding_in_many_events(
 @pytest.mark.parametrize("lacks", [("drafts",), ("grammar",), ("abort", "rejection")], ids=" ".join)
 def test_arms_keep_to_it_too(lacks: tuple[str, ...]) -> None:
     make_engine = lacking("host", "safety", lacks)
-    result = compare_arms(CheckOptions("mine", preset="tiny"), make_engine, 6)
+    result = compare_pair(CheckOptions("mine", preset="tiny"), make_engine, 6)
     assert result.contrast is None
     assert result.num_compared["pool"]
 

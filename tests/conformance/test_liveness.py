@@ -18,7 +18,7 @@ from blockstep.conformance.lockstep.liveness import (
     idle_bound,
     is_same_state,
 )
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Program
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.check import check

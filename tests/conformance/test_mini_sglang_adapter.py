@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from blockstep.conformance.engine import EngineFault, EngineTraits, Safety
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.token_function import token_function
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.options import CheckOptions

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from blockstep.conformance.draw.actions import SeededDraw
-from blockstep.conformance.draw.mistakes import list_bad_events
 from blockstep.conformance.draw.presets import SMALL
 from blockstep.conformance.draw.swarms import draw_swarm
+from blockstep.conformance.draw.wrong_inputs import list_bad_events
 from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.protocol.feature_selection import FeatureSelection
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -20,7 +21,6 @@ from blockstep.conformance.protocol.program import (
     describe,
 )
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.conformance.protocol.wishes import Wish
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import initial_state
@@ -104,7 +104,7 @@ def test_what_a_sloppy_client_sends_both_engines_refuse_for_one_reason() -> None
     seen: set[v.RejectCode] = set()
     for seed in range(12):
         draw = SeededDraw(f"bad/{seed}")
-        swarm = draw_swarm(SMALL, draw, wish=Wish(always=BROUGHT))
+        swarm = draw_swarm(SMALL, draw, wish=FeatureSelection(always=BROUGHT))
         config, item = swarm.config, v.MultiModalItem("cat", 0, 1)
         state, host = initial_state(config), load_engine("host")(config)
         asked = [

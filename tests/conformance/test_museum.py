@@ -18,14 +18,14 @@ from blockstep.conformance.engine import Capability, Safety, get_traits
 from blockstep.conformance.judge.checks import PROPERTIES
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.worker import NextToken
-from blockstep.conformance.museum import EXHIBITS, Exhibit, build, pins, pool
-from blockstep.conformance.museum.exhibit import Page, collect
+from blockstep.conformance.museum import EXHIBITS, SeededBug, build, pins, pool
+from blockstep.conformance.museum.bug import Page, collect
 from blockstep.conformance.museum.trial import (
     DIVERGENCE,
     STANDINGS,
     SURVIVED,
+    BugRunMode,
     Fall,
-    Standing,
     Trial,
     Tried,
     json_of,
@@ -37,10 +37,10 @@ from blockstep.conformance.museum.trial import (
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.protocol.tokens import token_function
-from blockstep.conformance.recorded import steps
-from blockstep.conformance.search.arms import draw_workload, run_workload
+from blockstep.conformance.protocol.token_function import token_function
+from blockstep.conformance.recorded import step_records
 from blockstep.conformance.search.episodes import run_episode
+from blockstep.conformance.search.metamorphic import draw_workload, run_workload
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.vocabulary import (
@@ -63,7 +63,7 @@ def change_nothing(rules: Rules, _config: Config) -> Rules:
     return rules
 
 
-IDLE = Exhibit("nothing-is-wrong", "nothing", "nowhere", ("P1",), change_nothing)
+IDLE = SeededBug("nothing-is-wrong", "nothing", "nowhere", ("P1",), change_nothing)
 SHOWN, HIDDEN = STANDINGS[1:]
 UNSEEN = [name for name, entry in EXHIBITS.items() if HIDDEN.tell_invisible(entry)]
 
@@ -72,7 +72,7 @@ def blockstep(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
 
 
-def list_replaced(entry: Exhibit) -> dict[Any, Any]:
+def list_replaced(entry: SeededBug) -> dict[Any, Any]:
     """The functions that a seeded bug replaces, in the configs that have what it takes."""
     replaced: dict[Any, Any] = {}
 
@@ -86,7 +86,7 @@ def list_replaced(entry: Exhibit) -> dict[Any, Any]:
     return replaced
 
 
-def list_configs(entry: Exhibit) -> list[Config]:
+def list_configs(entry: SeededBug) -> list[Config]:
     """A config that has what a seeded bug takes, and the same without prefix caching."""
     state = KVGroup(GroupKind.RECURRENT, 16, mamba_cache_mode=MambaCacheMode.ALIGN)
     groups: tuple[KVGroup, ...] = (KVGroup(GroupKind.FULL, 16),) if entry.takes_groups else ()
@@ -118,7 +118,7 @@ FELL_LATE = (
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "standing"), FELL_LATE, ids=[name for name, _ in FELL_LATE])
-def test_what_fell_late_once_falls_within_20_000_events(name: str, standing: Standing) -> None:
+def test_what_fell_late_once_falls_within_20_000_events(name: str, standing: BugRunMode) -> None:
     trial = Trial(seeds=(1, 2, 3), max_events=20_000, standing=standing, shrinks=False)
     (tried,) = run_trial([EXHIBITS[name]], trial)
     assert tried.problem == "", tried.falls
@@ -182,7 +182,7 @@ def test_the_page_on_sources_names_what_breaks_each_change_and_each_listing() ->
     )
     rows = re.findall(r"^\| (\d+): .* \| (.*) \|$", changes, re.MULTILINE)
     assert [int(number) for number, _ in rows] == [*range(1, 13)]
-    sentences = re.findall(r'"(\w+_\w+)"', inspect.getsource(steps))
+    sentences = re.findall(r'"(\w+_\w+)"', inspect.getsource(step_records))
     named = [name for _, told in rows for name in re.findall(r"`([\w-]+)`", told)]
     assert set(named) <= EXHIBITS.keys() | set(sentences)
     assert all(re.search("`", told) for _, told in rows[1:])  # the first changes imports only

@@ -17,19 +17,19 @@ import pytest
 from foreign_support.toys import AbortingToy, Life, PlainToy, fit_config, fit_request
 
 from blockstep.conformance.engine import Capability, EngineTraits, Safety
-from blockstep.conformance.judge.witnesses import WITNESSES
-from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.lockstep.safety import SafetyRun
+from blockstep.conformance.judge.coverage_goals import WITNESSES
+from blockstep.conformance.lockstep.safety_equivalence import SafetyRun
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
-from blockstep.conformance.search.arms import compare_arms
 from blockstep.conformance.search.call import call_here
 from blockstep.conformance.search.check import InProcess, check
 from blockstep.conformance.search.episodes import play_episode
-from blockstep.conformance.search.floor import SAFETY_CANARY, release_canary
 from blockstep.conformance.search.hunt import hunt
+from blockstep.conformance.search.metamorphic import compare_pair
 from blockstep.conformance.search.options import CheckOptions, ExitCode
+from blockstep.conformance.search.verdict_requirements import SAFETY_CANARY, run_canary
 from blockstep.spec import vocabulary as v
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def test_an_engine_that_decides_differently_conforms(name: str) -> None:
 def test_hunts_and_arms_take_such_an_engine_too() -> None:
     assert hunt(options("Toy", max_events=300), call_here(Toy)).defects == []
     assert hunt(options("Leaks", max_events=300), call_here(Leaks)).defects
-    arms = compare_arms(options("Toy"), Toy, 20)
+    arms = compare_pair(options("Toy"), Toy, 20)
     assert arms.contrast is None
     assert arms.num_compared["pool"] > 20
     assert "async" in arms.not_tried
@@ -270,7 +270,7 @@ def test_without_its_situations_a_run_proves_nothing() -> None:
 
 
 def test_the_canary_of_this_equivalence_is_caught() -> None:
-    assert release_canary(CheckOptions(), SAFETY_CANARY)
+    assert run_canary(CheckOptions(), SAFETY_CANARY)
 
 
 def test_situations_are_those_that_have_a_sentence() -> None:

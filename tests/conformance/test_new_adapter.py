@@ -107,7 +107,7 @@ def test_the_toy_of_the_how_to_conforms_as_it_stands(folder: Path) -> None:
     ("right", "wrong", "told"),
     [
         ("self.free += self.sequences.pop(name).blocks", "self.sequences.pop(name)", "P10"),
-        ("self.ended.append(name)", "pass", "P26 plan_tells_who_ended"),
+        ("self.ended.append(name)", "pass", "P26 plan_names_the_finished"),
         ("if seq is None or not token_ids", "if seq is None", "P13"),
         ("self.free[needed:]\n", "self.free[needed - 1 :]\n", "P2"),
         (" if name in self.sequences]", "]", " engine_raises_nothing"),

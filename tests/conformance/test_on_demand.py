@@ -11,10 +11,10 @@ from blockstep.conformance.draw.actions import SeededDraw, next_action
 from blockstep.conformance.engine import EngineFactory, EngineTraits, Renamed
 from blockstep.conformance.judge import checks
 from blockstep.conformance.judge.checks import JUDGED
-from blockstep.conformance.judge.properties import sentence
-from blockstep.conformance.judge.properties.sentence import Sentence
+from blockstep.conformance.judge.properties import property_check as sentence
+from blockstep.conformance.judge.properties.property_check import PropertyCheck
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import run_program, start_program
+from blockstep.conformance.lockstep.start_run import run_program, start_program
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import MUSEUM, SpecEngine, load_engine
@@ -56,7 +56,7 @@ def count_asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     asked: dict[str, int] = {}
     judge = sentence.judge
 
-    def count(sentences: tuple[Sentence, ...], *rest: object) -> list[Finding]:
+    def count(sentences: tuple[PropertyCheck, ...], *rest: object) -> list[Finding]:
         for one in sentences:
             asked[one.sentence] = asked.get(one.sentence, 0) + 1
         return judge(sentences, *rest)  # type: ignore[arg-type]

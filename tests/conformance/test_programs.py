@@ -21,8 +21,7 @@ from blockstep.conformance.draw.actions import SeededDraw
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.draw.swarms import draw_swarm
 from blockstep.conformance.engine import Capability, EngineTraits, Safety
-from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.lines import TraceError
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -34,8 +33,9 @@ from blockstep.conformance.protocol.program import (
 )
 from blockstep.conformance.protocol.program_file import parse_program, read_program, write_program
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.trace_lines import TraceError
 from blockstep.conformance.report.as_test import write_test
-from blockstep.conformance.report.moment import describe_state
+from blockstep.conformance.report.explain_file import describe_state
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import Oracle

@@ -98,9 +98,9 @@ from play_support.scenes import (
 )
 
 from blockstep.conformance.judge.checks import CHECKS_OF, PROPERTIES, check_step
-from blockstep.conformance.judge.properties.ledger import Life
-from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.judge.worker.names import PrefixNames
+from blockstep.conformance.judge.properties.history import RequestHistory
+from blockstep.conformance.judge.properties.observed_step import Step
+from blockstep.conformance.judge.worker.prefix_names import PrefixNames
 from blockstep.spec.vocabulary import (
     EVENT_TYPES,
     NO_TRANSFERS,
@@ -273,20 +273,20 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("computed_full_blocks_are_published", admitted, in_request("C", num_cached_blocks=(0,))),
     ("only_computed_blocks_are_published", admitted,
      lambda s: with_key(s, s.after.free_queue[-1], BlockKey(None, (6, 6)))),
-    ("held_block_carries_the_name_of_its_tokens", admitted,
+    ("held_block_key_matches_its_tokens", admitted,
      lambda s: with_key(s, table_of(s, "C")[0], BlockKey(None, (7, 9)))),
-    ("held_block_carries_the_extra_keys_of_its_request", hitting, other_extras),
+    ("held_block_key_has_adapter_salt_and_items", hitting, other_extras),
     ("hit_is_whole_blocks_and_leaves_a_token", hitting, in_row("B", num_computed_tokens=3)),
     ("hit_is_whole_blocks_and_leaves_a_token", skipping_the_cache,
      in_row("D", num_computed_tokens=4)),
-    ("hit_is_the_longest_there_is", hitting, swapped_hit),
+    ("hit_is_the_longest_possible", hitting, swapped_hit),
     ("hit_takes_the_oldest_copy", hitting_a_copy, old_copy),
     ("rejected_event_changes_nothing", refused, in_state(stats=Stats(prefix_cache_queries=5))),
     ("request_without_a_row_stays_the_same", blocked, in_request("B", num_cached_tokens=2)),
     ("request_without_a_row_stays_the_same", blocked, in_state(requests=())),
     ("request_without_a_row_stays_the_same", skipping_the_unready,
      in_request("A", status=Status.WAITING)),
-    ("plan_for_nobody_leaves_no_trace", idle, in_state(stats=Stats(prefix_cache_queries=5))),
+    ("empty_plan_changes_nothing", idle, in_state(stats=Stats(prefix_cache_queries=5))),
     ("row_gains_exactly_the_blocks_it_needs", admitted,
      lambda s: with_row(s, "C", block_ids=((*table_of(s, "C"), 8),))),
     ("row_gains_exactly_the_blocks_it_needs", admitted, in_row("A", new_block_ids=((8,),))),
@@ -301,7 +301,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("row_stays_within_its_caps", admitted, in_row("A", num_scheduled_tokens=0)),
     ("row_stays_within_max_model_len", admitted,
      lambda s: replace(s, config=replace(s.config, max_model_len=6))),
-    ("paused_scheduler_admits_nobody", paused, in_answer(new=(NewRow(A, ((4, 5, 6),), 0, 5),))),
+    ("paused_scheduler_admits_no_request", paused, in_answer(new=(NewRow(A, ((4, 5, 6),), 0, 5),))),
     ("prompt_is_not_cut_without_chunking", chunked,
      lambda s: replace(s, config=replace(s.config, enable_chunked_prefill=False))),
     ("counters_stay_within_what_is_known", rolled_back,
@@ -318,16 +318,16 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
      lambda s: replace(s, config=replace(s.config, num_blocks=3))),
     ("request_is_refused_for_its_size_only_if_it_never_fits", refused_for_size,
      lambda s: replace(s, config=replace(s.config, num_blocks=40))),
-    ("refusal_names_what_is_wrong", refused, in_step(observation=Rejected(RejectCode.BAD_DRAFTS))),
-    ("stale_or_wrong_event_is_refused", refused, in_step(observation=Ack())),
-    ("stale_or_wrong_event_is_refused", committed, in_step(event=Commit(77, ()))),
+    ("rejection_names_the_problem", refused, in_step(observation=Rejected(RejectCode.BAD_DRAFTS))),
+    ("stale_or_wrong_event_is_rejected", refused, in_step(observation=Ack())),
+    ("stale_or_wrong_event_is_rejected", committed, in_step(event=Commit(77, ()))),
     ("delivered_rows_are_those_that_sampled", committed, in_step(observation=Outputs())),
     ("delivered_tokens_are_the_sampled_ones_until_the_stop", committed,
      in_output(new_token_ids=(1, 2))),
     ("finish_reason_is_the_one_that_holds", committed, in_output(finish_reason=None)),
     ("finish_reason_is_the_one_that_holds", rolled_back,
      in_output(finish_reason=FinishReason.STOP)),
-    ("finished_request_is_forgotten_and_others_stay", committed, in_state(requests=())),
+    ("finished_requests_leave_the_state", committed, in_state(requests=())),
     ("outputs_in_the_state_are_those_delivered", committed, in_request("C", output_token_ids=(1,))),
     ("sampling_leaves_one_token_to_compute", rolled_back,
      lambda s: changed(s, "A", num_computed_tokens=s.old["A"].num_computed_tokens)),
@@ -337,8 +337,8 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("tokens_of_a_preempted_row_are_given_back", taking_a_row_back,
      lambda s: observed(s, cached=s.plan.cached[:1])),
     ("head_of_the_queue_is_admitted_when_it_fits", blocked, in_state(free_queue=(1, 2, 3, 4))),
-    ("every_request_stands_in_one_queue", submitted, in_state(waiting=("A",))),
-    ("newcomer_goes_to_the_end_of_its_queue", submitted,
+    ("every_request_is_in_one_queue", submitted, in_state(waiting=("A",))),
+    ("new_request_joins_the_end_of_its_queue", submitted,
      lambda s: after(s, waiting=s.after.waiting[::-1])),
     ("admissions_follow_the_policy", admitted,
      lambda s: before(s, waiting=("A", *s.before.waiting))),
@@ -352,7 +352,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("preempted_fcfs_are_the_youngest", preempting, lambda s: preempted_instead(s, "B", "A")),
     ("preempted_priority_never_outrank_survivors", preempting_by_priority,
      lambda s: preempted_instead(s, "C", "A")),
-    ("nobody_is_admitted_after_a_preemption", admitted, in_request("A", status=Status.PREEMPTED)),
+    ("no_admission_after_a_preemption", admitted, in_request("A", status=Status.PREEMPTED)),
     ("new_blocks_come_from_the_head_of_the_free_queue", admitted,
      lambda s: with_row(s, "C", block_ids=((s.before.free_queue[-1],),))),
     ("new_blocks_come_from_the_head_of_the_free_queue", admitted, reversed_tail),
@@ -360,19 +360,19 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("freed_tail_is_evicted_first", committed, reversed_frees),
     ("freed_tail_is_evicted_first", aborted, in_state(free_queue=())),
     ("freed_tail_is_evicted_first", reset_forced, reversed_frees),
-    ("event_leaves_alone_what_it_is_not_about", pausing, in_state(next_frame_id=9)),
+    ("event_changes_only_what_it_is_about", pausing, in_state(next_frame_id=9)),
     ("event_leaves_other_requests_alone", aborted, in_request("A", num_preemptions=3)),
-    ("event_leaves_alone_what_it_is_not_about", drafted, in_request("A", num_preemptions=3)),
+    ("event_changes_only_what_it_is_about", drafted, in_request("A", num_preemptions=3)),
     ("event_leaves_other_requests_alone", drafted, in_state(requests=())),
     ("signal_is_remembered", grammar_ready, in_request("A", grammar_ready=False)),
     ("signal_is_remembered", pausing, in_state(pause_state=PauseState.PAUSED_NEW)),
-    ("abort_ends_exactly_the_unfinished_it_names", aborted, in_answer(request_ids=("C", "C"))),
+    ("abort_finishes_exactly_the_named_requests", aborted, in_answer(request_ids=("C", "C"))),
     ("counters_grow_by_what_happened", hitting, in_state(stats=Stats())),
     ("counters_grow_by_what_happened", rolled_back, lambda s: after(s, stats=s.before.stats)),
     ("counters_grow_by_what_happened", reset_forced, lambda s: after(s, stats=s.before.stats)),
     ("first_hit_is_remembered", hitting, in_request("B", num_cached_tokens=0)),
-    ("told_cached_tokens_are_those_of_the_first_hit", committed, in_output(num_cached_tokens=2)),
-    ("told_external_tokens_are_those_that_were_loaded", committed,
+    ("reported_cached_tokens_are_of_the_first_hit", committed, in_output(num_cached_tokens=2)),
+    ("reported_external_tokens_are_those_loaded", committed,
      in_output(num_external_tokens=2)),
     ("dispatched_drafts_are_the_last_proposed_ones", scheduled_drafts,
      in_row("A", draft_token_ids=(-1, -1, -1))),
@@ -382,17 +382,17 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("drafts_are_taken_only_for_the_next_position", drafted, in_answer(request_ids=())),
     ("reset_empties_the_cache", reset_done, lambda s: with_key(s, 1, BlockKey(None, (1, 2)))),
     ("reset_succeeds_unless_blocks_are_held", reset_refused, in_answer(success=True)),
-    ("forced_reset_preempts_all_who_run", reset_forced, in_state(running=("A",))),
-    ("forced_reset_preempts_all_who_run", reset_refused, in_state(running=())),
+    ("forced_reset_preempts_all_running_requests", reset_forced, in_state(running=("A",))),
+    ("forced_reset_preempts_all_running_requests", reset_refused, in_state(running=())),
     ("refused_reset_changes_nothing", reset_refused, in_state(cached={})),
-    ("plan_tells_who_ended", hitting, in_answer(finished_req_ids=())),
-    ("ended_are_kept_for_the_next_plan", aborted, in_state(finished_req_ids=())),
-    ("plan_tells_who_was_preempted", preempting, in_answer(preempted_req_ids=())),
+    ("plan_names_the_finished", hitting, in_answer(finished_req_ids=())),
+    ("finished_ids_wait_for_the_next_plan", aborted, in_state(finished_req_ids=())),
+    ("plan_names_the_preempted", preempting, in_answer(preempted_req_ids=())),
     ("new_row_carries_the_request_as_submitted", admitted,
      in_row("C", request=replace(C, max_tokens=99))),
     # Progress.
-    ("preemption_leaves_somebody_running", preempting, in_state(running=())),
-    ("nobody_is_preempted_again_without_progress", preempted_again, in_state(running=("C",))),
+    ("preemption_leaves_a_running_request", preempting, in_state(running=())),
+    ("no_repeated_preemption_without_progress", preempted_again, in_state(running=("C",))),
     # Several frames in flight without placeholders.
     ("counters_stay_within_what_is_known", waiting_for_its_token,
      in_request("A", num_output_placeholders=1)),
@@ -404,7 +404,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
      in_request("A", num_computed_tokens=7)),
     ("dispatched_drafts_are_the_last_proposed_ones", drafted_in_pipeline,
      in_row("A", draft_token_ids=(7, 7, 7))),
-    ("event_leaves_alone_what_it_is_not_about", running_on_in_pipeline,
+    ("event_changes_only_what_it_is_about", running_on_in_pipeline,
      lambda s: with_key(s, table_of(s, "A")[2], BlockKey(None, (5, 48)))),
     ("head_of_the_queue_is_admitted_when_it_fits", passing_over_in_pipeline, refusing_the_next),
     ("queues_keep_their_order", passing_over_in_pipeline,
@@ -415,7 +415,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("commit_changes_only_outputs_and_computed_tokens", delivering_in_pipeline,
      in_request("B", num_computed_tokens=3)),
     # Embeddings.
-    ("held_block_carries_the_extra_keys_of_its_request", embedded,
+    ("held_block_key_has_adapter_salt_and_items", embedded,
      lambda s: with_key(s, table_of(s, "B")[1], s.before.block_keys[table_of(s, "A")[1]])),
     # Several frames in flight, with placeholders.
     ("counters_stay_within_what_is_known", ahead, in_request("A", num_output_placeholders=2)),
@@ -427,7 +427,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("row_advances_by_what_it_runs", drafted_ahead, in_request("A", spec_token_ids=())),
     ("preempted_request_starts_again", preempting_ahead,
      in_request("B", num_output_placeholders=0)),
-    ("nobody_runs_past_its_last_token", last_token_in_flight, with_rows_for_all),
+    ("no_row_after_the_last_token", last_token_in_flight, with_rows_for_all),
     ("head_of_the_queue_is_admitted_when_it_fits", passing_over, refusing_the_next),
     ("admissions_follow_the_policy", passing_over,
      lambda s: before(s, waiting=("B", *s.before.waiting), requests=(*s.before.requests,
@@ -454,9 +454,9 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("only_verified_blocks_are_published", publishing, publishing_once_more),
     ("only_verified_blocks_are_published", delivering_to_the_preempted,
      lambda s: with_key(s, s.after.free_queue[0], BlockKey(None, (11, 12)))),
-    ("held_block_carries_the_name_of_its_tokens", publishing,
+    ("held_block_key_matches_its_tokens", publishing,
      lambda s: naming_otherwise(s, None, 5, 49)),
-    ("held_block_carries_the_extra_keys_of_its_request", publishing,
+    ("held_block_key_has_adapter_salt_and_items", publishing,
      lambda s: naming_otherwise(s, "x")),
     ("sampling_leaves_one_token_to_compute", answered, in_request("A", num_computed_tokens=5)),
     ("sampling_leaves_one_token_to_compute", rolled_back_ahead,
@@ -468,15 +468,15 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
      in_request("A", spec_token_ids=())),
     ("commit_changes_only_outputs_and_computed_tokens", delivering_to_the_preempted,
      in_request("B", num_computed_tokens=3)),
-    ("event_leaves_alone_what_it_is_not_about", answered, in_state(prev_scheduled_req_ids=())),
+    ("event_changes_only_what_it_is_about", answered, in_state(prev_scheduled_req_ids=())),
     ("counters_grow_by_what_happened", rolled_back_ahead, lambda s: after(s, stats=s.before.stats)),
-    ("stale_or_wrong_event_is_refused", answered,
+    ("stale_or_wrong_event_is_rejected", answered,
      in_step(event=Commit(2, (RowTokens("A", (48,)),)))),
-    ("stale_or_wrong_event_is_refused", drafted_ahead,
+    ("stale_or_wrong_event_is_rejected", drafted_ahead,
      in_step(event=Drafts(()), observation=DraftsTaken())),
-    ("stale_or_wrong_event_is_refused", rolled_back_ahead,
+    ("stale_or_wrong_event_is_rejected", rolled_back_ahead,
      in_step(event=Commit(1, (RowTokens("A", (1, 2, 3, 4)),)))),
-    ("refusal_names_what_is_wrong", refused_out_of_order,
+    ("rejection_names_the_problem", refused_out_of_order,
      in_step(observation=Rejected(RejectCode.UNKNOWN_FRAME))),
     # Complaints of one sentence.
     *(
@@ -492,7 +492,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("counters_stay_within_what_is_known", chunked, in_request("A", num_cached_blocks=(2,))),
     ("admission_leaves_room_for_the_whole_prompt", hitting,
      lambda s: before(s, free_queue=table_of(s, "B")[:2])),
-    ("plan_for_nobody_leaves_no_trace", idle_for_two,
+    ("empty_plan_changes_nothing", idle_for_two,
      lambda s: after(s, waiting=s.after.waiting[::-1])),
     ("request_without_a_row_stays_the_same", promoted, in_request("A", num_preemptions=1)),
     ("request_without_a_row_stays_the_same", promoted_already,
@@ -503,14 +503,14 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
      lambda s: after(s, requests=(*s.after.requests, RequestSnapshot("Z", Status.WAITING)))),
     ("row_advances_by_what_it_runs", admitted,
      in_row("A", num_computed_tokens=4, num_scheduled_tokens=2)),
-    ("plan_tells_who_ended", hitting, in_state(finished_req_ids=("A",))),
+    ("plan_names_the_finished", hitting, in_state(finished_req_ids=("A",))),
     ("cache_map_and_blocks_agree", admitted,
      lambda s: after(s, cached={**s.after.cached, BlockKey(None, (6,)): ()})),
     ("cache_map_and_blocks_agree", admitted,
      lambda s: after(s, cached={key: at * 2 for key, at in s.after.cached.items()})),
-    ("abort_ends_exactly_the_unfinished_it_names", aborted,
+    ("abort_finishes_exactly_the_named_requests", aborted,
      lambda s: after(s, requests=s.before.requests)),
-    ("forced_reset_preempts_all_who_run", reset_forced_with_one_waiting,
+    ("forced_reset_preempts_all_running_requests", reset_forced_with_one_waiting,
      in_request("C", num_cached_tokens=3)),
     ("counters_stay_within_what_is_known", admitted, in_request("A", num_cached_blocks=(9,))),
     ("counters_stay_within_what_is_known", admitted, in_request("A", num_cached_blocks=(-1,))),
@@ -522,7 +522,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     # Events of each kind.
     ("pool_keeps_its_size", committed, one_key_more),
     ("pool_keeps_its_size", reset_done, one_key_more),
-    ("every_request_stands_in_one_queue", committed, lambda s: after(s, running=s.before.running)),
+    ("every_request_is_in_one_queue", committed, lambda s: after(s, running=s.before.running)),
     ("row_advances_by_what_it_runs", chunked, in_request("A", output_token_ids=(1,))),
     ("row_advances_by_what_it_runs", admitted, in_request("A", grammar_ready=True)),
     ("row_advances_by_what_it_runs", preempted_again, in_request("A", num_cached_blocks=(1,))),
@@ -549,31 +549,31 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
      in_request("A", num_computed_tokens=1)),
     ("only_running_requests_hold_anything", reset_forced, in_request("A", spec_token_ids=(1,))),
     ("preempted_request_starts_again", reset_forced, in_request("A", num_preemptions=0)),
-    ("every_request_stands_in_one_queue", admitted, in_state(waiting=("C",))),
-    ("every_request_stands_in_one_queue", aborted, in_state(running=())),
-    ("every_request_stands_in_one_queue", reset_forced, in_state(waiting=())),
-    ("stale_or_wrong_event_is_refused", refused_a_plan_too_many, in_step(observation=Plan(3))),
-    ("stale_or_wrong_event_is_refused", aborted,
+    ("every_request_is_in_one_queue", admitted, in_state(waiting=("C",))),
+    ("every_request_is_in_one_queue", aborted, in_state(running=())),
+    ("every_request_is_in_one_queue", reset_forced, in_state(waiting=())),
+    ("stale_or_wrong_event_is_rejected", refused_a_plan_too_many, in_step(observation=Plan(3))),
+    ("stale_or_wrong_event_is_rejected", aborted,
      in_step(event=Abort("C"))),  # type: ignore[arg-type]
-    ("stale_or_wrong_event_is_refused", grammar_ready, in_step(event=GrammarReady("nobody"))),
-    ("stale_or_wrong_event_is_refused", grammar_ready, in_step(event=GrammarReady("C"))),
-    ("stale_or_wrong_event_is_refused", pausing,
+    ("stale_or_wrong_event_is_rejected", grammar_ready, in_step(event=GrammarReady("nobody"))),
+    ("stale_or_wrong_event_is_rejected", grammar_ready, in_step(event=GrammarReady("C"))),
+    ("stale_or_wrong_event_is_rejected", pausing,
      in_step(event=SetPause("?"))),  # type: ignore[arg-type]
-    ("stale_or_wrong_event_is_refused", reset_done,
+    ("stale_or_wrong_event_is_rejected", reset_done,
      in_step(event=Reset(3))),  # type: ignore[arg-type]
     ("event_leaves_other_requests_alone", submitted, in_request("C", num_preemptions=1)),
     ("event_leaves_other_requests_alone", grammar_ready, in_request("C", num_preemptions=1)),
-    ("event_leaves_alone_what_it_is_not_about", grammar_ready, in_request("A", num_preemptions=1)),
+    ("event_changes_only_what_it_is_about", grammar_ready, in_request("A", num_preemptions=1)),
     *(
         ("counters_grow_by_what_happened", scene, counting_a_query)
         for scene in (submitted, drafted, aborted, grammar_ready, pausing)
     ),
     ("attached_drafts_are_the_last_proposed_ones", rolled_back,
      in_request("A", spec_token_ids=(1,))),
-    ("ended_are_kept_for_the_next_plan", committed, in_state(finished_req_ids=())),
+    ("finished_ids_wait_for_the_next_plan", committed, in_state(finished_req_ids=())),
     ("attended_blocks_are_held", going_on, giving_back_one_more),
     ("attended_blocks_are_held", told_of_its_token, giving_back_one_more),
-    ("row_has_given_back_what_it_attends_to_no_more", going_on,
+    ("row_has_freed_skipped_blocks", going_on,
      lambda s: changed(s, "A", block_tables=s.old["A"].block_tables)),
     *brought.EACH_KIND,
     *telling.EACH_KIND,
@@ -597,14 +597,14 @@ def test_a_wrong_step_is_accused(sentence: str, scene: Callable[[], Play], bend:
     play = stage(scene)
     judge = CHECKS[sentence]
     if type(play.step.event) in judge.kinds and not isinstance(play.step.observation, Rejected):
-        assert judge(play.step, play.ledger) == []
+        assert judge(play.step, play.history) == []
     wrong = bend(play.step)
-    findings = judge(wrong, play.ledger)
+    findings = judge(wrong, play.history)
     assert findings
     assert {(each.property_id, each.sentence) for each in findings} == {
         (judge.property_id, sentence)
     }
-    assert sentence in {each.sentence for each in check_step(wrong, play.ledger)}
+    assert sentence in {each.sentence for each in check_step(wrong, play.history)}
 
 
 FRAMES = ("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids")
@@ -649,14 +649,14 @@ STILL: list[tuple[Callable[[], Play], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("scene", "names"), STILL, ids=[scene.__name__ for scene, _ in STILL])
-def test_an_event_leaves_alone_what_it_is_not_about(
+def test_an_event_changes_only_what_it_is_about(
     scene: Callable[[], Play], names: tuple[str, ...]
 ) -> None:
     """These fields and no others: more is for other sentences to say."""
-    play, judge = stage(scene), CHECKS["event_leaves_alone_what_it_is_not_about"]
+    play, judge = stage(scene), CHECKS["event_changes_only_what_it_is_about"]
     for owner, name, state in alter_each(play.step.after):
         if owner is Snapshot and state != play.step.after:
-            accused = bool(judge(replace(play.step, after=state), play.ledger))
+            accused = bool(judge(replace(play.step, after=state), play.history))
             assert accused is (name in names), name
 
 
@@ -675,13 +675,12 @@ def test_whatever_changes_in_a_state_somebody_says_so(scene: Callable[[], Play])
         is_free = name == "has_work" and state.frames_in_flight  # an answer wakes the loop up
         if state != play.step.after and name not in UNSAID | ONLY_COMPARED and not is_free:
             step = replace(play.step, after=state)
-            assert check_step(step, play.ledger), (owner.__name__, name)
+            assert check_step(step, play.history), (owner.__name__, name)
 
 
 def test_every_sentence_has_a_wrong_step_of_each_kind_of_event() -> None:
     tried: set[tuple[str, type]] = {
-        ("event_leaves_alone_what_it_is_not_about", type(stage(scene).step.event))
-        for scene, _ in STILL
+        ("event_changes_only_what_it_is_about", type(stage(scene).step.event)) for scene, _ in STILL
     }
     for sentence, scene, bend in CASES:
         step = bend(stage(scene).step)
@@ -699,26 +698,26 @@ def test_every_sentence_has_a_wrong_step_of_each_kind_of_event() -> None:
 
 def test_one_alone_may_preempt_itself_for_tokens_that_it_is_promised() -> None:
     play = alone_and_preempted()
-    judge = CHECKS["preemption_leaves_somebody_running"]
+    judge = CHECKS["preemption_leaves_a_running_request"]
     assert play.step.plan.preempted_req_ids == ("A",)
     assert play.step.after.running == ()
-    assert judge(play.step, play.ledger) == []
-    play.ledger.promised.clear()
-    assert judge(play.step, play.ledger)
+    assert judge(play.step, play.history) == []
+    play.history.promised.clear()
+    assert judge(play.step, play.history)
 
 
 def test_preemption_again_needs_somebody_who_got_further() -> None:
     """Two of the same rank that preempt each other by turns are seen; so is any progress."""
     play = preempted_again()
-    judge, ledger = CHECKS["nobody_is_preempted_again_without_progress"], play.ledger
-    assert judge(play.step, ledger) == []
-    ledger.lives["A"].admitted_in = ledger.lives["B"].admitted_in + 1
-    assert judge(play.step, ledger), "A came after B, so it was preempted since"
-    ledger.num_progress += 1
-    assert judge(play.step, ledger) == []
+    judge, history = CHECKS["no_repeated_preemption_without_progress"], play.history
+    assert judge(play.step, history) == []
+    history.lives["A"].admitted_in = history.lives["B"].admitted_in + 1
+    assert judge(play.step, history), "A came after B, so it was preempted since"
+    history.num_progress += 1
+    assert judge(play.step, history) == []
     first = starving(5)
     assert first.step.plan.preempted_req_ids == ("B",)
-    assert judge(after(first.step, running=("C",)), first.ledger) == []
+    assert judge(after(first.step, running=("C",)), first.history) == []
 
 
 IDLE_REPORTS = (
@@ -738,10 +737,10 @@ def test_two_that_preempt_each_other_by_turns_make_no_progress(
     Reports of a store between the plans change nothing about that, if they change nothing.
     """
     accused = 0
-    for step, ledger, _ in taking_turns(depth, 120 if beside else 60, beside):
+    for step, history, _ in taking_turns(depth, 120 if beside else 60, beside):
         if isinstance(step.event, Schedule):
-            accused += len(CHECKS["nobody_is_preempted_again_without_progress"](step, ledger))
-            assert CHECKS["preemption_leaves_somebody_running"](step, ledger) == []
+            accused += len(CHECKS["no_repeated_preemption_without_progress"](step, history))
+            assert CHECKS["preemption_leaves_a_running_request"](step, history) == []
     assert accused > 5
     assert all(each.num_preemptions > 5 for each in step.after.requests)
 
@@ -749,40 +748,40 @@ def test_two_that_preempt_each_other_by_turns_make_no_progress(
 def test_the_end_of_a_load_is_progress_once_for_each_length_of_its_request() -> None:
     """A store whose loads all fail brings nobody on, nor does one whose request loses them."""
     play = transferring.offered().do(Schedule())
-    first = play.ledger.num_progress
+    first = play.history.num_progress
     for _ in range(3):
         block = play.step.plan.kv_loads[0].block_ids[0][0]
         told = KVTransfers(("A",), invalid_block_ids=(block,))
         play.do(TransfersReported(told), Schedule())
-        assert play.ledger.num_progress == first + 1
+        assert play.history.num_progress == first + 1
     play.do(TransfersReported(KVTransfers(("A",))), Schedule())
-    assert play.ledger.num_progress == first + 1
+    assert play.history.num_progress == first + 1
     play.commit().do(Schedule())
-    assert play.ledger.num_progress == first + 2, "a token was delivered"
+    assert play.history.num_progress == first + 2, "a token was delivered"
 
 
 def test_a_read_of_a_store_is_progress_with_its_end() -> None:
     play = transferring.held().do(Schedule())
-    before = play.ledger.num_progress
+    before = play.history.num_progress
     play.do(
         TransfersReported(KVTransfers(finished_sending=("B",))), TransfersReported(NO_TRANSFERS)
     )
-    assert play.ledger.num_progress == before + 1
+    assert play.history.num_progress == before + 1
     play.do(TransfersReported(KVTransfers(finished_sending=("B",))), Schedule())
-    assert play.ledger.num_progress == before + 1
+    assert play.history.num_progress == before + 1
 
 
 def test_accepted_drafts_are_not_compared_where_only_the_worker_knows_them() -> None:
     play = rolled_back_ahead()
     wrong = replace(play.step, event=Commit(1, (RowTokens("A", (8, 30)),)))
-    assert not CHECKS["stale_or_wrong_event_is_refused"](wrong, play.ledger)
+    assert not CHECKS["stale_or_wrong_event_is_rejected"](wrong, play.history)
 
 
 def test_a_request_that_is_gone_promises_nothing_in_the_end() -> None:
     play = ahead().do(Abort(("A",))).commit().commit()
-    assert play.ledger.promised == {"A": 2}, "the last of these is not recorded yet"
+    assert play.history.promised == {"A": 2}, "the last of these is not recorded yet"
     play.commit().do(Submit(A))
-    assert play.ledger.promised == {}
+    assert play.history.promised == {}
 
 
 def test_properties_and_their_sentences_are_in_order() -> None:
@@ -796,7 +795,7 @@ def test_properties_and_their_sentences_are_in_order() -> None:
 
 def test_an_answer_of_the_wrong_kind_is_one_finding() -> None:
     play = submitted()
-    findings = check_step(replace(play.step, observation=Outputs()), play.ledger)
+    findings = check_step(replace(play.step, observation=Outputs()), play.history)
     assert [each.sentence for each in findings] == ["answer_is_of_the_kind_of_the_event"]
 
 
@@ -810,21 +809,21 @@ def test_a_wrong_number_of_blocks_is_named_first(fewer: int) -> None:
         {"block_keys": keys[:-fewer] if fewer > 0 else (*keys, *[None] * -fewer)},
         {"ref_counts": counts[1:]},
     ):
-        first, *_ = check_step(after(play.step, **wrong), play.ledger)
+        first, *_ = check_step(after(play.step, **wrong), play.history)
         assert first.sentence == "pool_keeps_its_size"
         assert re.fullmatch(r"\d+ (ref counts|keys) for a pool of \d+ blocks, .*", first.message)
 
 
 def test_a_state_that_makes_no_sense_is_a_finding_and_no_crash() -> None:
     play = admitted()
-    findings = check_step(after(play.step, requests=()), play.ledger)
+    findings = check_step(after(play.step, requests=()), play.history)
     assert any("makes no sense" in each.message for each in findings)
 
 
 def test_what_a_row_did_not_do_is_named() -> None:
     play = admitted()
     wrong = changed(play.step, "C", num_computed_tokens=1)
-    (found,) = CHECKS["row_advances_by_what_it_runs"](wrong, play.ledger)
+    (found,) = CHECKS["row_advances_by_what_it_runs"](wrong, play.history)
     assert [(row.field, row.expected, row.seen) for row in found.differences] == [
         ("num_computed_tokens", "2", "1")
     ]
@@ -834,7 +833,7 @@ def test_an_output_row_for_nobody_is_accused() -> None:
     play = committed()
     assert isinstance(play.step.observation, Outputs)
     rows = (*play.step.observation.rows, OutputRow("nobody", (1,)))
-    findings = check_step(observed(play.step, rows=rows), play.ledger)
+    findings = check_step(observed(play.step, rows=rows), play.history)
     assert {"delivered_rows_are_those_that_sampled"} <= {each.sentence for each in findings}
 
 
@@ -843,7 +842,7 @@ def test_shared_blocks_stay_out_of_the_queue() -> None:
     assert table_of(play.step, "A")[:2] == table_of(play.step, "B")[:2]
     play.commit().do(Abort(("A",)))
     wrong = after(play.step, free_queue=(*play.step.after.free_queue, table_of(play.step, "B")[0]))
-    assert CHECKS["freed_tail_is_evicted_first"](wrong, play.ledger)
+    assert CHECKS["freed_tail_is_evicted_first"](wrong, play.history)
 
 
 def test_a_copy_that_a_victim_was_planned_with_goes_back_as_well() -> None:
@@ -868,7 +867,7 @@ def test_a_copy_that_a_victim_was_planned_with_goes_back_as_well() -> None:
 
 def test_a_block_that_a_commit_fills_is_named_by_what_it_delivers_too() -> None:
     names = PrefixNames(2)
-    life, later = (Life(Request(name, (1, 2, 3)), names) for name in "AB")
+    life, later = (RequestHistory(Request(name, (1, 2, 3)), names) for name in "AB")
     later.tokens.append(4)
     assert life.block_name_with((4, 5), 1, 2) == later.block_name(1)
     assert life.block_name_with((4, 5), 0, 2) == later.block_name(0)

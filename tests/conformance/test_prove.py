@@ -20,7 +20,8 @@ from typer.testing import CliRunner, Result
 from blockstep.conformance.command.prove import prove_command
 from blockstep.conformance.prove import laws as all_laws
 from blockstep.conformance.prove import runner
-from blockstep.conformance.prove.law import Law, Room
+from blockstep.conformance.prove.counterexamples import Outcome, find_smallest, try_law
+from blockstep.conformance.prove.law import Law, LawModule
 from blockstep.conformance.prove.laws import LAWS
 from blockstep.conformance.prove.mutants import try_mutants
 from blockstep.conformance.prove.runner import (
@@ -30,7 +31,6 @@ from blockstep.conformance.prove.runner import (
     prove_law,
     prove_laws,
 )
-from blockstep.conformance.prove.smallest import Outcome, find_smallest, try_law
 from blockstep.conformance.prove.table import laws_page
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -173,7 +173,7 @@ def test_mistake_that_fails_inside_the_function_is_noticed() -> None:
 
 
 def test_law_in_a_rewritten_module_is_broken() -> None:
-    room = Room("here")
+    room = LawModule("here")
 
     @room.law("P1", (1,))
     def check_here(number: int) -> None:

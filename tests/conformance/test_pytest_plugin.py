@@ -12,7 +12,7 @@ import pytest
 
 from blockstep.conformance.judge.checks import PROPERTIES
 from blockstep.conformance.pytest_plugin.fixture import Bench
-from blockstep.conformance.report.subjects import ASPECTS, verdict_on
+from blockstep.conformance.report.per_property import ASPECTS, verdict_on
 from blockstep.conformance.search.isolation import RefusedError
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.vocabulary import Config
@@ -25,7 +25,7 @@ ENGINES = '''
 import os
 from dataclasses import replace
 from blockstep.conformance.engine import EngineTraits
-from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.judge.coverage_goals import WITNESSES
 from blockstep.conformance.protocol.registry import SpecEngine
 
 class Bad(SpecEngine):
@@ -118,7 +118,7 @@ def test_without_an_engine_nothing_is_collected_and_nothing_imported(
             ours = [name for name in sys.modules if name.startswith("blockstep.")]
             tools = "blockstep.conformance"
             light = ["protocol", "protocol.settings", "pytest_plugin"]  # it reads the table
-            assert sorted(ours) == [tools, f"{tools}.moved", *(f"{tools}.{it}" for it in light)]
+            assert sorted(ours) == [tools, *(f"{tools}.{it}" for it in light)]
         def test_fixture(blockstep):
             raise AssertionError("unreachable")
         """
@@ -445,7 +445,7 @@ def test_no_item_is_green_when_a_check_did_not_end_well() -> None:
     }  # fmt: skip
     subjects = [*(entry.id for entry in PROPERTIES), *ASPECTS]
     assert {verdict_on(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
-    spec = {"kind": "spec", "property": "", "sentence": "spec_asserts_nothing_false"}
+    spec = {"kind": "spec", "property": "", "sentence": "spec_assertions_hold"}
     check["failure"] = {"findings": [spec]}
     assert [name for name in subjects if verdict_on(name, check)[0] == "failed"] == ["verdict"]
     assert {verdict_on(subject, check)[0] for subject in subjects} == {"failed", "skipped"}

@@ -18,14 +18,19 @@ from blockstep.conformance.lockstep.quirks import (
     name_spared,
     tell_goal,
 )
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.features import BY_NAME
 from blockstep.conformance.protocol.program import Action, Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import run_episode
-from blockstep.conformance.search.floor import Facts, list_quirk_goals, look, missing_witnesses
 from blockstep.conformance.search.options import CheckOptions, find_profile, load
+from blockstep.conformance.search.verdict_requirements import (
+    EngineFacts,
+    list_quirk_goals,
+    missing_goals,
+    read_engine_facts,
+)
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import QUIRKS, Profile, Quirk
 from blockstep.spec.releases import get_rules
@@ -63,7 +68,7 @@ def test_a_quirk_that_is_a_function_applies_where_it_gives_another_result() -> N
 
 def test_a_quirk_that_is_a_flag_applies_where_the_event_comes_to_something_else() -> None:
     """A reset reads the flag, whether or not anybody is told what it cleared."""
-    quirk, untold = Quirk.RESETS_ARE_TOLD_LATE, replace(CONFIG, enable_kv_cache_events=False)
+    quirk, untold = Quirk.RESET_EVENT_IS_LATE, replace(CONFIG, enable_kv_cache_events=False)
     assert list_sides(quirk, v.Reset(), config=untold) == [name_spared(quirk)]
     filled = (v.Submit(v.Request("A", (1, 2, 3), max_tokens=1)), *STEP, v.Schedule())
     assert list_sides(quirk, *filled) == []
@@ -91,8 +96,8 @@ def test_quirks_that_replace_nothing_are_named() -> None:
     assert {*Quirk} - replacing == {*OF_ANOTHER}
 
 
-def get_facts(options: CheckOptions) -> Facts:
-    return look(options, load(options))
+def get_facts(options: CheckOptions) -> EngineFacts:
+    return read_engine_facts(options, load(options))
 
 
 def test_sides_are_required_where_their_feature_is_asked_for() -> None:
@@ -102,11 +107,11 @@ def test_sides_are_required_where_their_feature_is_asked_for() -> None:
     assert name_spared(Quirk.SESSIONS_KEEP_MAX_TOKENS) in wished
     assert name_applied(Quirk.SESSIONS_KEEP_MAX_TOKENS) not in wished
     assert {FEATURE_OF[Quirk(goal.split()[1])] for goal in wished} == {"sessions"}
-    assert {*wished} <= {*missing_witnesses({}, options, facts)}
-    assert not {*wished} & {*missing_witnesses(dict.fromkeys(wished, 1), options, facts)}
+    assert {*wished} <= {*missing_goals({}, options, facts)}
+    assert not {*wished} & {*missing_goals(dict.fromkeys(wished, 1), options, facts)}
     assert {*wished} < {*list_quirk_goals(options, facts)}
     plain = CheckOptions(engine="spec", profile="vllm-0.19.1")
-    assert not {*wished} & {*missing_witnesses({}, plain, get_facts(plain))}
+    assert not {*wished} & {*missing_goals({}, plain, get_facts(plain))}
     strict = CheckOptions(engine="spec", with_features=("sessions",))
     assert list_quirk_goals(strict, get_facts(strict)) == []
 

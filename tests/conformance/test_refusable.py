@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from blockstep.conformance.engine import EngineFactory, EngineTraits, Safety
-from blockstep.conformance.lockstep.runs import run_program, start_program
+from blockstep.conformance.lockstep.start_run import run_program, start_program
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -33,7 +33,7 @@ PIPELINE = replace(CONFIG, max_frames_in_flight=2)
 DRAFTING = replace(CONFIG, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2)
 A, B = v.Request("A", (1, 2, 3), 6), v.Request("B", (4, 5), 6)
 RUNS: tuple[Action, ...] = (v.Submit(A), v.Schedule())
-TAKEN = ["stale_or_wrong_event_is_refused"]
+TAKEN = ["stale_or_wrong_event_is_rejected"]
 """What is found where a mistake was taken."""
 
 
@@ -213,7 +213,7 @@ def test_who_takes_what_never_fits_must_serve_it() -> None:
             return v.Ack() if isinstance(seen, v.Rejected) and isinstance(event, v.Submit) else seen
 
     _, wrong = hearing(Promising, SMALL_POOL, v.Submit(LONG), Drain())
-    assert wrong == ["every_request_ends_once_all_is_healed"]
+    assert wrong == ["every_request_finishes_after_faults_stop"]
 
 
 def test_without_refusals_nothing_is_given_that_may_be_refused() -> None:

@@ -25,9 +25,9 @@ from blockstep.conformance.engine import (
 from blockstep.conformance.lockstep.canary import SafetyCanary
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.recorded.figures import ReplayReport
-from blockstep.conformance.recorded.pace import REPLAY_PRESETS, Arrivals, Pace
+from blockstep.conformance.recorded.arrival_rate import REPLAY_PRESETS, Arrivals, Pace
 from blockstep.conformance.recorded.replay import DIFFERENCES_MAX, replay
+from blockstep.conformance.recorded.replay_counts import ReplayReport
 from blockstep.conformance.recorded.traces import read_trace, write_trace
 from blockstep.conformance.report.replay import render_replay, replay_to_json
 from blockstep.impl.host import HostEngine

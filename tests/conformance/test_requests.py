@@ -8,12 +8,12 @@ import pytest
 
 from blockstep.conformance.draw.actions import SeededDraw, abort, next_action
 from blockstep.conformance.draw.presets import SMALL, Swarm
-from blockstep.conformance.draw.requests import change_items, draw_twin
+from blockstep.conformance.draw.requests import change_items, draw_continuation
 from blockstep.conformance.draw.swarms import draw_swarm
 from blockstep.conformance.draw.view import View
 from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.lockstep.client import Client
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Program, Propose
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.search.episodes import play_episode
@@ -39,7 +39,7 @@ def test_a_twin_goes_on_from_a_text_under_the_same_keys_or_all_but_one() -> None
     alike = 0
     for seed in range(60):
         draw = SeededDraw(f"twin {seed}")
-        twin = draw_twin(a_swarm(str(seed)), draw, "B", 3, [(OTHER, TEXT)])
+        twin = draw_continuation(a_swarm(str(seed)), draw, "B", 3, [(OTHER, TEXT)])
         length = len(twin.prompt_token_ids)
         assert twin.request_id == "B"
         assert twin.prompt_token_ids[: length - 1] == TEXT[: length - 1]
@@ -58,7 +58,7 @@ def test_a_twin_goes_on_from_a_text_under_the_same_keys_or_all_but_one() -> None
 def test_a_twin_has_embeddings_where_the_prompt_of_the_other_has_them() -> None:
     other = replace(OTHER, items=(), prompt_embeds=(0, 1, 0, 0, 2))
     for seed in range(20):
-        twin = draw_twin(a_swarm(str(seed)), SeededDraw(str(seed)), "B", 3, [(other, TEXT)])
+        twin = draw_continuation(a_swarm(str(seed)), SeededDraw(str(seed)), "B", 3, [(other, TEXT)])
         assert twin.prompt_token_ids[:5] == OTHER.prompt_token_ids[: len(twin.prompt_token_ids)]
         assert len(twin.prompt_embeds) in (0, len(twin.prompt_token_ids))
 

@@ -14,7 +14,7 @@ from otherwise import SAFETY, UNLIKE, Unlike
 from seeded_engines import SEEDED, PutsReportsAside, Seeded, TellsLastHit
 
 from blockstep.conformance.engine import Capability, EngineFactory
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Answer, Drain, Program, Report
@@ -129,7 +129,7 @@ def test_a_defect_is_found_with_other_seeds(case: Seeded, seed: int) -> None:
     [
         (PUT_ASIDE, PutsReportsAside, "every_hold_has_an_owner_and_an_end"),
         (RELOADED, TellsLastHit, "first_hit_is_remembered"),
-        (RELOADED, hide(TellsLastHit), "told_cached_tokens_are_those_of_the_first_hit"),
+        (RELOADED, hide(TellsLastHit), "reported_cached_tokens_are_of_the_first_hit"),
     ],
 )
 def test_a_reported_defect_is_found_in_its_program(

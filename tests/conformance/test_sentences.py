@@ -71,15 +71,15 @@ from play_support.scenes import (
 )
 
 from blockstep.conformance.engine import EngineFactory, EngineTraits, Safety
-from blockstep.conformance.judge import answers, told
+from blockstep.conformance.judge import answers, reported
 from blockstep.conformance.judge.answers import judge_answer
 from blockstep.conformance.judge.checks import ASKED_OF_ANSWERS, JUDGED, PROPERTIES, check_step
-from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.judge.worker.counting import CountingWorker
-from blockstep.conformance.lockstep.safety import SafetyRun
+from blockstep.conformance.judge.properties.observed_step import Step
+from blockstep.conformance.judge.worker.blockless_worker import CountingWorker
+from blockstep.conformance.lockstep.safety_equivalence import SafetyRun
 from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import Difference, Finding
-from blockstep.conformance.report.sentences import SENTENCES as OUTSIDE
+from blockstep.conformance.report.check_texts import SENTENCES as OUTSIDE
 from blockstep.spec.core.admission import (
     get_findable_pool,
     get_open_queue,
@@ -436,7 +436,7 @@ AT_EITHER: list[Case] = [
 """Held to the specification, and at safety."""
 
 EXTERNAL: Case = (
-    "told_external_tokens_are_those_that_were_loaded",
+    "reported_external_tokens_are_those_loaded",
     committed,
     nothing,
     lambda s: first_output(s, num_external_tokens=2),
@@ -452,7 +452,7 @@ ALONE: list[Case] = [
     *idling.ALONE,
     *AT_EITHER,
     GIVEN_UP,
-    ("row_has_given_back_what_it_attends_to_no_more",
+    ("row_has_freed_skipped_blocks",
      going_on, attending_as(FULL, replace(WINDOW, sliding_window=8)),
      same),
     ("nothing_is_cached_without_caching", first_plan_without_caching, publishing_all_the_same,
@@ -467,12 +467,12 @@ ALONE: list[Case] = [
     ("only_computed_blocks_are_published", given_back_unwritten, finding_it_again, same),
     ("hit_is_whole_blocks_and_leaves_a_token",
      skipping_the_cache, becoming(hit_all_the_same), same),
-    ("hit_is_the_longest_there_is", hitting, answering(find_hit, by=NO_HIT), same),
+    ("hit_is_the_longest_possible", hitting, answering(find_hit, by=NO_HIT), same),
     ("hit_takes_the_oldest_copy", hitting_a_copy, becoming(choose_the_newest), same),
     ("rejected_event_changes_nothing", refused_with_a_cache, losing_a_key, same),
     ("request_without_a_row_stays_the_same", blocked, nothing,
      in_request("B", num_cached_tokens=2)),
-    ("plan_for_nobody_leaves_no_trace", idle_with_a_cache, losing_a_key, same),
+    ("empty_plan_changes_nothing", idle_with_a_cache, losing_a_key, same),
     ("row_gains_exactly_the_blocks_it_needs", admitted, becoming(take_one_more), same),
     ("admission_leaves_room_for_the_whole_prompt",
      full_for_the_whole_prompt, going_by(scheduler_reserve_full_isl=False),
@@ -482,10 +482,10 @@ ALONE: list[Case] = [
     ("row_stays_within_its_caps", capped, going_by(long_prefill_token_threshold=3), same),
     ("row_stays_within_max_model_len", admitted, nothing,
      lambda s: replace(s, config=replace(s.config, max_model_len=6))),
-    ("paused_scheduler_admits_nobody", paused, becoming(admit_while_paused), same),
+    ("paused_scheduler_admits_no_request", paused, becoming(admit_while_paused), same),
     ("prompt_is_not_cut_without_chunking", chunked, nothing,
      lambda s: replace(s, config=replace(s.config, enable_chunked_prefill=False))),
-    ("preemption_leaves_somebody_running", alone_by_priority, becoming(preempt_the_last), same),
+    ("preemption_leaves_a_running_request", alone_by_priority, becoming(preempt_the_last), same),
     ("accepted_request_fits_an_empty_pool",
      refused_for_size, answering(get_submit_problem, by=None),
      same),
@@ -506,20 +506,20 @@ ALONE: list[Case] = [
      in_output(new_token_ids=(1, 2))),
     ("finish_reason_is_the_one_that_holds", committed, nothing,
      in_output(finish_reason=FinishReason.STOP)),
-    ("finished_request_is_forgotten_and_others_stay", one_waits, nothing,
+    ("finished_requests_leave_the_state", one_waits, nothing,
      lambda s: after(s, requests=s.after.requests[:1], waiting=())),
     ("commit_changes_only_outputs_and_computed_tokens", committed, nothing,
      in_request("C", num_preemptions=1)),
     ("running_request_gets_all_it_can", chunked_twice, going_by(max_num_batched_tokens=1), same),
-    ("nobody_runs_past_its_last_token",
+    ("no_row_after_the_last_token",
      last_token_in_flight, answering(is_past_max_tokens, by=False),
      same),
     ("tokens_of_a_preempted_row_are_given_back",
      taking_a_row_back, becoming(leaving_out("S")), same),
     ("head_of_the_queue_is_admitted_when_it_fits", admitted, going_by(max_num_seqs=1), same),
-    ("every_request_stands_in_one_queue", committed, nothing,
+    ("every_request_is_in_one_queue", committed, nothing,
      lambda s: after(s, running=s.before.running)),
-    ("newcomer_goes_to_the_end_of_its_queue", submitted, nothing,
+    ("new_request_joins_the_end_of_its_queue", submitted, nothing,
      lambda s: after(s, waiting=s.after.waiting[::-1])),
     ("admissions_follow_the_policy", one_at_a_time, newest_first, same),
     ("queues_keep_their_order", reset_forced, nothing,
@@ -530,24 +530,24 @@ ALONE: list[Case] = [
     ("preempted_priority_never_outrank_survivors",
      preempting_by_priority, answering(get_victim_index, by=0),
      same),
-    ("nobody_is_admitted_after_a_preemption", preempting, becoming(admit_past_the_head), same),
+    ("no_admission_after_a_preemption", preempting, becoming(admit_past_the_head), same),
     ("new_blocks_come_from_the_head_of_the_free_queue", admitted, nothing,
      lambda s: after(s, free_queue=s.after.free_queue[::-1])),
     ("preempted_tail_is_evicted_first", taking_a_row_back, becoming(free_from_the_head), same),
     ("freed_tail_is_evicted_first", committed, becoming(free_from_the_head), same),
-    ("refusal_names_what_is_wrong", refused, nothing,
+    ("rejection_names_the_problem", refused, nothing,
      in_step(observation=Rejected(RejectCode.BAD_DRAFTS))),
-    ("stale_or_wrong_event_is_refused",
+    ("stale_or_wrong_event_is_rejected",
      drafts_for_nobody, becoming(take_no_drafts),
      same),
-    ("event_leaves_alone_what_it_is_not_about", pausing, nothing, in_state(next_frame_id=9)),
+    ("event_changes_only_what_it_is_about", pausing, nothing, in_state(next_frame_id=9)),
     ("event_leaves_other_requests_alone", aborted, nothing, in_request("A", num_preemptions=3)),
     ("signal_is_remembered", grammar_ready, nothing, in_request("A", grammar_ready=False)),
-    ("abort_ends_exactly_the_unfinished_it_names", aborted, nothing,
+    ("abort_finishes_exactly_the_named_requests", aborted, nothing,
      in_answer(request_ids=("C", "C"))),
     ("counters_grow_by_what_happened", hitting, nothing, in_state(stats=Stats())),
     ("first_hit_is_remembered", hitting, nothing, in_request("B", num_cached_tokens=0)),
-    ("told_cached_tokens_are_those_of_the_first_hit", committed, nothing,
+    ("reported_cached_tokens_are_of_the_first_hit", committed, nothing,
      in_output(num_cached_tokens=2)),
     EXTERNAL,
     ("dispatched_drafts_are_the_last_proposed_ones", drafted_in_pipeline, nothing,
@@ -559,19 +559,19 @@ ALONE: list[Case] = [
     ("reset_empties_the_cache", reset_done, becoming(keep_all_keys), same),
     ("reset_succeeds_unless_blocks_are_held", reset_refused, becoming(reset_in_use),
      same),
-    ("forced_reset_preempts_all_who_run", reset_forced, nothing,
+    ("forced_reset_preempts_all_running_requests", reset_forced, nothing,
      in_state(prev_scheduled_req_ids=("A",))),
     ("refused_reset_changes_nothing", reset_refused, losing_a_key, same),
-    ("plan_tells_who_ended", hitting, nothing, in_answer(finished_req_ids=())),
-    ("ended_are_kept_for_the_next_plan", aborted, nothing, in_state(finished_req_ids=())),
-    ("plan_tells_who_was_preempted", preempting, nothing, in_answer(preempted_req_ids=())),
+    ("plan_names_the_finished", hitting, nothing, in_answer(finished_req_ids=())),
+    ("finished_ids_wait_for_the_next_plan", aborted, nothing, in_state(finished_req_ids=())),
+    ("plan_names_the_preempted", preempting, nothing, in_answer(preempted_req_ids=())),
     ("new_row_carries_the_request_as_submitted", admitted, nothing,
      in_row("C", request=replace(C, max_tokens=99))),
 ]  # fmt: skip
 
 BESIDE_THE_WORKER: list[Case] = [
-    ("held_block_carries_the_name_of_its_tokens", first_plan, naming(request("C", 7, 9)), same),
-    ("held_block_carries_the_extra_keys_of_its_request",
+    ("held_block_key_matches_its_tokens", first_plan, naming(request("C", 7, 9)), same),
+    ("held_block_key_has_adapter_salt_and_items",
      first_plan, naming(replace(C, cache_salt="x")),
      same),
     ("outputs_in_the_state_are_those_delivered", committed, nothing,
@@ -580,7 +580,7 @@ BESIDE_THE_WORKER: list[Case] = [
 ]  # fmt: skip
 
 
-IN_A_RELEASE = "nobody_is_preempted_again_without_progress"
+IN_A_RELEASE = "no_repeated_preemption_without_progress"
 
 
 def play(case: Case, hears_worker: bool = True) -> list[str]:
@@ -589,7 +589,7 @@ def play(case: Case, hears_worker: bool = True) -> list[str]:
     play, event = scene().rewound()
     plant(play.engine)
     step = bend(play.take(event))
-    found = check_step(step, play.ledger, play.worker if hears_worker else None)
+    found = check_step(step, play.history, play.worker if hears_worker else None)
     return list(dict.fromkeys(each.sentence for each in found))
 
 
@@ -622,8 +622,8 @@ def test_what_a_commit_publishes_is_looked_at_by_the_worker_too() -> None:
 def test_a_sentence_speaks_alone_in_a_release_that_takes_turns() -> None:
     """Where policy is followed nobody starves; so its history is one in which it was not."""
     said = []
-    for step, ledger, worker in taking_turns(depth=1, num_steps=19):
-        said.append([each.sentence for each in check_step(step, ledger, worker)])
+    for step, history, worker in taking_turns(depth=1, num_steps=19):
+        said.append([each.sentence for each in check_step(step, history, worker)])
     assert said[-1] == [IN_A_RELEASE]
 
 
@@ -747,29 +747,29 @@ DIFFERENTLY_AT_SAFETY: list[Case] = [
 """What shows a sentence alone where nothing is compared, and does not where all are asked."""
 ASKED_OF_STATES = (
     *("pool_keeps_its_size", "every_block_is_free_or_held"),
-    *("block_still_to_be_written_has_one_holder", "nobody_writes_in_what_another_holds"),
+    *("block_still_to_be_written_has_one_holder", "shared_block_is_not_written"),
     *("cache_map_and_blocks_agree", "nothing_is_cached_without_caching"),
     *("block_still_to_be_written_is_not_published", "attended_blocks_are_held"),
-    *("fork_changes_nobody_else", "running_stays_within_max_num_seqs"),
-    *("paused_scheduler_admits_nobody", "prompt_is_not_cut_without_chunking"),
-    *("encoder_cache_stays_within_its_size", "loop_goes_on_while_there_is_work"),
-    "loop_sleeps_where_nothing_is_to_be_done",
-    "finished_request_is_forgotten_and_others_stay",
+    *("fork_changes_no_other_request", "running_stays_within_max_num_seqs"),
+    *("paused_scheduler_admits_no_request", "prompt_is_not_cut_without_chunking"),
+    *("encoder_cache_stays_within_its_size", "loop_runs_while_there_is_work"),
+    "loop_sleeps_without_work",
+    "finished_requests_leave_the_state",
     "outputs_in_the_state_are_those_delivered",
-    "session_goes_on_behind_all_but_its_last_token",
-    *("end_of_its_input_ends_who_rests", "every_request_stands_in_one_queue"),
-    *("every_hold_has_an_owner_and_an_end", "held_block_is_given_to_nobody"),
+    "session_keeps_all_but_its_last_token",
+    *("end_of_input_finishes_an_idle_session", "every_request_is_in_one_queue"),
+    *("every_hold_has_an_owner_and_an_end", "block_in_transfer_is_not_reused"),
     "deferred_free_ends_with_the_answer_to_its_frame",
     *("pins_end_in_time", "event_leaves_other_requests_alone"),
     *("signal_is_remembered", "received_are_those_reported"),
-    *("report_changes_only_what_it_is_about", "time_and_estimates_are_as_told"),
-    *("nothing_is_known_of_what_the_config_lacks", "log_tells_what_can_be_found"),
-    *("log_removes_what_was_there", "stored_blocks_are_told_as_they_are"),
+    *("report_changes_only_what_it_is_about", "clock_and_estimates_follow_events"),
+    *("disabled_features_leave_no_state", "kv_events_rebuild_the_cache"),
+    *("kv_events_remove_only_stored_blocks", "stored_events_match_their_blocks"),
     *("counters_grow_by_what_happened", "first_hit_is_remembered"),
-    *("told_external_tokens_are_those_that_were_loaded", "encoder_cache_adds_up"),
-    *("grammar_stands_where_the_outputs_led_it", "plan_tells_that_it_has_a_mask"),
+    *("reported_external_tokens_are_those_loaded", "encoder_cache_adds_up"),
+    *("grammar_state_follows_outputs", "plan_flags_structured_output"),
     *("failed_grammar_ends_its_request", "refused_reset_changes_nothing"),
-    "plan_tells_who_was_preempted",
+    "plan_names_the_preempted",
 )
 """The sentences of `JUDGED`, in their order."""
 _CASE_OF = {case[0]: case for case in [*ALONE, *BESIDE_THE_WORKER, *DIFFERENTLY_AT_SAFETY]}
@@ -789,25 +789,25 @@ def aborted_while_it_waited() -> Play:
 OF_ANSWERS_AS_OF_STEPS = (
     "dispatched_drafts_are_the_last_proposed_ones",
     "failed_grammar_ends_its_request",
-    "told_cached_tokens_are_those_of_the_first_hit",
+    "reported_cached_tokens_are_of_the_first_hit",
 )
 """What shows these alone does so, too, where nothing is compared."""
 OF_ANSWERS: list[Case] = [
     *brought.OF_ANSWERS,
     ("rejected_event_changes_nothing", refused_with_a_cache, losing_a_key, same),
-    ("stale_or_wrong_event_is_refused", answered_out_of_turn, nothing,
+    ("stale_or_wrong_event_is_rejected", answered_out_of_turn, nothing,
      in_step(observation=Outputs((OutputRow("A", (1,)),)))),
     ("computed_tokens_are_in_blocks_that_are_held", delivering_to_the_preempted, nothing,
      in_request("B", num_computed_tokens=-1)),
-    ("abort_ends_exactly_the_unfinished_it_names", aborted, nothing,
+    ("abort_finishes_exactly_the_named_requests", aborted, nothing,
      in_answer(request_ids=("C", "A"))),
     ("plan_stays_within_token_budget", two_capped, going_by(max_num_batched_tokens=4), same),
-    ("plan_tells_who_ended", after_an_abort, nothing, in_answer(finished_req_ids=())),
+    ("plan_names_the_finished", after_an_abort, nothing, in_answer(finished_req_ids=())),
     *[_CASE_OF[name] for name in OF_ANSWERS_AS_OF_STEPS],
     ("row_stays_within_max_model_len", drafts_at_the_end, going_by(max_model_len=20), same),
     ("new_row_carries_the_request_as_submitted", admitted, nothing,
      in_row("C", request=replace(C, max_tokens=99))),
-    ("hit_is_taken_only_where_one_may_be", skipping_the_cache, becoming(hit_all_the_same), same),
+    ("hit_only_with_prefix_caching", skipping_the_cache, becoming(hit_all_the_same), same),
     ("delivered_rows_are_those_that_sampled", committed, nothing,
      lambda s: observed(s, rows=(*s.output_rows, OutputRow("nobody", (1,))))),
     ("delivered_tokens_are_the_sampled_ones_until_the_stop", committed, nothing,
@@ -833,7 +833,7 @@ OF_ANSWERS_ALONE: list[Case] = [
     ("row_is_of_an_unfinished_request", aborted_while_it_waited, nothing, of_one_that_ended),
     ("plan_stays_within_max_num_seqs", one_at_a_time, going_by(max_num_seqs=2), same),
     ("worker_keeps_at_most_max_num_seqs_requests", one_runs, giving_its_seat_away, same),
-    ("end_of_its_input_ends_who_rests", brought.ended_at_rest, nothing,
+    ("end_of_input_finishes_an_idle_session", brought.ended_at_rest, nothing,
      in_step(observation=Aborted())),
 ]  # fmt: skip
 """They speak alone where the state is hidden: a worker with slots, or a state, sees more."""
@@ -864,7 +864,7 @@ def test_each_sentence_is_asked_at_safety_or_says_why_it_is_not() -> None:
 
 def test_what_is_judged_at_safety_is_listed_by_name() -> None:
     assert [each.sentence for each in JUDGED] == [*ASKED_OF_STATES]
-    source = Path(answers.__file__).read_text() + Path(told.__file__).read_text()
+    source = Path(answers.__file__).read_text() + Path(reported.__file__).read_text()
     said = set(re.findall(r'"([a-z]+(?:_[a-z]+){3,})"', source))
     said |= {name for feature in FEATURES for name in feature.checks}
     assert said | ASKED_OF_ANSWERS | {"rejected_event_changes_nothing"} == {
@@ -889,7 +889,7 @@ def test_with_caching_off_nobody_has_a_hit() -> None:
     plan = Plan(0, new=(NewRow(A, ((1, 2, 3),), 2, 3),))
     assert judge_one(Schedule(), plan) == []
     (found,) = judge_one(Schedule(), plan, enable_prefix_caching=False)
-    assert found.sentence == "hit_is_taken_only_where_one_may_be"
+    assert found.sentence == "hit_only_with_prefix_caching"
 
 
 def test_who_has_ended_or_sampled_nothing_is_told_of_no_token() -> None:

@@ -14,7 +14,7 @@ from engine_support.storms import STORMS
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
 from blockstep.conformance.report.failure import render_served
 from blockstep.impl.engine import LLM, SamplingParams
-from blockstep.impl.engine.batch import Batch, BatchRow
+from blockstep.impl.engine.input_batch import Batch, BatchRow
 from blockstep.impl.engine.model import Inputs
 from blockstep.impl.engine.runner import Runner
 from blockstep.impl.engine.schedulers import Scheduler

@@ -13,7 +13,7 @@ from engine_support.models import build_model, save_model
 
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
 from blockstep.impl.engine import LLM, SamplingParams
-from blockstep.impl.engine.batch import Batch
+from blockstep.impl.engine.input_batch import Batch
 from blockstep.impl.engine.model import Inputs
 
 PROMPTS = [[2, 3, 4, 5, 6, 7]] * 4

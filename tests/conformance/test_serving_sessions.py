@@ -17,7 +17,7 @@ from engine_support.models import VOCAB_SIZE, Checkpoint, make_checkpoint, make_
 
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
 from blockstep.impl.engine import LLM, Completion, RequestError, SamplingParams, Session
-from blockstep.impl.engine.batch import Batch, BatchRow, StepRow
+from blockstep.impl.engine.input_batch import Batch, BatchRow, StepRow
 from blockstep.spec.vocabulary import FinishReason, NewRow
 
 NAMES = ("some", "whole")

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from blockstep.conformance.engine import Capability, EngineTraits, Safety
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.features import PIPELINE
 from blockstep.conformance.protocol.program import Action, Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.search.brought import get_request, simpler_contents
 from blockstep.conformance.search.shrink import shrink
+from blockstep.conformance.search.shrink_candidates import get_request, simpler_contents
 from blockstep.spec import vocabulary as v
 
 CONFIG = v.Config(num_blocks=17, block_size=2, max_model_len=16, max_num_batched_tokens=16)

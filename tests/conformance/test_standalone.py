@@ -19,9 +19,9 @@ from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program
 from blockstep.conformance.protocol.story import Script, Story, UnwritableError, show_call
-from blockstep.conformance.search.forgiving import Cause, Means
 from blockstep.conformance.search.options import CheckOptions, find_profile, load
 from blockstep.conformance.search.standalone import tell_story, verify
+from blockstep.conformance.search.suppressions import KnownCause, SuppressionKind
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Quirk
 
@@ -56,18 +56,18 @@ def shows(script: Script) -> bool:
     return int(status or 0) == 1 and script.evidence in told.getvalue()
 
 
-def get_forgiven(path: Path, make_engine: EngineFactory) -> frozenset[Cause]:
+def get_forgiven(path: Path, make_engine: EngineFactory) -> frozenset[KnownCause]:
     """Return all known defects of the release but those that name a file."""
     own = set(path.stem.split("-"))
     quirks = find_profile(f"vllm-{RELEASE}").quirks - own
     workarounds = get_traits(make_engine).workarounds.keys() - own
     return frozenset(
-        {Cause(Means.QUIRK, name) for name in quirks}
-        | {Cause(Means.WORKAROUND, name) for name in workarounds}
+        {KnownCause(SuppressionKind.QUIRK, name) for name in quirks}
+        | {KnownCause(SuppressionKind.WORKAROUND, name) for name in workarounds}
     )
 
 
-def write(path: Path, engine: str, forgiven: frozenset[Cause] | None = None) -> Script:
+def write(path: Path, engine: str, forgiven: frozenset[KnownCause] | None = None) -> Script:
     options = CheckOptions(engine=engine)
     program: Program = read_program(path)
     script = tell_story(options, load(options), program, "TITLE", forgiven)

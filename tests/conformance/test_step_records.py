@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from blockstep.conformance.command.main import app
-from blockstep.conformance.protocol.lines import TraceError
+from blockstep.conformance.protocol.trace_lines import TraceError
 from blockstep.conformance.recorded.validate import validate
 
 SEEN = {
@@ -67,29 +67,32 @@ def test_what_fits_conforms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sentence", "records"),
     [
-        ("every_request_stands_in_one_queue", [{**SEEN, "waiting": ["A"]}]),
+        ("every_request_is_in_one_queue", [{**SEEN, "waiting": ["A"]}]),
         ("running_stays_within_max_num_seqs", [{**SEEN, "max_num_running_reqs": 1}]),
         ("every_block_is_free_or_held", [{**SEEN, "free_blocks": 7}]),
-        ("pins_hold_what_can_be_found", [{**SEEN, "pinned_job_ids": ["x", "x"]}]),
-        ("pins_hold_what_can_be_found", [{**SEEN, "pinned_blocks": 0}]),
-        ("pins_hold_what_can_be_found", [{**SEEN, "num_pinned": 0}]),
+        ("pins_hold_cached_blocks", [{**SEEN, "pinned_job_ids": ["x", "x"]}]),
+        ("pins_hold_cached_blocks", [{**SEEN, "pinned_blocks": 0}]),
+        ("pins_hold_cached_blocks", [{**SEEN, "num_pinned": 0}]),
         ("hit_is_whole_blocks_and_leaves_a_token", [SEEN, {**HIT, "local_hit_tokens": 3}]),
         ("hit_is_whole_blocks_and_leaves_a_token", [SEEN, {**HIT, "total_prompt_tokens": 5}]),
-        ("step_is_told_in_order", [HIT]),
-        ("step_is_told_in_order", [SEEN, {**HIT, "step": 2}]),
-        ("step_is_told_in_order", [SEEN, DECIDED, {**NEXT, "step": 5}]),
+        ("step_records_are_in_order", [HIT]),
+        ("step_records_are_in_order", [SEEN, {**HIT, "step": 2}]),
+        ("step_records_are_in_order", [SEEN, DECIDED, {**NEXT, "step": 5}]),
         ("running_follows_from_decisions", [SEEN, DECIDED, {**NEXT, "running": ["D"]}]),
         ("plan_stays_within_token_budget", [SEEN, {**DECIDED, "total_scheduled_tokens": 4}]),
         ("plan_stays_within_token_budget", [{**SEEN, "max_num_scheduled_tokens": 2}, DECIDED]),
-        ("rows_are_of_who_ran_or_waited",
+        ("rows_are_of_running_or_waiting_requests",
          [SEEN, {**DECIDED, "scheduled_running_req_ids": ["A", "C"]}]),
-        ("rows_are_of_who_ran_or_waited", [SEEN, {**DECIDED, "scheduled_new_req_ids": ["D"]}]),
-        ("rows_are_of_who_ran_or_waited", [SEEN, {**DECIDED, "scheduled_resumed_req_ids": ["C"]}]),
-        ("rows_are_of_who_ran_or_waited", [SEEN, {**DECIDED, "preempted_req_ids": ["C"]}]),
-        ("rows_are_of_who_ran_or_waited",
+        ("rows_are_of_running_or_waiting_requests",
+         [SEEN, {**DECIDED, "scheduled_new_req_ids": ["D"]}]),
+        ("rows_are_of_running_or_waiting_requests",
+         [SEEN, {**DECIDED, "scheduled_resumed_req_ids": ["C"]}]),
+        ("rows_are_of_running_or_waiting_requests",
+         [SEEN, {**DECIDED, "preempted_req_ids": ["C"]}]),
+        ("rows_are_of_running_or_waiting_requests",
          [SEEN, {**DECIDED, "num_scheduled_tokens": {"A": 3, "B": 0, "C": 0}}]),
         ("running_stays_within_max_num_seqs", [{**SEEN, "max_num_running_reqs": 2}, DECIDED]),
-        ("nobody_is_admitted_after_a_preemption",
+        ("no_admission_after_a_preemption",
          [SEEN, {**DECIDED, "preempted_req_ids": ["B"], "scheduled_running_req_ids": ["A"],
          "num_scheduled_tokens": {"A": 1, "C": 1}, "total_scheduled_tokens": 2}]),
     ],

@@ -8,8 +8,8 @@ import pytest
 from play_support.play import CONFIG, A, B, request
 
 from blockstep.conformance.judge.worker import Worker
-from blockstep.conformance.judge.worker.names import SPOILED
-from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.judge.worker.prefix_names import SPOILED
+from blockstep.conformance.protocol.token_function import token_function
 from blockstep.spec import vocabulary as v
 
 STORE = replace(

@@ -16,8 +16,8 @@ from blockstep.conformance.command.sections import first_sentence
 from blockstep.conformance.report.colour import fit, show
 from blockstep.conformance.report.verdict import MISSING_MAX, verdict_text
 from blockstep.conformance.search.check import CheckResult
-from blockstep.conformance.search.floor import required_witnesses
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.verdict_requirements import required_goals
 
 
 def blockstep(*args: object, width: int = 80) -> Result:
@@ -87,7 +87,7 @@ def test_a_hunt_tells_each_kind_of_failure_once_as_it_comes() -> None:
 
 
 def make_result(num_events: int, num_missing: int) -> CheckResult:
-    missing = required_witnesses(CheckOptions())[:num_missing]
+    missing = required_goals(CheckOptions())[:num_missing]
     assert len(missing) == num_missing
     return CheckResult(CheckOptions(), 9, num_events, 1.0, missing=missing, canary_killed_after=47)
 

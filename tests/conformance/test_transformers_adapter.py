@@ -10,7 +10,7 @@ from foreign_support import transformers_repaired as repaired
 
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.engines.adapters import transformers_cb
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
@@ -81,8 +81,8 @@ A_BLOCK_IN_FLIGHT = make_program(
 @pytest.mark.parametrize(
     ("engine", "program", "found"),
     [
-        (SYNC, AFTER_AN_OFFLOAD, "every_request_ends_once_all_is_healed"),
-        (SYNC, A_LATE_CANCEL, "every_request_ends_once_all_is_healed"),
+        (SYNC, AFTER_AN_OFFLOAD, "every_request_finishes_after_faults_stop"),
+        (SYNC, A_LATE_CANCEL, "every_request_finishes_after_faults_stop"),
         (ASYNC, A_FULL_POOL, "RuntimeError: No requests can be scheduled"),
         (ASYNC, A_BLOCK_IN_FLIGHT, "KeyError: 'A'"),
     ],

@@ -13,9 +13,9 @@ from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.view import BLOCKS_MAX, make_page
+from blockstep.conformance.search.engine_wrappers import hide_state
 from blockstep.conformance.search.film import Picture, make_film
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.conformance.search.wrapped import hide_state
 from blockstep.spec import vocabulary as v
 
 HOSTILE = "</td></pre><script>alert(1)</script><img src=x onerror=alert(1)>&\"'"

@@ -24,24 +24,24 @@ from vllm_support.installed import (
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFault, get_capabilities
 from blockstep.conformance.engines.adapters import vllm_releases
-from blockstep.conformance.engines.adapters.vllm_groups import find_problem
-from blockstep.conformance.engines.adapters.vllm_names import (
+from blockstep.conformance.engines.adapters.vllm_block_keys import (
     Digests,
-    Known,
+    RequestRecord,
     compute_block_key,
     get_lora_name,
 )
+from blockstep.conformance.engines.adapters.vllm_groups import find_problem
 from blockstep.conformance.engines.adapters.vllm_releases import REFERENCE
-from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.judge.coverage_goals import WITNESSES
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.protocol.registry import EngineNotFoundError, load_engine
 from blockstep.conformance.search.episodes import fit_depth
-from blockstep.conformance.search.floor import look
-from blockstep.conformance.search.forgiving import Cause, Means, find_causes
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.suppressions import KnownCause, SuppressionKind, find_causes
+from blockstep.conformance.search.verdict_requirements import read_engine_facts
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Profile, Quirk
 
@@ -55,7 +55,7 @@ pytestmark = quiet
 def test_the_tools_do_not_import_vllm() -> None:
     source = (
         "import sys, blockstep.conformance.command.main\n"
-        "import blockstep.conformance.engines.adapters.vllm_names\n"
+        "import blockstep.conformance.engines.adapters.vllm_block_keys\n"
         "found = {name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'}\n"
         "assert not found, found"
     )
@@ -141,12 +141,12 @@ def test_where_the_last_item_ends_it_may_name_an_output_block(
 
 def test_the_first_block_names_every_item_though_outputs_complete_it() -> None:
     digests = Digests(get_known(REFERENCE), 8)
-    digests.learn(Known(REQUEST), 0, [b"digest"], tuple(range(8)), REQUEST.items)
+    digests.learn(RequestRecord(REQUEST), 0, [b"digest"], tuple(range(8)), REQUEST.items)
     assert digests.key_of[b"digest"].items == (("a", 2), ("b", 6))
 
 
 def test_a_digest_stands_for_what_a_session_has_lost_since() -> None:
-    digests, session = Digests(get_known(REFERENCE), 2), Known(v.Request("A", (1, 2, 3)))
+    digests, session = Digests(get_known(REFERENCE), 2), RequestRecord(v.Request("A", (1, 2, 3)))
     digests.learn(session, 0, [b"first", b"lost"], (1, 2, 3, 9), ())
     session.updates.append(v.Request("A", (5,), items=(v.MultiModalItem("a", 0, 1),)))
     session.follow((1, 2, 3, 5), max_tokens=16)
@@ -159,7 +159,7 @@ def test_a_digest_stands_for_what_a_session_has_lost_since() -> None:
 def test_a_digest_stands_for_items_where_the_release_has_put_them() -> None:
     """A release that shifts the items of a session's chunk wrongly must not be shown the right
     ones: what it hashed is what its digest stands for."""
-    digests, session = Digests(get_known(REFERENCE), 2), Known(v.Request("A", (1, 2)))
+    digests, session = Digests(get_known(REFERENCE), 2), RequestRecord(v.Request("A", (1, 2)))
     session.updates.append(v.Request("A", (5, 6, 7), items=(v.MultiModalItem("a", 1, 1),)))
     session.follow((1, 2, 5, 6, 7), max_tokens=16)
     assert session.request.items == (v.MultiModalItem("a", 3, 1),)
@@ -288,7 +288,9 @@ def test_it_runs_beside_the_spec(features: tuple[str, ...]) -> None:
     make = load_engine("vllm")  # with what it says of configs
     drawn = {"seed": 1} if features else {"max_depth": 2 if RELEASE.has_async else 1}
     options = {"with_features": features, "profile": PROFILE.name, **drawn}
-    if absent := {*features} & {*look(CheckOptions("vllm", profile=PROFILE.name), make).lacking}:
+    if absent := {*features} & {
+        *read_engine_facts(CheckOptions("vllm", profile=PROFILE.name), make).lacking
+    }:
         pytest.skip(f"{VERSION} has no {', '.join(absent)}, as a check would say")
     played = play_episodes(make, 1_500, **options)
     assert played.first is None
@@ -373,7 +375,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Schedule(), Answer(), v.Schedule(), Answer(),
         ),
     ),
-    Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM: (
+    Quirk.OUTPUT_BLOCK_KEY_HAS_ONLY_THE_LAST_ITEM: (
         v.Config(num_blocks=9, block_size=4, max_model_len=16, max_num_batched_tokens=32),
         (
             v.Submit(v.Request(
@@ -398,7 +400,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Schedule(),
         ),
     ),
-    Quirk.PLACEHOLDERS_OUTLIVE_A_GAP: (
+    Quirk.STALE_DRAFT_PLACEHOLDERS: (
         v.Config(
             num_blocks=9, max_num_batched_tokens=2, max_frames_in_flight=2,
             async_scheduling=True,
@@ -411,7 +413,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
                 Answer(),
         ),
     ),
-    Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT: (
+    Quirk.VICTIM_WITHOUT_A_ROW_SKIPS_A_REQUEST: (
         v.Config(
             num_blocks=8, block_size=1, max_model_len=7, max_frames_in_flight=2,
             async_scheduling=True,
@@ -425,7 +427,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Schedule(), v.Schedule(), Answer(), Answer(),
         ),
     ),
-    Quirk.ITEMS_NAMED_WITHOUT_PLACE: (
+    Quirk.ITEM_OFFSET_NOT_IN_KEY: (
         v.Config(num_blocks=9, block_size=4, max_model_len=16),
         (
             v.Submit(v.Request("A", (1,) * 8, max_tokens=1, items=(v.MultiModalItem("cat", 1,
@@ -433,7 +435,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Schedule(), Answer(),
         ),
     ),
-    Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK: (
+    Quirk.ADJACENT_ITEM_IN_OUTPUT_BLOCK_KEY: (
         v.Config(num_blocks=9, block_size=1, max_model_len=16),
         (
             v.Submit(v.Request("A", (0, 0), max_tokens=1, items=(v.MultiModalItem("cat", 0, 2),))),
@@ -441,7 +443,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             *(v.Schedule(), Answer()) * 3,
         ),
     ),
-    Quirk.NOTHING_RESERVED: (
+    Quirk.NO_FULL_ISL_RESERVE: (
         v.Config(num_blocks=7, block_size=1, max_model_len=7, max_num_batched_tokens=3),
         (
             v.Submit(v.Request("A", (1,), max_tokens=6)),
@@ -449,14 +451,14 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Submit(v.Request("B", (2, 3, 4, 5), max_tokens=1)), v.Schedule(),
         ),
     ),
-    Quirk.PASSED_OVER_COME_BACK_REVERSED: (
+    Quirk.SKIPPED_REQUESTS_RETURN_REVERSED: (
         v.Config(num_blocks=9),
         (
             v.Submit(v.Request("A", (1,), structured_output=True)),
             v.Submit(v.Request("B", (2,), structured_output=True)), v.Schedule(),
         ),
     ),
-    Quirk.ONE_WAITING_QUEUE: (
+    Quirk.SINGLE_WAITING_QUEUE: (
         v.Config(num_blocks=9),
         (v.Submit(v.Request("A", (1,), structured_output=True)), v.Schedule()),
     ),
@@ -471,7 +473,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Schedule(), Answer(), Propose(((1, 1),)), v.Schedule(), Answer(), v.Schedule(),
         ),
     ),
-    Quirk.CACHED_TOKENS_OF_THE_LAST_HIT: (
+    Quirk.CACHED_TOKENS_OF_THE_LATEST_HIT: (
         v.Config(
             num_blocks=8, block_size=1, max_model_len=8, max_num_batched_tokens=3,
             scheduler_reserve_full_isl=False,
@@ -489,11 +491,11 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
         ),
         (v.Submit(v.Request("A", (1, 2, 3), max_tokens=4)), v.Schedule()),
     ),
-    Quirk.UNNAMED_BLOCKS_FIRST: (
+    Quirk.BLOCKS_WITHOUT_KEYS_REUSED_FIRST: (
         v.Config(num_blocks=5, block_size=2, max_model_len=8),
         (v.Submit(v.Request("A", (1, 2, 3), max_tokens=4)), v.Schedule(), v.Abort(("A",))),
     ),
-    Quirk.UNCACHED_BLOCKS_FIRST: (
+    Quirk.LIFO_REUSE_WITHOUT_CACHING: (
         v.Config(num_blocks=5, block_size=2, max_model_len=8, enable_prefix_caching=False),
         (v.Submit(v.Request("A", (1, 2, 3), max_tokens=4)), v.Schedule(), v.Abort(("A",))),
     ),
@@ -504,18 +506,18 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Schedule(), Answer(),
         ),
     ),
-    Quirk.RESET_NAMES_ITS_VICTIMS: (
+    Quirk.NEXT_PLAN_NAMES_VICTIMS_OF_A_RESET: (
         v.Config(num_blocks=9),
         (
             v.Submit(v.Request("A", (1, 2))), v.Schedule(), Answer(),
             v.Reset(reset_running_requests=True), v.Schedule(),
         ),
     ),
-    Quirk.LONE_REQUEST_HAS_NO_THRESHOLD: (
+    Quirk.SINGLE_REQUEST_HAS_NO_THRESHOLD: (
         v.Config(num_blocks=20, long_prefill_token_threshold=2),
         (v.Submit(v.Request("A", (1,) * 6)), v.Schedule()),
     ),
-    Quirk.SELF_VICTIM_LETS_OTHERS_RUN: (
+    Quirk.STEP_CONTINUES_AFTER_SELF_PREEMPTION: (
         v.Config(
             num_blocks=5, block_size=2, max_model_len=8, policy=v.Policy.PRIORITY,
             enable_prefix_caching=False,
@@ -536,7 +538,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
         v.Config(num_blocks=9),
         (v.Submit(v.Request("A", (1,), max_tokens=1, eos_token_id=0)), v.Schedule(), Answer()),
     ),
-    Quirk.TOO_LONG_IS_PASSED_OVER: (
+    Quirk.PROMPT_BEYOND_THE_BUDGET_IS_SKIPPED: (
         v.Config(
             num_blocks=9, block_size=1, max_model_len=5, max_num_batched_tokens=5,
             enable_chunked_prefill=False,
@@ -558,7 +560,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             Propose(((1, 0),), for_chunks=True), v.Schedule(), Answer(),
         ),
     ),
-    Quirk.ADMITTED_WITH_PADDING: (
+    Quirk.PADDING_ON_ADMISSION: (
         PADDING,
         (
             v.Submit(v.Request("A", (0,), max_tokens=4)), v.Schedule(), Answer(),
@@ -566,14 +568,14 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
                 Answer(),
         ),
     ),
-    Quirk.PADDING_WAITS_AT_THE_END: (
+    Quirk.PADDING_WAITS_AT_MAX_MODEL_LEN: (
         replace(PADDING, max_model_len=4),
         (
             v.Submit(v.Request("A", (1, 2), max_tokens=2)), v.Schedule(), Answer(),
             v.Submit(v.Request("B", (1, 2, 3), max_tokens=1)), v.Schedule(), Answer(), v.Schedule(),
         ),
     ),
-    Quirk.HIT_IS_COMPANY_ENOUGH: (
+    Quirk.PADDING_ON_HIT_WITHOUT_OTHER_REQUESTS: (
         replace(PADDING, max_num_batched_tokens=2),
         (
             v.Submit(v.Request("A", (1,), max_tokens=1)), v.Schedule(), Answer(),
@@ -590,42 +592,42 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             Propose(((1, 1),)), v.Schedule(), Answer(),
         ),
     ),
-    Quirk.HEAD_GIVES_BACK_BY_TURNS: (
+    Quirk.DRAFT_HEAD_DROP_PER_GROUP: (
         replace(HEADED, groups=(full(1), window(1, 2))), (*once("A", 7), *once("B", 7)),
     ),
-    Quirk.WINDOW_HIT_CUT_BLINDLY: (
+    Quirk.WINDOW_HIT_CUT_WITHOUT_CHECK: (
         replace(HEADED, groups=(full(2), window(1, 2))), (*once("A", 9), *once("B", 9)),
     ),
-    Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK: (
+    Quirk.FIRST_BLOCK_OF_AN_ATTENTION_CHUNK_IS_SKIPPED: (
         v.Config(num_blocks=9, block_size=2, max_model_len=8, groups=(chunks(2, 3),)), once("A", 5),
     ),
-    Quirk.NARROW_WINDOW_WANTS_A_BLOCK: (
+    Quirk.WINDOW_OF_ONE_NEEDS_A_CACHED_BLOCK: (
         v.Config(num_blocks=9, block_size=1, max_model_len=6, groups=(window(1, 1), full(1))),
         (*once("A", 4), *once("B", 1, token=1), *once("C", 4)),
     ),
-    Quirk.HIT_HOLDS_WHAT_IT_SKIPS: (
+    Quirk.WINDOW_OF_ONE_HOLDS_A_SKIPPED_BLOCK: (
         v.Config(num_blocks=20, block_size=1, max_model_len=6, groups=(full(1), window(1, 1))),
         (*once("A", 4), *once("B", 4)),
     ),
-    Quirk.CHUNK_KEEPS_A_NAMED_BLOCK: (
+    Quirk.ATTENTION_CHUNK_KEEPS_A_PUBLISHED_BLOCK: (
         v.Config(9, 1, max_model_len=9, groups=(chunks(1, 2),)),
         (v.Submit(v.Request("A", (0, 0), max_tokens=3)), v.Schedule(), Answer(), v.Schedule()),
     ),
-    Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT: (
+    Quirk.ONLY_FIRST_FULL_ATTENTION_GROUP_IS_CUT: (
         v.Config(
             num_blocks=11, block_size=1, max_model_len=6,
             groups=(window(1, 2), full(1), full(2)),
         ),
         (*once("A", 4), *once("B", 2, token=1), *once("C", 4)),
     ),
-    Quirk.WINDOWS_RESERVE_EVERYTHING: (
+    Quirk.WINDOW_RESERVES_THE_FULL_REQUEST: (
         v.Config(
             num_blocks=4, block_size=1, max_model_len=6, max_num_batched_tokens=1,
             groups=(window(1, 2),),
         ),
         once("A", 5),
     ),
-    Quirk.WINDOWS_FORGET_DOUBT: (
+    Quirk.WINDOW_MOVES_AS_IF_DRAFTS_WERE_ACCEPTED: (
         v.Config(
             num_blocks=12, block_size=1, max_model_len=9, max_frames_in_flight=3,
             async_scheduling=True, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=1,
@@ -633,11 +635,11 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
         ),
         (v.Submit(v.Request("A", (0, 0), max_tokens=6)), v.Schedule(), v.Schedule(), v.Schedule()),
     ),
-    Quirk.CHUNKS_ROUND_TO_NOTHING: (
+    Quirk.CHUNK_ROUNDS_DOWN_TO_ZERO: (
         v.Config(20, 4, max_num_batched_tokens=2, max_model_len=16, groups=(recurrent(4), full(4))),
         once("A", 9),
     ),
-    Quirk.FRESH_STATES_ARE_WAITED_FOR: (
+    Quirk.REQUESTS_WAIT_FOR_STATES_OF_THE_SAME_STEP: (
         v.Config(40, 2, max_model_len=16, groups=(recurrent(2), full(2))),
         (
             v.Submit(v.Request("A", (1, 1), max_tokens=2)),
@@ -647,7 +649,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
     Quirk.ONLY_FULL_ATTENTION_IS_ZEROED: (
         v.Config(40, 2, max_model_len=16, groups=(recurrent(2), window(2, 3))), once("A", 3),
     ),
-    Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED: (
+    Quirk.BLOCKS_OF_WITHDRAWN_ROWS_ARE_ZEROED: (
         v.Config(
             10, 1, max_model_len=8, policy=v.Policy.PRIORITY, enable_prefix_caching=False,
             scheduler_reserve_full_isl=False, groups=(full(1), recurrent(8, v.MambaCacheMode.NONE)),
@@ -664,27 +666,27 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
         ),
         (v.Submit(v.Request("A", (1, 2, 3))), v.KVOffer("A", 2, is_async=True), v.Schedule()),
     ),
-    Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK: (
+    Quirk.DRAFT_HEAD_DROPS_THE_LAST_PROMPT_BLOCK: (
         replace(HEADED, groups=(full(1), window(1, 2))), (*once("A", 5), *once("B", 5)),
     ),
-    Quirk.REFUSED_HAVE_NOTHING_IN_COMMON: (
+    Quirk.NO_COMMON_PREFIX_WHILE_BLOCKS_ARE_SHORT: (
         v.Config(num_blocks=2, block_size=1, max_model_len=4),
         (
             v.Submit(v.Request("A", (0,), max_tokens=1)),
             v.Submit(v.Request("B", (0,), max_tokens=1)), v.Schedule(), Answer(), v.Schedule(),
         ),
     ),
-    Quirk.HEAD_CUTS_SHORT_WINDOWS_TWICE: (
+    Quirk.DRAFT_HEAD_CUTS_SHORT_WINDOWS_TWICE: (
         replace(HEADED, groups=(full(4), window(2, 6)), block_size=2),
         (*once("A", 9), *once("B", 9)),
     ),
-    Quirk.WINDOWS_RESERVE_A_WHOLE_STEP: (
+    Quirk.WINDOW_RESERVES_ONE_STEP: (
         v.Config(3, 1, 1, 1, 6, groups=(window(1, 2),)), once("A", 5),
     ),
-    Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT: (
+    Quirk.WINDOW_RESERVES_STEPS_IN_FLIGHT: (
         v.Config(3, 1, 1, 1, 6, groups=(window(1, 2),)), once("A", 5),
     ),
-    Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT: (
+    Quirk.WINDOW_WAITS_FOR_COMMITS: (
         v.Config(
             9, 1, max_num_batched_tokens=1, max_model_len=9, max_frames_in_flight=2,
             async_scheduling=True, groups=(window(1, 2),),
@@ -695,25 +697,25 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
     Quirk.CHUNKS_END_AT_CHECKPOINTS: (
         v.Config(20, 1, max_model_len=16, groups=(recurrent(1), full(1))), once("A", 2),
     ),
-    Quirk.STATES_ARE_LEFT_AT_ONCE: (
+    Quirk.STATES_ARE_FREED_AT_ONCE: (
         v.Config(
             20, 2, max_model_len=16, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=1,
             groups=(recurrent(2, num_speculative=1), full(2)),
         ),
         (v.Submit(v.Request("A", (1, 2, 3), max_tokens=9)), *(v.Schedule(), Answer()) * 5),
     ),
-    Quirk.STATES_COME_BEFORE_ITEMS: (
+    Quirk.CHUNK_IS_CUT_FOR_STATES_BEFORE_ITEMS: (
         v.Config(
             40, 2, max_model_len=16, encoder_compute_budget=2, encoder_cache_size=8,
             groups=(recurrent(2), full(2)),
         ),
         (v.Submit(v.Request("A", (1,) * 8, items=TWO_ITEMS)), v.Schedule()),
     ),
-    Quirk.ITEMS_HELD_UNTIL_THE_ANSWER: (
+    Quirk.ITEMS_HELD_UNTIL_THE_COMMIT: (
         v.Config(9, 1, max_model_len=8, encoder_compute_budget=2, encoder_cache_size=2),
         (v.Submit(v.Request("A", (1,) * 3, items=(v.MultiModalItem("c", 0, 2),))), v.Schedule()),
     ),
-    Quirk.HEAD_READS_WHAT_HAS_NO_ROOM: (
+    Quirk.DRAFT_HEAD_READS_AN_ITEM_WITHOUT_SPACE: (
         replace(HEADED, encoder_compute_budget=2, encoder_cache_size=8),
         (v.Submit(v.Request("A", (1,) * 5, items=TWO_ITEMS)), v.Schedule()),
     ),
@@ -727,7 +729,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Submit(v.Request("B", (2,) * 3, items=(v.MultiModalItem("c", 0, 2),))), v.Schedule(),
         ),
     ),
-    Quirk.RESTS_OF_ITEMS_ARE_SPLIT: (
+    Quirk.REMAINDER_OF_AN_ITEM_IS_SPLIT: (
         v.Config(
             20, 2, max_num_batched_tokens=4, max_model_len=8, encoder_compute_budget=4,
             encoder_cache_size=8, disable_chunked_mm_input=True,
@@ -739,7 +741,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Schedule(),
         ),
     ),
-    Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM: (
+    Quirk.DRAFT_HEAD_STOPS_BEFORE_WHOLE_ITEMS: (
         replace(
             HEADED, max_num_batched_tokens=2, encoder_compute_budget=2, encoder_cache_size=8,
             disable_chunked_mm_input=True,
@@ -749,7 +751,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Schedule(),
         ),
     ),
-    Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED: (
+    Quirk.REENCODED_CROSS_ATTENTION_ITEMS_ARE_DROPPED: (
         ACROSS,
         (
             v.Submit(v.Request("A", (0,), max_tokens=1, items=TWO_ITEMS[:1])), v.Schedule(),
@@ -757,14 +759,14 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
             v.Submit(v.Request("B", (0,), max_tokens=1, items=TWO_ITEMS[:1])), v.Schedule(),
         ),
     ),
-    Quirk.ROOM_BESIDE_GROWS: (
+    Quirk.CROSS_ATTENTION_CACHE_OVERCOUNTS_FREE_SPACE: (
         ACROSS,
         (
             v.Submit(v.Request("A", (0,), max_tokens=3, items=TWO_ITEMS[:1])),
             *(v.Schedule(), Answer()) * 2,
         ),
     ),
-    Quirk.WITHOUT_ITEMS_PASSED_OVER: (
+    Quirk.REQUEST_WITHOUT_ENCODER_SPACE_IS_SKIPPED: (
         v.Config(
             20, 1, max_model_len=8, encoder_compute_budget=8, encoder_cache_size=3,
             long_prefill_token_threshold=2,
@@ -950,7 +952,7 @@ def test_what_a_workaround_hides_a_hunt_finds(
     flag: str, config: v.Config, actions: tuple[Action, ...]
 ) -> None:
     program = Program(config, actions, vocabulary_size=1)
-    cause = Cause(Means.WORKAROUND, flag)
+    cause = KnownCause(SuppressionKind.WORKAROUND, flag)
     assert find_causes(program, load_engine("vllm"), frozenset(), ()) == (cause,)
 
 

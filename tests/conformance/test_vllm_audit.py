@@ -12,7 +12,7 @@ from vllm_support.installed import PROFILE, needs_reference, needs_vllm, quiet
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_releases import REFERENCE
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import load_engine
@@ -103,10 +103,10 @@ def play(profile: Profile, request: v.Request) -> list[Finding]:
 
 MISREAD = {
     "where an item stands": (
-        {"has_offsets": False}, Quirk.ITEMS_NAMED_WITHOUT_PLACE, replace(RICH, items=(ITEM,)),
+        {"has_offsets": False}, Quirk.ITEM_OFFSET_NOT_IN_KEY, replace(RICH, items=(ITEM,)),
     ),
     "where an item ends": (
-        {"has_exact_ends": False}, Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK,
+        {"has_exact_ends": False}, Quirk.ADJACENT_ITEM_IN_OUTPUT_BLOCK_KEY,
         v.Request("A", (1, 2, 3, 4), 4, items=(v.MultiModalItem("cat", 2, 2),)),
     ),
 }  # fmt: skip

@@ -32,8 +32,8 @@ from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import verdict_text
 from blockstep.conformance.search.check import CheckResult
-from blockstep.conformance.search.floor import look
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.verdict_requirements import read_engine_facts
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, SpecMethod
 
 ADAPTERS = "blockstep.conformance.engines.adapters"
@@ -118,7 +118,7 @@ class Elsewhere(SpecEngine):
 
 
 def test_a_verdict_names_what_is_no_default() -> None:
-    facts = look(CheckOptions(), Elsewhere)
+    facts = read_engine_facts(CheckOptions(), Elsewhere)
     result = CheckResult(CheckOptions(), settings=facts.settings)
     told = verdict_text(result)
     assert "setting     hats on: HatConfig.hats is on, by default off; it is cold" in told
@@ -139,7 +139,7 @@ def test_a_verdict_names_what_is_no_default() -> None:
 
 def test_a_verdict_of_an_engine_at_its_defaults_says_nothing_of_them() -> None:
     told = verdict_text(
-        CheckResult(CheckOptions(), settings=look(CheckOptions(), SpecEngine).settings)
+        CheckResult(CheckOptions(), settings=read_engine_facts(CheckOptions(), SpecEngine).settings)
     )
     assert " at: " not in told
     assert "setting " not in told

@@ -18,7 +18,7 @@ from vllm_support.installed import PROBLEM, PROFILE, RELEASE, VERSION, needs, ne
 
 from blockstep.conformance.engine import get_capabilities
 from blockstep.conformance.engines.adapters.vllm_fields import READ
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import load_engine

@@ -26,17 +26,21 @@ from blockstep.conformance.draw.presets import SMALL
 from blockstep.conformance.draw.swarms import draw_swarm
 from blockstep.conformance.engine import EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters import vllm_groups
+from blockstep.conformance.engines.adapters.vllm_block_keys import (
+    DIGEST_SIZE,
+    Digests,
+    RequestRecord,
+)
 from blockstep.conformance.engines.adapters.vllm_groups import (
     find_problem,
     fit_groups,
     require_groups,
 )
-from blockstep.conformance.engines.adapters.vllm_names import DIGEST_SIZE, Digests, Known
 from blockstep.conformance.engines.adapters.vllm_releases import REFERENCE, Release
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
+from blockstep.conformance.protocol.feature_selection import FeatureSelection
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.conformance.protocol.wishes import Wish
 from blockstep.conformance.search.episodes import fit_config
 from blockstep.spec import vocabulary as v
 
@@ -130,7 +134,7 @@ def test_of_other_mixes_a_release_is_given_the_nearest(
 @pytest.mark.parametrize("release", [OLDEST, OURS, NEWEST], ids=lambda one: one.version)
 def test_what_a_release_is_given_is_a_config(release: Release) -> None:
     """States at the ends of chunks go with no whole items, which those of other modes go with."""
-    wish = Wish(frozenset({"groups", "states", "encoder"}), frozenset())
+    wish = FeatureSelection(frozenset({"groups", "states", "encoder"}), frozenset())
     for seed in range(400):
         drawn = draw_swarm(SMALL, SeededDraw(str(seed)), wish=wish).config
         fitting, _ = fit_groups(release, drawn)
@@ -194,7 +198,7 @@ def test_an_engine_is_given_a_config_that_its_adapter_fits() -> None:
 def test_a_block_is_named_by_its_last_digest_or_by_all_of_them() -> None:
     digests = Digests(OURS, 2)
     names = [bytes([n]) * DIGEST_SIZE for n in range(3)]
-    digests.learn(Known(v.Request("A", tuple(range(6)))), 0, names, range(6), ())
+    digests.learn(RequestRecord(v.Request("A", tuple(range(6)))), 0, names, range(6), ())
     keys = [digests.key_of[name] for name in names]
     assert digests.read(names[1], 0) is keys[1]
     assert digests.read(names[1], 2) == keys[1].in_group(2)

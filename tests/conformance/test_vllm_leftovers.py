@@ -17,7 +17,7 @@ from blockstep.conformance.engines.adapters.vllm_fields import (
     is_empty,
 )
 from blockstep.conformance.engines.adapters.vllm_releases import TRIED
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Program, Propose
 from blockstep.conformance.protocol.registry import load_engine
@@ -347,7 +347,7 @@ PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
 }  # fmt: skip
 """Defects of a release, and the message of the adapter about each."""
 FIRST = {
-    "an end told twice": "plan_tells_who_ended",
+    "an end told twice": "plan_names_the_finished",
     "an answer to a stranger": "delivered_rows_are_those_that_sampled",
     "two answers to one": "delivered_rows_are_those_that_sampled",
 }

@@ -67,9 +67,9 @@ def test_a_profile_is_that_of_the_release_before_it() -> None:
 
 
 def test_quirks_are_added_to_a_release_that_has_no_entry() -> None:
-    found = get_profile("vllm-0.19.1+nothing_reserved")
+    found = get_profile("vllm-0.19.1+no_full_isl_reserve")
     assert found is not None
-    assert found.quirks == find_profile("vllm-0.19.1").quirks | {profiles.Quirk.NOTHING_RESERVED}
+    assert found.quirks == find_profile("vllm-0.19.1").quirks | {profiles.Quirk.NO_FULL_ISL_RESERVE}
     assert found.spares
 
 

@@ -10,11 +10,11 @@ from vllm_support.installed import PROFILE, RELEASE, VERSION, needs, quiet
 from worker_support import ROW_BEHIND_A_FAILED_LOAD
 
 from blockstep.conformance.engine import Engine, EngineFault, get_declines
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.search.forgiving import Cause, Means, find_causes
+from blockstep.conformance.search.suppressions import KnownCause, SuppressionKind, find_causes
 from blockstep.spec import vocabulary as v
 
 pytestmark = [quiet, needs(RELEASE.has_store, "no connector is followed")]
@@ -402,7 +402,7 @@ def test_what_it_is_spared_a_hunt_finds(
 ) -> None:
     """A worker or a store says it in good faith."""
     program = Program(replace(CONFIG, groups=groups), actions, vocabulary_size=1)
-    cause = Cause(Means.WORKAROUND, flag)
+    cause = KnownCause(SuppressionKind.WORKAROUND, flag)
     assert cause in find_causes(program, load_engine(ENGINE), frozenset(), tuple(PROFILE.quirks))
 
 

@@ -25,12 +25,14 @@ from worker_support import (
     waiting_for_its_token,
 )
 
-from blockstep.conformance.judge.worker import Worker, counting, kv, names, worker
-from blockstep.conformance.judge.worker.counting import CountingWorker
-from blockstep.conformance.judge.worker.kv import TaggedKV
+from blockstep.conformance.judge.worker import Worker, prefix_names, worker
+from blockstep.conformance.judge.worker import blockless_worker as counting
+from blockstep.conformance.judge.worker import tagged_kv as kv
+from blockstep.conformance.judge.worker.blockless_worker import CountingWorker
+from blockstep.conformance.judge.worker.tagged_kv import TaggedKV
 from blockstep.conformance.protocol.findings import Finding
-from blockstep.conformance.protocol.tokens import token_function
-from blockstep.conformance.report.sentences import SENTENCES
+from blockstep.conformance.protocol.token_function import token_function
+from blockstep.conformance.report.check_texts import SENTENCES
 from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 
@@ -722,7 +724,7 @@ CASES += [
     ("attended_slot_was_written", "a_state_is_read_in_the_very_plan_that_writes_it",
      lambda: make_worker(**WITH_STATES).execute(v.Plan(0, new=(v.NewRow(A, ((1, 2), (0, 5)), 0, 4),
          going_on(4, 0, 5, 6))))),
-    ("table_across_holds_the_embeddings", "a_table_across_is_a_slot_too_short",
+    ("cross_attention_table_holds_the_embeddings", "a_table_across_is_a_slot_too_short",
      lambda: make_worker(**BESIDE).execute(begins("A", "owl", (1,), (4,)))),
     ("plan_names_real_blocks", "a_null_block_stands_across",
      lambda: make_worker(**BESIDE).execute(begins("A", "owl", (1,), (4, 5, 0)))),
@@ -830,8 +832,8 @@ def test_each_thing_that_a_slot_can_hold_wrongly_is_said_of_both() -> None:
 def test_a_name_is_the_same_when_names_of_keys_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(names, "MEMO_SIZE_MAX", 2)
-    known = names.PrefixNames(2)
+    monkeypatch.setattr(prefix_names, "MEMO_SIZE_MAX", 2)
+    known = prefix_names.PrefixNames(2)
     keys = [v.BlockKey(v.BlockKey(None, (1, 2)), (3, token)) for token in range(6)]
     before = [list(known.of_key(key)) for key in keys]
     assert [known.of_key(key) for key in keys] == before
@@ -859,7 +861,7 @@ def test_a_block_need_not_stay_published() -> None:
 
 def test_tokens_are_the_same_only_to_their_first_one() -> None:
     """That tells what is wrong with a slot: what shaped its KV beside the tokens, or the text."""
-    known = names.PrefixNames(2)
+    known = prefix_names.PrefixNames(2)
 
     def name(*tokens: int, adapter: str | None = None) -> int:
         chain: list[int] = []

@@ -13,7 +13,7 @@ from syrupy.assertion import SnapshotAssertion
 from blockstep.conformance.bench import report as bench_report
 from blockstep.conformance.command.tables import fit_widths, show_rows
 from blockstep.conformance.judge.checks import PROPERTIES
-from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.judge.coverage_goals import WITNESSES
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.museum.trial import describe
 from blockstep.conformance.protocol.registry import KNOWN_ENGINES

@@ -14,7 +14,7 @@ import pytest
 
 from blockstep.conformance.engine import Deviation, EngineTraits, Renamed, Safety, SamePlans
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Hostile, Program
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -188,15 +188,13 @@ def test_blocks_are_not_compared_at_plan_and_the_worker_is_asked_all_the_same() 
 def test_who_has_ended_by_an_abort_does_not_end_later_too() -> None:
     engine = bend(SAFETY, 2, answer=lambda answer: replace(answer, ending_req_ids=("A",)))
     assert (
-        hear(CONFIG, engine, A, v.Abort(("A",)))[0] == "abort_ends_exactly_the_unfinished_it_names"
+        hear(CONFIG, engine, A, v.Abort(("A",)))[0] == "abort_finishes_exactly_the_named_requests"
     )
 
 
 def test_who_ends_later_is_not_compared_at_plan_and_judged_all_the_same() -> None:
     engine = bend(PLAN, 2, answer=lambda answer: replace(answer, ending_req_ids=("B",)))
-    assert hear(CONFIG, engine, A, v.Abort(("A",))) == [
-        "abort_ends_exactly_the_unfinished_it_names"
-    ]
+    assert hear(CONFIG, engine, A, v.Abort(("A",))) == ["abort_finishes_exactly_the_named_requests"]
 
 
 # A worker that is not told of everything would accuse a right engine.
@@ -354,12 +352,12 @@ DECLARED: dict[str, Any] = {
     "it raises": declare(Raises, EXACT, excuse("engine_raises_nothing"), at=2),
     "it raises at safety": declare(Raises, SAFETY, excuse("engine_raises_nothing"), at=2),
     "it stands still at safety": declare(
-        Stands, SAFETY, excuse("every_request_ends_once_all_is_healed")
+        Stands, SAFETY, excuse("every_request_finishes_after_faults_stop")
     ),
     "it answers with another kind": declare(
         WRONG_KIND, SAFETY, excuse("answer_is_of_the_kind_of_the_event")
     ),
-    "it takes what is stale": declare(TAKEN, SAFETY, excuse("stale_or_wrong_event_is_refused")),
+    "it takes what is stale": declare(TAKEN, SAFETY, excuse("stale_or_wrong_event_is_rejected")),
 }
 
 

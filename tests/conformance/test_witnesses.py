@@ -12,15 +12,19 @@ from groups_support import chunks, full, recurrent, window
 from blockstep.conformance.draw.actions import SeededDraw
 from blockstep.conformance.draw.presets import SMALL
 from blockstep.conformance.draw.swarms import draw_swarm
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.judge.witnesses import WITNESSES, situations
+from blockstep.conformance.judge.coverage_goals import WITNESSES, situations
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
-from blockstep.conformance.protocol.tokens import token_function
-from blockstep.conformance.protocol.wishes import Wish
-from blockstep.conformance.search.floor import Facts, missing_witnesses, required_witnesses
+from blockstep.conformance.protocol.feature_selection import FeatureSelection
+from blockstep.conformance.protocol.token_function import token_function
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.verdict_requirements import (
+    EngineFacts,
+    missing_goals,
+    required_goals,
+)
 from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 
@@ -35,7 +39,7 @@ class Watched:
         self.config = config
         self.engine = HostEngine(config)
         self.worker = Worker(config, token_function(1, 3))
-        self.ledger = Ledger(config)
+        self.history = History(config)
         self.counts: Counter[str] = Counter()
         self.before = self.engine.snapshot()
         self.client = Client()
@@ -47,8 +51,8 @@ class Watched:
             assert self.worker.observe(event, observation) == []
             self.client.follow(event, observation)
             step = Step(self.config, 0, event, observation, self.before, after)
-            self.counts.update(situations(step, self.ledger))
-            self.ledger.record(step)
+            self.counts.update(situations(step, self.history))
+            self.history.record(step)
             self.before = after
         return self
 
@@ -211,7 +215,7 @@ def test_one_preempted_in_flight_is_followed_until_it_returns() -> None:
     watched.do(v.Submit(v.Request("C", (7,), max_tokens=1)), v.Schedule())
     assert counts["passed_over_for_its_tokens"] == counts["admitted_past_a_stale_one"] == 1
     for _ in range(20):
-        if not counts["resumed_after_stale_tokens"] and watched.ledger.lives:
+        if not counts["resumed_after_stale_tokens"] and watched.history.lives:
             watched.commit().do(v.Schedule())
     assert counts["stale_tokens_delivered"] == 2
     assert counts["resumed_after_stale_tokens"] == 1
@@ -238,15 +242,15 @@ def test_resets_in_flight_are_told_apart_from_preemption() -> None:
 
 def test_without_drafts_none_are_required() -> None:
     options = CheckOptions(with_features=("forks", "masks", "tiers", "groups"))
-    required, full = (set(required_witnesses(options, lacking)) for lacking in (("drafts",), ()))
+    required, full = (set(required_goals(options, lacking)) for lacking in (("drafts",), ()))
     assert not [name for name in required if "draft" in name]
     assert full - required >= {"rejected_bad_drafts", "groups_block_in_doubt", "head_drop"}
     assert "forks_named_what_is_full" in full - required  # a commit has accepted what fills it
 
 
 def test_what_needs_several_frames_is_required_only_with_several() -> None:
-    deep = set(required_witnesses(CheckOptions()))
-    sync, three = (set(required_witnesses(CheckOptions(max_depth=depth))) for depth in (1, 3))
+    deep = set(required_goals(CheckOptions()))
+    sync, three = (set(required_goals(CheckOptions(max_depth=depth))) for depth in (1, 3))
     assert {"skip_ahead", "rejected_frame_out_of_order"} <= deep - sync
     assert deep - three == {"four_frames_in_flight"}
     assert sync < deep
@@ -254,7 +258,7 @@ def test_what_needs_several_frames_is_required_only_with_several() -> None:
 
 @pytest.mark.parametrize("feature", ["transfers", "pins"])
 def test_where_nobody_may_fork_no_fork_is_required(feature: str) -> None:
-    required = required_witnesses(CheckOptions(with_features=(feature,)))
+    required = required_goals(CheckOptions(with_features=(feature,)))
     assert not [name for name in required if "fork" in name]
 
 
@@ -267,23 +271,25 @@ def test_where_nobody_may_fork_no_fork_is_required(feature: str) -> None:
     ids=["forks", "no store"],
 )
 def test_where_there_is_no_store_nobody_must_be_saved(options: CheckOptions) -> None:
-    required = required_witnesses(options)
+    required = required_goals(options)
     assert not [name for name in required if "saved" in name or "victim_comes" in name]
     assert "tiers_closed_by_low" in required
 
 
 def test_without_placeholders_no_mask_waits_for_older_frames() -> None:
-    assert "masks_flag_of_frames_behind" in required_witnesses(CheckOptions())
-    assert "masks_flag_of_frames_behind" not in required_witnesses(CheckOptions(), ("async",))
+    assert "masks_flag_of_frames_behind" in required_goals(CheckOptions())
+    assert "masks_flag_of_frames_behind" not in required_goals(CheckOptions(), ("async",))
 
 
 def test_features_that_are_not_drawn_beside_a_wished_one_are_not_owed() -> None:
-    goals = required_witnesses(CheckOptions(with_features=("states",)))
+    goals = required_goals(CheckOptions(with_features=("states",)))
     assert not [name for name in goals if name.startswith(("transfers_", "forks_", "tiers_"))]
-    both = required_witnesses(CheckOptions(with_features=("states", "transfers")))
+    both = required_goals(CheckOptions(with_features=("states", "transfers")))
     assert "transfers_state_loaded" in both
     swarms = [
-        draw_swarm(SMALL, SeededDraw(f"kinds/{index}"), wish=Wish(frozenset({"states"})))
+        draw_swarm(
+            SMALL, SeededDraw(f"kinds/{index}"), wish=FeatureSelection(frozenset({"states"}))
+        )
         for index in range(40)
     ]
     assert not any(swarm.config.kv_connector or swarm.config.enable_forks for swarm in swarms)
@@ -292,8 +298,7 @@ def test_features_that_are_not_drawn_beside_a_wished_one_are_not_owed() -> None:
 def test_one_plan_at_a_time_owes_nothing_of_several() -> None:
     options = CheckOptions(with_features=("transfers", "tiers"))
     required, full = (
-        set(required_witnesses(options, lacking))
-        for lacking in (("async", "pipeline", "groups"), ())
+        set(required_goals(options, lacking)) for lacking in (("async", "pipeline", "groups"), ())
     )
     assert full - required >= {
         *("transfers_deferred_by_an_end", "transfers_deferred_until_now"),
@@ -318,26 +323,25 @@ def test_a_refused_commit_frees_nothing_that_waited_for_it() -> None:
     assert watched.commit().counts["transfers_deferred_until_now"] == 1
 
 
-FACTS = Facts(4, (), "exact", (), None, frozenset())
+FACTS = EngineFacts(4, (), "exact", (), None, frozenset())
 """Of an engine that can do everything."""
 
 
 def test_what_is_missing_is_named() -> None:
     options = CheckOptions()
-    assert missing_witnesses({}, options, FACTS) == required_witnesses(options)
-    assert missing_witnesses(dict.fromkeys(WITNESSES, 1), options, FACTS) == ()
+    assert missing_goals({}, options, FACTS) == required_goals(options)
+    assert missing_goals(dict.fromkeys(WITNESSES, 1), options, FACTS) == ()
     counts = {name: 1 for name in WITNESSES if name != "preempted"}
-    assert missing_witnesses(counts, options, FACTS) == ("preempted",)
+    assert missing_goals(counts, options, FACTS) == ("preempted",)
     assert (
-        missing_witnesses(counts, options, replace(FACTS, out_of_reach=frozenset({"preempted"})))
-        == ()
+        missing_goals(counts, options, replace(FACTS, out_of_reach=frozenset({"preempted"}))) == ()
     )
     weaker = replace(FACTS, equivalence="safety", situations=("admitted", "preempted"))
-    assert missing_witnesses(counts, options, weaker) == ("preempted",)
+    assert missing_goals(counts, options, weaker) == ("preempted",)
 
 
 def required(*lacking: str, **fields: Any) -> set[str]:
-    return set(required_witnesses(CheckOptions(**fields), lacking))
+    return set(required_goals(CheckOptions(**fields), lacking))
 
 
 def test_what_cannot_be_reached_is_not_required() -> None:

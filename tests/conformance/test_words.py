@@ -10,15 +10,15 @@ from episodes_support import play_episodes
 
 from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.judge.answers import judge_answer
-from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.properties.observed_step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.worker import Worker
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Answer, Drain, Program, describe_observation
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.recorded.replay import replay
 from blockstep.conformance.recorded.traces import read_trace, write_trace
-from blockstep.conformance.search.arms import compare_arms
 from blockstep.conformance.search.episodes import play_episode
+from blockstep.conformance.search.metamorphic import compare_pair
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
 
@@ -206,7 +206,7 @@ def test_who_was_to_end_and_runs_on_is_found() -> None:
     )
     _, findings = run_program(Program(CONFIG, actions), Never)
     said = [found.sentence for found in findings]
-    assert said == ["row_is_of_an_unfinished_request", "plan_tells_who_ended"]
+    assert said == ["row_is_of_an_unfinished_request", "plan_names_the_finished"]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_each_whom_an_abort_names_ends_once(
     live = {name: v.Request(name, PROMPT) for name in "ABC"}
     found = judge_answer(CONFIG, live, {}, v.Abort(("B", "A", "nobody")), v.Aborted(now, later))
     assert [one.sentence for one in found] == (
-        [] if is_right else ["abort_ends_exactly_the_unfinished_it_names"]
+        [] if is_right else ["abort_finishes_exactly_the_named_requests"]
     )
 
 
@@ -295,7 +295,7 @@ def test_a_request_that_is_not_for_an_engine_is_counted_and_not_submitted() -> N
     assert played.first is None
     assert played.skipped["requests that are not for this engine"] > 5
     assert played.witnesses["admitted"] > 0
-    assert compare_arms(CheckOptions("mine"), Choosy, 4).contrast is None
+    assert compare_pair(CheckOptions("mine"), Choosy, 4).contrast is None
 
 
 def test_a_replay_counts_it_as_refused() -> None:

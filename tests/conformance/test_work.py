@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.judge.properties.work import (
-    loop_goes_on_while_there_is_work,
-    loop_sleeps_where_nothing_is_to_be_done,
+    loop_runs_while_there_is_work,
+    loop_sleeps_without_work,
 )
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine
@@ -127,7 +127,7 @@ def test_work_is_left_while_a_plan_or_a_report_can_change_something(
 
 def test_a_release_forgets_transfers() -> None:
     """Upstream #46283: nothing asks the workers any more, and the blocks are never free."""
-    oracle = Oracle(STORE, Profile("", frozenset({Quirk.TRANSFERS_ARE_NO_WORK})))
+    oracle = Oracle(STORE, Profile("", frozenset({Quirk.LOOP_SLEEPS_DURING_TRANSFERS})))
     held(oracle)
     assert oracle.snapshot().transfers != v.TransfersSnapshot()
     assert oracle.snapshot().has_work is False
@@ -161,8 +161,8 @@ def judge(config: v.Config, state: v.Snapshot, kind: type = v.SetPause) -> list[
     """Sentences that speak of a state, after an event of a kind that changed nothing."""
     event, observation = EVENTS[kind]
     step = Step(config, 1, event, observation, state, state)
-    sentences = (loop_goes_on_while_there_is_work, loop_sleeps_where_nothing_is_to_be_done)
-    return [said.sentence for said in sentences if said(step, Ledger(config))]
+    sentences = (loop_runs_while_there_is_work, loop_sleeps_without_work)
+    return [said.sentence for said in sentences if said(step, History(config))]
 
 
 @pytest.mark.parametrize("bring", SITUATIONS, ids=lambda bring: bring.__name__)
@@ -172,9 +172,7 @@ def test_the_other_answer_is_a_stall_or_a_busy_loop(bring: Callable[[Oracle], No
     bring(oracle)
     state = oracle.snapshot()
     assert judge(config, state) == []
-    wrong = (
-        "loop_goes_on_while_there_is_work" if is_left else "loop_sleeps_where_nothing_is_to_be_done"
-    )
+    wrong = "loop_runs_while_there_is_work" if is_left else "loop_sleeps_without_work"
     assert judge(config, replace(state, has_work=not is_left)) == [wrong]
 
 
@@ -184,9 +182,9 @@ def test_each_kind_of_event_is_judged() -> None:
     after_submit(busy)
     for kind in EVENTS:
         stalled = replace(busy.snapshot(), has_work=False)
-        assert judge(CONFIG, stalled, kind) == ["loop_goes_on_while_there_is_work"]
+        assert judge(CONFIG, stalled, kind) == ["loop_runs_while_there_is_work"]
         burning = replace(empty.snapshot(), has_work=True)
-        assert judge(CONFIG, burning, kind) == ["loop_sleeps_where_nothing_is_to_be_done"]
+        assert judge(CONFIG, burning, kind) == ["loop_sleeps_without_work"]
 
 
 def test_an_engine_that_does_not_say_is_not_accused() -> None:
@@ -229,5 +227,5 @@ def test_without_the_capability_it_is_not_asked() -> None:
 
 def test_the_headline_is_the_stall() -> None:
     (found, *_) = run_program(PROGRAM, Sleepy)[1]
-    assert (found.property_id, found.sentence) == ("P10", "loop_goes_on_while_there_is_work")
+    assert (found.property_id, found.sentence) == ("P10", "loop_runs_while_there_is_work")
     assert found.message == "the loop may sleep, and 'A' waits"

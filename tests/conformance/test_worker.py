@@ -19,12 +19,12 @@ from worker_support import (
 )
 
 from blockstep.conformance.judge.worker import PrefixNames, Worker, extras_of
-from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN
-from blockstep.conformance.lockstep.runner import ask_mask
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.judge.worker.prefix_names import BEFORE_RESET, NEVER_WRITTEN
+from blockstep.conformance.lockstep.action_resolver import ask_mask
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.token_function import token_function
 from blockstep.impl.host import HostEngine
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import get_profile

@@ -24,7 +24,7 @@ from blockstep.conformance.draw.workloads import (
     WorkloadFormat,
     load,
 )
-from blockstep.conformance.recorded.pace import REPLAY_PRESETS
+from blockstep.conformance.recorded.arrival_rate import REPLAY_PRESETS
 from blockstep.conformance.recorded.replay import replay
 from blockstep.conformance.recorded.traces import TraceError
 from blockstep.impl.host import HostEngine
@@ -307,7 +307,7 @@ def test_a_truncated_gzip_is_said_with_the_line_where_it_breaks_off(tmp_path: Pa
 def test_a_line_without_end_does_not_fill_the_memory(
     tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockstep.conformance.protocol.lines.LINE_BYTES_MAX", 1 << 18)
+    monkeypatch.setattr("blockstep.conformance.protocol.trace_lines.LINE_BYTES_MAX", 1 << 18)
     path = tmp_path / "w"
     data = b" " * (1 << 20)
     path.write_bytes(gzip.compress(data) if zipped else data)

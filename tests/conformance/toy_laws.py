@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.law import LawModule, instead
 
-ROOM = Room("toys")
+ROOM = LawModule("toys")
 
 
 def half(number: int) -> int:

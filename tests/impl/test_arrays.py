@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
+from blockstep.impl.array_plans import ArrayOutputs, ArrayPlan
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Abort,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from blockstep.spec import Commit, Config, Oracle, Outputs, Policy, Request
-from blockstep.spec.features.lora import has_seat
+from blockstep.spec.features.lora import has_lora_slot
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import Plan, RowTokens, Status
@@ -93,9 +93,9 @@ def test_priority_says_who_gets_the_seat() -> None:
     ids=["pipeline", "async"],
 )
 @pytest.mark.parametrize("quirk", [False, True])
-def test_adapters_of_rows_only(several: dict[str, bool | int], quirk: bool) -> None:
+def test_lora_slots_of_rows_only(several: dict[str, bool | int], quirk: bool) -> None:
     """A waits for its own token, which is its last: it has no row, and keeps its seat."""
-    quirks = {Quirk.ADAPTERS_OF_ROWS_ONLY} if quirk else set()
+    quirks = {Quirk.LORA_SLOTS_OF_ROWS_ONLY} if quirk else set()
     config = replace(CONFIG, **several)  # type: ignore[arg-type]
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
     oracle.submit(request("A", "x", max_tokens=1))
@@ -109,9 +109,9 @@ def test_adapters_of_rows_only(several: dict[str, bool | int], quirk: bool) -> N
 
 
 def test_a_seat_is_shared_and_none_is_needed_without_an_adapter() -> None:
-    assert has_seat(None, ["x"], 1)
-    assert has_seat("x", ["x", "x", None], 1)
-    assert not has_seat("y", ["x", None], 1)
-    assert has_seat("y", ["x", "x"], 2)
-    assert not has_seat("z", ["x", "y"], 2)
-    assert has_seat("y", ["x"], 0)
+    assert has_lora_slot(None, ["x"], 1)
+    assert has_lora_slot("x", ["x", "x", None], 1)
+    assert not has_lora_slot("y", ["x", None], 1)
+    assert has_lora_slot("y", ["x", "x"], 2)
+    assert not has_lora_slot("z", ["x", "y"], 2)
+    assert has_lora_slot("y", ["x"], 0)

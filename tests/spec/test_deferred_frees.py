@@ -21,7 +21,7 @@ from blockstep.spec.vocabulary import (
     Status,
 )
 
-UNFENCED = Profile("unfenced", frozenset({Quirk.FRAMES_HOLD_NO_BLOCKS}))
+UNFENCED = Profile("unfenced", frozenset({Quirk.BLOCKS_FREED_WHILE_FRAMES_WRITE}))
 
 
 def build(profile: Profile = STRICT, **changes: Any) -> Oracle:

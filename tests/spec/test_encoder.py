@@ -28,8 +28,8 @@ from blockstep.spec.features.encoder.cache import (
     get_with_evicted,
     withdraw_items,
 )
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.maps import FrozenMap
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import (
     GroupKind,
@@ -206,7 +206,7 @@ def test_who_shares_what_is_taken_back_has_it_made() -> None:
 
 
 def test_what_is_evicted_and_made_anew_in_one_step_is_not_dropped() -> None:
-    for quirks, dropped in (((), ("d",)), ((Quirk.REMADE_ITEMS_ARE_DROPPED,), ("c", "d"))):
+    for quirks, dropped in (((), ("d",)), ((Quirk.REENCODED_ITEMS_ARE_DROPPED,), ("c", "d"))):
         oracle = oracle_of(*quirks, encoder_cache_size=4)
         for name, prompt in (("A", "c"), ("B", "dd")):
             oracle.submit(request(name, prompt, max_tokens=1))
@@ -219,7 +219,7 @@ def test_what_is_evicted_and_made_anew_in_one_step_is_not_dropped() -> None:
 
 
 def test_a_refused_admission_evicts_nothing_and_holds_nothing() -> None:
-    for quirks, kept in (((), ["c"]), ((Quirk.ASKING_EVICTS_AND_HOLDS,), [])):
+    for quirks, kept in (((), ["c"]), ((Quirk.ENCODER_CACHE_CHANGES_BEFORE_ADMISSION,), [])):
         oracle = oracle_of(*quirks, num_blocks=4, encoder_cache_size=3, encoder_compute_budget=3)
         oracle.submit(request("A", "ccc", max_tokens=1))
         step(oracle)
@@ -251,10 +251,12 @@ def test_nothing_is_loaded_for_an_encoder_decoder_model() -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ["B"]), (True, ["B", "C"])])
-def test_room_beside_grows(quirk: bool, expected: list[str]) -> None:
+def test_cross_attention_cache_overcounts_free_space(quirk: bool, expected: list[str]) -> None:
     """Upstream #55733: the room of an item is given back with each token that its request has."""
     fields = BESIDE | {"encoder_cache_size": 2, "encoder_compute_budget": 4}
-    oracle = oracle_of(*([Quirk.ROOM_BESIDE_GROWS] if quirk else []), **fields)
+    oracle = oracle_of(
+        *([Quirk.CROSS_ATTENTION_CACHE_OVERCOUNTS_FREE_SPACE] if quirk else []), **fields
+    )
     oracle.submit(request("A", "cc"))
     step(oracle)
     step(oracle)
@@ -266,8 +268,8 @@ def test_room_beside_grows(quirk: bool, expected: list[str]) -> None:
 def test_room_beside_comes_back_with_the_answer() -> None:
     """0.33.0: no second item is made while the first is in flight, and there is room ever after."""
     fields = BESIDE | {"encoder_cache_size": 2, "max_frames_in_flight": 2}
-    grows = (Quirk.ROOM_BESIDE_GROWS, Quirk.ITEMS_HELD_WITHOUT_A_ROW)
-    oracle = oracle_of(*grows, Quirk.ITEMS_HELD_UNTIL_THE_ANSWER, **fields)
+    grows = (Quirk.CROSS_ATTENTION_CACHE_OVERCOUNTS_FREE_SPACE, Quirk.ITEMS_HELD_WITHOUT_A_ROW)
+    oracle = oracle_of(*grows, Quirk.ITEMS_HELD_UNTIL_THE_COMMIT, **fields)
     oracle.submit(request("A", "cc", max_tokens=1))
     oracle.submit(request("B", "dd"))
     first = oracle.schedule()
@@ -278,8 +280,8 @@ def test_room_beside_comes_back_with_the_answer() -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_remade_items_beside_are_dropped(quirk: bool) -> None:
-    quirks = [Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED] if quirk else []
+def test_reencoded_cross_attention_items_are_dropped(quirk: bool) -> None:
+    quirks = [Quirk.REENCODED_CROSS_ATTENTION_ITEMS_ARE_DROPPED] if quirk else []
     oracle = oracle_of(*quirks, **BESIDE)
     told = []
     for name in "AB":
@@ -320,8 +322,8 @@ def test_who_lacks_a_block_across_is_not_admitted() -> None:
 # What else 0.19.1 does.
 
 
-def test_places_of_items_are_one() -> None:
-    oracle = oracle_of(Quirk.PLACES_OF_ITEMS_ARE_ONE, max_num_batched_tokens=4)
+def test_repeated_item_is_released_at_its_first_place() -> None:
+    oracle = oracle_of(Quirk.REPEATED_ITEM_IS_RELEASED_AT_ITS_FIRST_PLACE, max_num_batched_tokens=4)
     oracle.submit(request("A", "cctcc"))
     step(oracle)
     assert holders(oracle) == {"c": ()}
@@ -343,9 +345,9 @@ def test_items_held_without_a_row(quirk: bool) -> None:
     assert sorted(oracle.state.requests) == (["A", "B"] if quirk else [])
 
 
-def test_withdrawn_items_stay() -> None:
+def test_withdrawn_items_count_as_encoded() -> None:
     """The item that nobody made is there for A when it comes back."""
-    oracle, plan = rolled_back(Quirk.WITHDRAWN_ITEMS_STAY)
+    oracle, plan = rolled_back(Quirk.WITHDRAWN_ITEMS_COUNT_AS_ENCODED)
     assert made(plan) == {"B": (0,), "C": (0,)}
     assert sorted(holders(oracle)) == ["c", "d", "e"]
     oracle.abort("B", "C")
@@ -354,15 +356,15 @@ def test_withdrawn_items_stay() -> None:
     assert [made(plan) for plan in plans] == [{}] * 5
 
 
-def test_restored_compute_is_forgotten() -> None:
-    _, plan = rolled_back(Quirk.RESTORED_COMPUTE_IS_FORGOTTEN, encoder_compute_budget=2)
+def test_encoder_budget_of_withdrawn_rows_is_lost() -> None:
+    _, plan = rolled_back(Quirk.ENCODER_BUDGET_OF_WITHDRAWN_ROWS_IS_LOST, encoder_compute_budget=2)
     assert made(plan) == {"B": (0,)}
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 1)])
-def test_room_is_asked_before_need(quirk: bool, expected: int) -> None:
+def test_chunk_ends_before_an_unneeded_item(quirk: bool, expected: int) -> None:
     oracle = oracle_of(
-        *([Quirk.ROOM_IS_ASKED_BEFORE_NEED] if quirk else []),
+        *([Quirk.CHUNK_ENDS_BEFORE_AN_UNNEEDED_ITEM] if quirk else []),
         encoder_cache_size=3,
         long_prefill_token_threshold=2,
     )
@@ -372,15 +374,15 @@ def test_room_is_asked_before_need(quirk: bool, expected: int) -> None:
 
 
 def test_room_is_asked_for_what_is_not_taken_and_then_comes_the_next_item() -> None:
-    oracle = oracle_of(Quirk.ROOM_IS_ASKED_BEFORE_NEED, long_prefill_token_threshold=3)
+    oracle = oracle_of(Quirk.CHUNK_ENDS_BEFORE_AN_UNNEEDED_ITEM, long_prefill_token_threshold=3)
     oracle.submit(request("A", "ttdDc"))
     assert made(step(oracle)) == {"A": (0,)}
     oracle.reset_encoder()  # so that it is not there, and no longer needed
     assert made(step(oracle)) == {"A": (1,)}
 
 
-def test_head_reads_ahead_of_the_encoder() -> None:
-    oracle = oracle_of(Quirk.HEAD_READS_AHEAD_OF_THE_ENCODER, max_num_batched_tokens=2, **HEAD)
+def test_draft_head_reads_an_unencoded_item() -> None:
+    oracle = oracle_of(Quirk.DRAFT_HEAD_READS_AN_UNENCODED_ITEM, max_num_batched_tokens=2, **HEAD)
     oracle.submit(request("A", "ttcc"))
     assert made(step(oracle)) == {}
     oracle.submit(request("B", "ttDd"))
@@ -390,10 +392,10 @@ def test_head_reads_ahead_of_the_encoder() -> None:
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, [1, 2]), (True, [None, None])])
 @pytest.mark.parametrize("splits", [False, True])
-def test_head_never_begins_a_whole_item(
+def test_draft_head_stops_before_whole_items(
     quirk: bool, expected: list[int | None], splits: bool
 ) -> None:
-    quirks = [Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM] if quirk else []
+    quirks = [Quirk.DRAFT_HEAD_STOPS_BEFORE_WHOLE_ITEMS] if quirk else []
     if splits:
         quirks.append(Quirk.WHOLE_ITEMS_ARE_SPLIT)
         expected = expected if quirk else [2, 1]
@@ -404,14 +406,16 @@ def test_head_never_begins_a_whole_item(
 
 def test_a_head_ends_a_token_before_a_whole_item() -> None:
     """Where there is one; the quirk has it end there also if the item is not cut."""
-    for quirks, expected in (((), 2), ((Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,), 1)):
+    for quirks, expected in (((), 2), ((Quirk.DRAFT_HEAD_STOPS_BEFORE_WHOLE_ITEMS,), 1)):
         oracle = oracle_of(*quirks, max_num_batched_tokens=2, **WHOLE, **HEAD)
         oracle.submit(request("A", "ttcc", max_tokens=1))
         assert amounts(step(oracle)) == {"A": expected}
 
 
-@pytest.mark.parametrize("quirk", [Quirk.WHOLE_ITEMS_ARE_SPLIT, Quirk.RESTS_OF_ITEMS_ARE_SPLIT])
-def test_rests_of_items_are_split(quirk: Quirk) -> None:
+@pytest.mark.parametrize(
+    "quirk", [Quirk.WHOLE_ITEMS_ARE_SPLIT, Quirk.REMAINDER_OF_AN_ITEM_IS_SPLIT]
+)
+def test_remainder_of_an_item_is_split(quirk: Quirk) -> None:
     """A hit ends inside of the item, and the chunk behind it does, too."""
     oracle = oracle_of(quirk, block_size=2, max_num_batched_tokens=4, **WHOLE)
     oracle.submit(request("A", "tcccct", max_tokens=1))
@@ -424,8 +428,8 @@ def test_rests_of_items_are_split(quirk: Quirk) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 5), (True, 3)])
-def test_loaded_items_need_compute(quirk: bool, expected: int) -> None:
-    quirks = [Quirk.LOADED_ITEMS_NEED_COMPUTE] if quirk else []
+def test_loaded_items_need_encoder_budget(quirk: bool, expected: int) -> None:
+    quirks = [Quirk.LOADED_ITEMS_NEED_ENCODER_BUDGET] if quirk else []
     oracle = oracle_of(*quirks, encoder_compute_budget=3)
     oracle.offer("d")
     oracle.submit(request("A", "cccdd"))
@@ -462,7 +466,10 @@ def test_a_chunk_may_not_give_an_identifier_another_size() -> None:
 
 
 def test_who_waits_for_a_fresh_state_holds_no_item() -> None:
-    quirks = (Quirk.FRESH_STATES_ARE_WAITED_FOR, Quirk.ASKING_EVICTS_AND_HOLDS)
+    quirks = (
+        Quirk.REQUESTS_WAIT_FOR_STATES_OF_THE_SAME_STEP,
+        Quirk.ENCODER_CACHE_CHANGES_BEFORE_ADMISSION,
+    )
     oracle = oracle_of(*quirks, groups=(recurrent(1),))
     oracle.submit(request("A", "c", max_tokens=1))
     oracle.submit(request("B", "t", max_tokens=1))
@@ -476,7 +483,7 @@ def test_who_waits_for_a_fresh_state_holds_no_item() -> None:
 
 def test_an_answer_that_is_dropped_lets_nothing_go() -> None:
     ahead: dict[str, Any] = {"async_scheduling": True, "max_frames_in_flight": 2}
-    quirks = (Quirk.ITEMS_HELD_UNTIL_THE_ANSWER, Quirk.RESET_DROPS_TOKENS)
+    quirks = (Quirk.ITEMS_HELD_UNTIL_THE_COMMIT, Quirk.RESET_DROPS_TOKENS)
     oracle = oracle_of(*quirks, **ahead)
     oracle.submit(request("A", "ct"))
     first = oracle.schedule()
@@ -492,7 +499,7 @@ def test_an_answer_that_is_dropped_lets_nothing_go() -> None:
 def test_items_are_let_go_row_by_row_whoever_ends() -> None:
     """B ends, and was promised a token up to then; C, behind it, has read its item before that."""
     ahead: dict[str, Any] = {"async_scheduling": True, "max_frames_in_flight": 2}
-    oracle = oracle_of(Quirk.ITEMS_HELD_UNTIL_THE_ANSWER, **ahead)
+    oracle = oracle_of(Quirk.ITEMS_HELD_UNTIL_THE_COMMIT, **ahead)
     oracle.submit(request("B", "tcc", max_tokens=1))
     oracle.submit(request("C", "dt", max_tokens=1))
     oracle.commit(oracle.schedule(), {"B": [5], "C": [5]})
@@ -500,17 +507,17 @@ def test_items_are_let_go_row_by_row_whoever_ends() -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 3)])
-def test_head_reads_what_has_no_room(quirk: bool, expected: int) -> None:
-    quirks = [Quirk.HEAD_READS_WHAT_HAS_NO_ROOM] if quirk else []
+def test_draft_head_reads_an_item_without_space(quirk: bool, expected: int) -> None:
+    quirks = [Quirk.DRAFT_HEAD_READS_AN_ITEM_WITHOUT_SPACE] if quirk else []
     oracle = oracle_of(*quirks, encoder_compute_budget=2, **HEAD)
     oracle.submit(request("A", "cctdd"))
     assert amounts(step(oracle)) == {"A": expected}
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_without_items_passed_over(quirk: bool) -> None:
+def test_request_without_encoder_space_is_skipped(quirk: bool) -> None:
     oracle = oracle_of(
-        *([Quirk.WITHOUT_ITEMS_PASSED_OVER] if quirk else []),
+        *([Quirk.REQUEST_WITHOUT_ENCODER_SPACE_IS_SKIPPED] if quirk else []),
         encoder_cache_size=3,
         long_prefill_token_threshold=2,
     )
@@ -522,9 +529,9 @@ def test_without_items_passed_over(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_states_come_before_items(quirk: bool) -> None:
+def test_chunk_is_cut_for_states_before_items(quirk: bool) -> None:
     """A chunk may end within a block of states, and nothing is made that it does not reach."""
-    quirks = [Quirk.STATES_COME_BEFORE_ITEMS] if quirk else []
+    quirks = [Quirk.CHUNK_IS_CUT_FOR_STATES_BEFORE_ITEMS] if quirk else []
     states: dict[str, Any] = {"block_size": 2, "groups": (recurrent(2),)}
     oracle = oracle_of(*quirks, encoder_compute_budget=2, **states)
     oracle.submit(request("A", "cctddttt"))

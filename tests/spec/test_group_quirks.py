@@ -53,18 +53,18 @@ def find(
     return hit.num_tokens, hit.block_tables
 
 
-def test_head_gives_back_by_turns() -> None:
+def test_draft_head_drop_per_group() -> None:
     """Upstream #32802: with a second window the head gets back one block after the other."""
     two, three = (full(1), window(1, 2)), (full(1), window(1, 2), window(1, 3))
     assert find((), two, 7, has_head=True)[0] == 5
-    assert find([Quirk.HEAD_GIVES_BACK_BY_TURNS], two, 7, has_head=True) == (
+    assert find([Quirk.DRAFT_HEAD_DROP_PER_GROUP], two, 7, has_head=True) == (
         4,
         ((1, 2, 3, 4), (NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 104)),
     )
     assert find((), three, 7, has_head=True)[0] == 5
-    assert find([Quirk.HEAD_GIVES_BACK_BY_TURNS], three, 7, has_head=True) == (0, ((), (), ()))
+    assert find([Quirk.DRAFT_HEAD_DROP_PER_GROUP], three, 7, has_head=True) == (0, ((), (), ()))
     for groups in (two, three):
-        assert find([Quirk.HEAD_GIVES_BACK_BY_TURNS], groups, 7) == find((), groups, 7), (
+        assert find([Quirk.DRAFT_HEAD_DROP_PER_GROUP], groups, 7) == find((), groups, 7), (
             "without a head"
         )
 
@@ -74,35 +74,35 @@ def test_a_window_hit_is_cut_blindly() -> None:
     groups = (full(2), window(1, 2))
     right = (4, ((1, 2), (NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 104)))
     assert find((), groups, 7, has_head=True) == right
-    quirks = [Quirk.WINDOW_HIT_CUT_BLINDLY]
+    quirks = [Quirk.WINDOW_HIT_CUT_WITHOUT_CHECK]
     assert find(quirks, groups, 7, has_head=True) == (4, ((1, 2), (NULL_BLOCK,) * 4))
     alike = (full(2), window(2, 2))
     assert find(quirks, alike, 7, has_head=True) == find((), alike, 7, has_head=True)
 
 
-def test_a_chunk_begins_in_a_null_block() -> None:
+def test_a_first_block_of_an_attention_chunk_is_skipped() -> None:
     """Nothing is cached; the third token attends to the first two, which nobody computed."""
     lost = [(0, 0), (0, 1)]
     assert find((), (chunks(2, 3),), 5, lost) == NO_HIT
-    quirks = [Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK]
+    quirks = [Quirk.FIRST_BLOCK_OF_AN_ATTENTION_CHUNK_IS_SKIPPED]
     assert find(quirks, (chunks(2, 3),), 5, lost) == (2, ((NULL_BLOCK,),))
     assert find(quirks, (chunks(2, 4),), 5, lost) == find((), (chunks(2, 4),), 5, lost)
 
 
-def test_a_narrow_window_wants_a_block() -> None:
+def test_a_window_of_one_needs_a_cached_block() -> None:
     groups, lost = (full(1), window(1, 1)), [(1, index) for index in ALL]
     assert find((), groups, 5, lost) == (4, ((1, 2, 3, 4), (NULL_BLOCK,) * 4))
-    quirks = [Quirk.NARROW_WINDOW_WANTS_A_BLOCK]
+    quirks = [Quirk.WINDOW_OF_ONE_NEEDS_A_CACHED_BLOCK]
     assert find(quirks, groups, 5, lost) == (0, ((), ()))
     assert find(quirks, groups, 5, lost[:3]) == (4, ((1, 2, 3, 4), (NULL_BLOCK,) * 4))
 
 
-def test_a_hit_holds_what_it_skips() -> None:
+def test_a_window_of_one_holds_a_skipped_block() -> None:
     """The last block of the hit, which its window is behind already."""
     groups = (full(1), window(1, 1))
     assert find((), groups, 5)[1][1] == (NULL_BLOCK,) * 4
-    assert find([Quirk.NARROW_WINDOW_WANTS_A_BLOCK], groups, 5) == find((), groups, 5)
-    held = find([Quirk.HIT_HOLDS_WHAT_IT_SKIPS], groups, 5)
+    assert find([Quirk.WINDOW_OF_ONE_NEEDS_A_CACHED_BLOCK], groups, 5) == find((), groups, 5)
+    held = find([Quirk.WINDOW_OF_ONE_HOLDS_A_SKIPPED_BLOCK], groups, 5)
     assert held == (4, ((1, 2, 3, 4), (NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 104)))
 
 
@@ -130,9 +130,9 @@ def test_a_chunk_keeps_a_named_block_in_0_11_0(name: str, first: int) -> None:
     assert oracle.state.requests["A"].block_tables == ((first, 2),)
 
 
-def test_head_cuts_short_windows_twice() -> None:
+def test_draft_head_cuts_short_windows_twice() -> None:
     """Of 8 cached tokens 4 are hit; the release cuts 6 to 4, drops a block, and cuts again."""
-    groups, quirks = (full(4), window(2, 6)), [Quirk.HEAD_CUTS_SHORT_WINDOWS_TWICE]
+    groups, quirks = (full(4), window(2, 6)), [Quirk.DRAFT_HEAD_CUTS_SHORT_WINDOWS_TWICE]
     assert find((), groups, 9, has_head=True) == (4, ((1,), (101, 102)))
     assert find(quirks, groups, 9, has_head=True) == (0, ((), ()))
     assert find(quirks, groups, 9) == find((), groups, 9), "without a head"
@@ -141,31 +141,31 @@ def test_head_cuts_short_windows_twice() -> None:
     assert find(quirks, groups, 13, has_head=True) == find((), groups, 13, has_head=True)
 
 
-def test_only_the_first_full_group_is_cut() -> None:
+def test_only_first_full_attention_group_is_cut() -> None:
     groups, lost = (full(1), full(2), window(1, 2)), [(2, index) for index in ALL]
     assert find((), groups, 9, lost) == NO_HIT
-    quirks = [Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT]
+    quirks = [Quirk.ONLY_FIRST_FULL_ATTENTION_GROUP_IS_CUT]
     assert find(quirks, groups, 9, lost) == (0, ((), (101, 102, 103, 104), ()))
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 1), (True, 0)])
-def test_windows_reserve_everything(quirk: bool, expected: int) -> None:
+def test_window_reserves_the_full_request(quirk: bool, expected: int) -> None:
     """Upstream #39734: it holds two blocks of the three at most, and waits for ever."""
     config = Config(4, 1, max_num_batched_tokens=1, max_model_len=6, groups=(window(1, 2),))
-    quirks = {Quirk.WINDOWS_RESERVE_EVERYTHING} if quirk else set()
+    quirks = {Quirk.WINDOW_RESERVES_THE_FULL_REQUEST} if quirk else set()
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
     oracle.submit(Request("A", (1, 2, 3, 4, 5), max_tokens=1))
     assert len(oracle.schedule().rows) == expected
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 3)])
-def test_windows_forget_doubt(quirk: bool, expected: int) -> None:
+def test_window_moves_as_if_drafts_were_accepted(quirk: bool, expected: int) -> None:
     """Its draft in flight may be rejected: the next token then attends to what is null."""
     config = Config(
         9, 1, max_model_len=9, max_frames_in_flight=3, async_scheduling=True,
         spec_method=SpecMethod.NGRAM, num_speculative_tokens=1, groups=(window(1, 2),),
     )  # fmt: skip
-    quirks = {Quirk.WINDOWS_FORGET_DOUBT} if quirk else set()
+    quirks = {Quirk.WINDOW_MOVES_AS_IF_DRAFTS_WERE_ACCEPTED} if quirk else set()
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
     oracle.submit(Request("A", (1, 2), max_tokens=6))
     oracle.schedule()  # the prompt
@@ -176,9 +176,9 @@ def test_windows_forget_doubt(quirk: bool, expected: int) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, (0, 0, 3)), (True, (0, 2, 3))])
-def test_a_chunk_keeps_a_named_block(quirk: bool, expected: tuple[int, ...]) -> None:
+def test_a_attention_chunk_keeps_a_published_block(quirk: bool, expected: tuple[int, ...]) -> None:
     config = Config(9, 1, max_model_len=9, groups=(chunks(1, 2),))
-    quirks = {Quirk.CHUNK_KEEPS_A_NAMED_BLOCK} if quirk else set()
+    quirks = {Quirk.ATTENTION_CHUNK_KEEPS_A_PUBLISHED_BLOCK} if quirk else set()
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
     oracle.submit(Request("A", (1, 2), max_tokens=2))
     oracle.commit(oracle.schedule(), {"A": [3]})
@@ -187,24 +187,27 @@ def test_a_chunk_keeps_a_named_block(quirk: bool, expected: tuple[int, ...]) -> 
     assert table == expected
 
 
-def test_a_head_looks_behind_once() -> None:
+def test_a_draft_head_block_is_looked_up_once() -> None:
     """Behind the one token that is left of four, the first window has no block any more."""
     groups, lost = (full(1), window(1, 2), window(1, 3)), [(1, 1), (2, 2)]
     assert find((), groups, 6, lost, has_head=True) == NO_HIT
-    quirks = [Quirk.HEAD_LOOKS_BEHIND_ONCE]
+    quirks = [Quirk.DRAFT_HEAD_BLOCK_IS_LOOKED_UP_ONCE]
     assert find(quirks, groups, 6, lost, has_head=True) == (1, ((1,), (101,), (201,)))
     assert find(quirks, groups, 6, lost)[0] == find((), groups, 6, lost)[0] == 5, "without a head"
 
 
-def test_a_head_gives_back_the_last_block() -> None:
+def test_a_draft_head_drops_the_last_prompt_block() -> None:
     groups = (full(2), window(2, 2))
-    quirks = [Quirk.HEAD_LOOKS_BEHIND_ONCE, Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK]
+    quirks = [
+        Quirk.DRAFT_HEAD_BLOCK_IS_LOOKED_UP_ONCE,
+        Quirk.DRAFT_HEAD_DROPS_THE_LAST_PROMPT_BLOCK,
+    ]
     hits = [[find(some, groups, n, has_head=True)[0] for n in (5, 6, 7)] for some in ((), quirks)]
     assert hits == [[2, 2, 4], [2, 4, 4]]
     assert find(quirks, groups, 6) == find((), groups, 6), "without a head"
 
 
-A_STEP, IN_FLIGHT = Quirk.WINDOWS_RESERVE_A_WHOLE_STEP, Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT
+A_STEP, IN_FLIGHT = Quirk.WINDOW_RESERVES_ONE_STEP, Quirk.WINDOW_RESERVES_STEPS_IN_FLIGHT
 
 
 @pytest.mark.parametrize(
@@ -244,13 +247,13 @@ def test_windows_reserve_steps(
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, (0, 2, 3)), (True, (1, 2, 3))])
-def test_all_in_flight_is_in_doubt(quirk: bool, expected: tuple[int, ...]) -> None:
+def test_window_waits_for_commits(quirk: bool, expected: tuple[int, ...]) -> None:
     """No draft: what is in flight is certain, and the first token is behind the window."""
     config = Config(
         9, 1, max_num_batched_tokens=1, max_model_len=9, max_frames_in_flight=3,
         async_scheduling=True, groups=(window(1, 2),),
     )  # fmt: skip
-    quirks = {Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT} if quirk else set()
+    quirks = {Quirk.WINDOW_WAITS_FOR_COMMITS} if quirk else set()
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
     oracle.submit(Request("A", (1, 2, 3, 4, 5), max_tokens=2))
     plans = [oracle.schedule() for _ in range(3)]

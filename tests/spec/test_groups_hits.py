@@ -18,7 +18,7 @@ from blockstep.spec.core.prefix_cache import extend_block_keys, get_prefix_hit
 from blockstep.spec.core.requests import Hit, RequestState
 from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.features import get_config_rules
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockKey, KVGroup
 
 Published = frozenset[tuple[int, int]]

@@ -19,9 +19,9 @@ from blockstep.spec.features.encoder.cache import ENCODER
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.features.prefill_cadence import PREFILL_WAIT
-from blockstep.spec.features.structured_output.grammar import STAND, Stand
+from blockstep.spec.features.structured_output.grammar import STAND, GrammarState
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.invariants import INVARIANTS, get_broken_invariants
-from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Commit,
@@ -105,7 +105,7 @@ def bend_part(part: Any, **change: Any) -> Bend:
 
 def bend_stand(state: State) -> State:
     """Put the grammar of A into another state."""
-    request = STAND.put(state.requests["A"], Stand(1))
+    request = STAND.put(state.requests["A"], GrammarState(1))
     return replace(state, requests=state.requests.having("A", request))
 
 

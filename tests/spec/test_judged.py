@@ -16,10 +16,8 @@ from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.copies import replace
-from blockstep.spec.features import forks, pins
-from blockstep.spec.features import offload as saving
-from blockstep.spec.features import prefill_cadence as cadence
-from blockstep.spec.features.encoder import cache as encoder
+from blockstep.spec.features import forks, offload, pins, prefill_cadence
+from blockstep.spec.features.encoder import cache
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.kv_transfer import transfers
 from blockstep.spec.vocabulary import NULL_BLOCK, Status
@@ -71,7 +69,7 @@ def test_the_specification_keeps_every_property_for_long(preset: str, feature: s
 
 # Rules with a mistake. What is not replaced is as it was.
 
-get_save, compute_num_saved = saving.get_save, saving.compute_num_saved
+get_save, compute_num_saved = offload.get_save, offload.compute_num_saved
 hold_ended = transfers.hold_ended
 
 
@@ -127,20 +125,20 @@ MISTAKES: list[tuple[Any, str, Callable[..., Any], str, int, tuple[str, ...]]] =
     (forks, "is_shareable", shares_in_findable_blocks, "tiny", 3, ("forks",)),
     (forks, "is_shareable", shares_what_windows_left, "tiny", 1, ("forks", "window")),
     (forks, "count_common_tokens", takes_all_for_common, "small", 3, ("forks",)),
-    (saving, "compute_num_saved", saves_begun_blocks, "tiny", 3, ("tiers",)),
-    (saving, "get_save", saves_the_step_too, "tiny", 3, ("tiers",)),
-    (saving, "get_save", saves_the_last_blocks, "tiny", 3, ("tiers",)),
+    (offload, "compute_num_saved", saves_begun_blocks, "tiny", 3, ("tiers",)),
+    (offload, "get_save", saves_the_step_too, "tiny", 3, ("tiers",)),
+    (offload, "get_save", saves_the_last_blocks, "tiny", 3, ("tiers",)),
     (transfers, "compute_num_valid", lambda *_: None, "tiny", 3, ("transfers",)),
     (transfers, "hold_ended", holds_nothing, "tiny", 3, ("transfers",)),
     (pins, "is_expired", lambda *_: False, "tiny", 3, ("pins",)),
     (pins, "get_findable_tables", lambda request: request.block_tables, "tiny", 3, ("pins",)),
-    (encoder, "let_go", lambda kept, *_: kept, "tiny", 3, ("encoder",)),
-    (encoder, "evict_for", lambda kept, _: kept, "tiny", 3, ("encoder",)),
-    (cadence, "can_decode", lambda *_: False, "tiny", 3, ("cadence",)),
-    (cadence, "can_decode", lambda *_: True, "tiny", 3, ("cadence",)),
-    (cadence, "can_decode", asks_no_token, "tiny", 3, ("cadence", "async")),
-    (cadence, "is_prompt", is_waiting_prompt, "tiny", 3, ("cadence",)),
-    (cadence, "computes_prompt", lambda *_: False, "tiny", 3, ("cadence",)),
+    (cache, "let_go", lambda kept, *_: kept, "tiny", 3, ("encoder",)),
+    (cache, "evict_for", lambda kept, _: kept, "tiny", 3, ("encoder",)),
+    (prefill_cadence, "can_decode", lambda *_: False, "tiny", 3, ("cadence",)),
+    (prefill_cadence, "can_decode", lambda *_: True, "tiny", 3, ("cadence",)),
+    (prefill_cadence, "can_decode", asks_no_token, "tiny", 3, ("cadence", "async")),
+    (prefill_cadence, "is_prompt", is_waiting_prompt, "tiny", 3, ("cadence",)),
+    (prefill_cadence, "computes_prompt", lambda *_: False, "tiny", 3, ("cadence",)),
 ]
 """Module, function, what replaces it, and a check that finds it: preset, seed and features."""
 

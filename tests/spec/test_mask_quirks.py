@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from blockstep.spec import Config, Grammar, Oracle, Request, SpecMethod
-from blockstep.spec.features.structured_output.grammar import STAND, Stand
+from blockstep.spec.features.structured_output.grammar import STAND, GrammarState
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import GrammarRow
@@ -33,8 +33,8 @@ def begin(config: Config, quirks: set[Quirk], *prompts: tuple[int, ...]) -> Orac
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_padding_unmasks_what_follows(quirk: bool) -> None:
-    oracle = begin(ASYNC, {Quirk.PADDING_UNMASKS_WHAT_FOLLOWS} if quirk else set(), (5,))
+def test_forbidden_draft_unmasks_later_positions(quirk: bool) -> None:
+    oracle = begin(ASYNC, {Quirk.FORBIDDEN_DRAFT_UNMASKS_LATER_POSITIONS} if quirk else set(), (5,))
     first, second = oracle.schedule(), oracle.schedule()
     oracle.commit(first, {"A": (1,)})
     (row,) = oracle.mask(second, {"A": (3, 3)})
@@ -43,9 +43,9 @@ def test_padding_unmasks_what_follows(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_mask_of_who_samples_by_now(quirk: bool) -> None:
+def test_mask_has_the_rows_that_sample_now(quirk: bool) -> None:
     config = replace(CONFIG, max_num_batched_tokens=2, max_frames_in_flight=2)
-    quirks = {Quirk.MASK_OF_WHO_SAMPLES_BY_NOW} if quirk else set()
+    quirks = {Quirk.MASK_HAS_THE_ROWS_THAT_SAMPLE_NOW} if quirk else set()
     oracle = begin(config, quirks, (5,), (6, 6))
     first = oracle.schedule()
     assert [row.request_id for row in oracle.mask(first)] == ["A"]
@@ -60,7 +60,8 @@ def test_mask_of_who_samples_by_now(quirk: bool) -> None:
 def test_a_frame_that_samples_for_an_automaton_of_others_has_masks(quirk: bool) -> None:
     config = replace(CONFIG, max_num_batched_tokens=2, max_frames_in_flight=2)
     oracle = Oracle(
-        config, Profile("some", frozenset({Quirk.MASK_OF_WHO_SAMPLES_BY_NOW} if quirk else ()))
+        config,
+        Profile("some", frozenset({Quirk.MASK_HAS_THE_ROWS_THAT_SAMPLE_NOW} if quirk else ())),
     )
     oracle.submit(Request("A", (5,), 12, structured_output=True))
     oracle.submit(Request("B", (6, 6), 12, structured_output=True, grammar=ONE_TWO))
@@ -85,7 +86,7 @@ def test_reasoning_ends_with_its_step(quirk: bool) -> None:
         return
     assert row == GrammarRow("A", (None, None, None), (7, 2))
     oracle.commit(plan, {"A": (7, 2, 2)})
-    assert STAND.of(oracle.state.requests["A"]) == Stand(0, reasoning_ended=True)
+    assert STAND.of(oracle.state.requests["A"]) == GrammarState(0, reasoning_ended=True)
     assert get_broken_invariants(oracle.state) == ("is_every_grammar_in_step",)
 
 

@@ -28,8 +28,8 @@ from blockstep.spec.core.state import State
 from blockstep.spec.features.structured_output import get_verifiable_drafts
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
-    get_next_stand,
-    get_stands,
+    get_next_state,
+    get_states,
 )
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.vocabulary import (
@@ -239,7 +239,7 @@ def draw_event(draw: Random, state: State) -> object:
         tokens = get_verifiable_drafts(row)[: number - 1]
         if -1 in tokens:
             tokens = ()
-        stands = get_stands(state.config, ONE_TWO, stand, tokens, get_next_stand)
+        stands = get_states(state.config, ONE_TWO, stand, tokens, get_next_state)
         edges = ONE_TWO.edges[stands[-1].state] or ((4, 2),)
         token = draw.choice([token for token, _ in edges])
         if state.config.reasoning_end_token_id and not stands[-1].reasoning_ended:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from blockstep.spec import Config, ConfigError, Oracle, RejectedEvent, Request
-from blockstep.spec.features.admission_control import is_closed
+from blockstep.spec.features.admission_control import is_admission_closed
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.vocabulary import KVTransfers, PauseState, Plan, RequestId, Status
 
@@ -97,7 +97,7 @@ def test_every_case_by_the_words() -> None:
     """
     for was, running, victims, free in product((False, True), (0, 1, 2), (False, True), range(6)):
         for low, high in ((0, 0), (1, 3), (3, 3), (0, 2)):
-            now = is_closed(was, running, victims, free, low, high)
+            now = is_admission_closed(was, running, victims, free, low, high)
             if high == 0 or running == 0:
                 assert not now
             elif victims or free < low:

@@ -129,9 +129,9 @@ def test_min_tokens_mask_length() -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(None, 4), ("last", 8)])
-def test_output_blocks_name_the_last_item(quirk: str | None, expected: int) -> None:
+def test_output_block_key_has_only_the_last_item(quirk: str | None, expected: int) -> None:
     config = Config(num_blocks=20, block_size=4, max_model_len=40)
-    oracle = both(config, Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM)[quirk is not None]
+    oracle = both(config, Quirk.OUTPUT_BLOCK_KEY_HAS_ONLY_THE_LAST_ITEM)[quirk is not None]
     items = (MultiModalItem("cat", 4, 1), MultiModalItem("dog", 5, 1))
     oracle.submit(Request("A", (1,) * 7, max_tokens=3, items=items))
     steps(oracle, 3, token=1)
@@ -146,7 +146,7 @@ def answer(oracle: Oracle, plan: Plan, token: int = 50) -> Outputs:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_placeholders_outlive_a_gap(quirk: bool) -> None:
+def test_stale_draft_placeholders(quirk: bool) -> None:
     """Upstream #46899: what was proposed before the gap is gone, and is dispatched all the same."""
     config = Config(
         num_blocks=9,
@@ -156,7 +156,7 @@ def test_placeholders_outlive_a_gap(quirk: bool) -> None:
         max_frames_in_flight=2,
         async_scheduling=True,
     )
-    oracle = both(config, Quirk.PLACEHOLDERS_OUTLIVE_A_GAP)[quirk]
+    oracle = both(config, Quirk.STALE_DRAFT_PLACEHOLDERS)[quirk]
     oracle.submit(Request("A", (1,), max_tokens=8, eos_token_id=0))
     oracle.submit(Request("B", (2,), max_tokens=8))
     first, second = oracle.schedule(), oracle.schedule()
@@ -170,12 +170,12 @@ def test_placeholders_outlive_a_gap(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ["B", "C"]), (True, ["B"])])
-def test_a_victim_without_a_row_shifts_the_next(quirk: bool, expected: list[RequestId]) -> None:
+def test_a_victim_without_a_row_skips_a_request(quirk: bool, expected: list[RequestId]) -> None:
     config = Config(
         num_blocks=8, block_size=1, max_model_len=7, max_frames_in_flight=2, async_scheduling=True,
         policy=Policy.PRIORITY, enable_prefix_caching=False,
     )  # fmt: skip
-    oracle = both(config, Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT)[quirk]
+    oracle = both(config, Quirk.VICTIM_WITHOUT_A_ROW_SKIPS_A_REQUEST)[quirk]
     oracle.submit(Request("A", (1, 2), max_tokens=2, priority=9))
     answer(oracle, oracle.schedule())
     oracle.submit(Request("B", (3, 4), max_tokens=4))
@@ -187,10 +187,10 @@ def test_a_victim_without_a_row_shifts_the_next(quirk: bool, expected: list[Requ
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 0), (True, 4)])
-def test_items_named_without_place(quirk: bool, expected: int) -> None:
+def test_item_offset_not_in_key(quirk: bool, expected: int) -> None:
     """Upstream #36708."""
     config = Config(num_blocks=9, block_size=4, max_model_len=16)
-    oracle = both(config, Quirk.ITEMS_NAMED_WITHOUT_PLACE)[quirk]
+    oracle = both(config, Quirk.ITEM_OFFSET_NOT_IN_KEY)[quirk]
     oracle.submit(Request("A", (1,) * 8, max_tokens=1, items=(MultiModalItem("cat", 0, 1),)))
     steps(oracle, 1)
     other = Request("B", (1,) * 8, max_tokens=1, items=(MultiModalItem("cat", 1, 1),))
@@ -198,9 +198,9 @@ def test_items_named_without_place(quirk: bool, expected: int) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_a_touching_item_names_an_output_block(quirk: bool) -> None:
+def test_a_adjacent_item_in_output_block_key(quirk: bool) -> None:
     config = Config(num_blocks=9, block_size=1, max_model_len=16)
-    oracle = both(config, Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK)[quirk]
+    oracle = both(config, Quirk.ADJACENT_ITEM_IN_OUTPUT_BLOCK_KEY)[quirk]
     oracle.submit(Request("A", (1,), max_tokens=5, items=(MultiModalItem("cat", 0, 1),)))
     steps(oracle, 4)
     named = [bool(key.items) for key in oracle.state.requests["A"].block_keys]
@@ -208,9 +208,9 @@ def test_a_touching_item_names_an_output_block(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 0), (True, 2)])
-def test_nothing_reserved(quirk: bool, expected: int) -> None:
+def test_no_full_isl_reserve(quirk: bool, expected: int) -> None:
     config = Config(num_blocks=7, block_size=1, max_model_len=7, max_num_batched_tokens=3)
-    oracle = both(config, Quirk.NOTHING_RESERVED)[quirk]
+    oracle = both(config, Quirk.NO_FULL_ISL_RESERVE)[quirk]
     oracle.submit(Request("A", (1,), max_tokens=6))
     steps(oracle, 3)
     oracle.submit(Request("B", (2, 3, 4, 5), max_tokens=1))
@@ -221,8 +221,8 @@ def test_nothing_reserved(quirk: bool, expected: int) -> None:
 def test_what_is_passed_over_waits() -> None:
     """In a queue of its own; in that of all others; there, in turns."""
     config = Config(num_blocks=9)
-    reversing = {Quirk.ONE_WAITING_QUEUE, Quirk.PASSED_OVER_COME_BACK_REVERSED}
-    quirks: list[set[Quirk]] = [set(), {Quirk.ONE_WAITING_QUEUE}, reversing]
+    reversing = {Quirk.SINGLE_WAITING_QUEUE, Quirk.SKIPPED_REQUESTS_RETURN_REVERSED}
+    quirks: list[set[Quirk]] = [set(), {Quirk.SINGLE_WAITING_QUEUE}, reversing]
     found = []
     for some in quirks:
         oracle = Oracle(config, Profile("some", frozenset(some)))
@@ -250,12 +250,12 @@ def test_drafts_outlive_preemption(quirk: bool, expected: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 0), (True, 2)])
-def test_cached_tokens_of_the_last_hit(quirk: bool, expected: int) -> None:
+def test_cached_tokens_of_the_latest_hit(quirk: bool, expected: int) -> None:
     config = Config(
         num_blocks=8, block_size=1, max_model_len=8, max_num_batched_tokens=3,
         scheduler_reserve_full_isl=False,
     )  # fmt: skip
-    oracle = both(config, Quirk.CACHED_TOKENS_OF_THE_LAST_HIT)[quirk]
+    oracle = both(config, Quirk.CACHED_TOKENS_OF_THE_LATEST_HIT)[quirk]
     oracle.submit(Request("A", (9, 9), max_tokens=4))
     steps(oracle, 1)
     oracle.submit(Request("B", (1, 2, 3, 4, 5, 6), max_tokens=1))
@@ -282,10 +282,10 @@ def test_admitted_with_lookahead(quirk: bool, expected: int) -> None:
     ("quirk", "caching", "expected"),
     [
         (None, True, (3, 4, 2, 1)),
-        (Quirk.UNNAMED_BLOCKS_FIRST, True, (2, 3, 4, 1)),
-        (Quirk.UNNAMED_BLOCKS_FIRST, False, (3, 4, 2, 1)),
-        (Quirk.UNCACHED_BLOCKS_FIRST, True, (3, 4, 2, 1)),
-        (Quirk.UNCACHED_BLOCKS_FIRST, False, (2, 1, 3, 4)),
+        (Quirk.BLOCKS_WITHOUT_KEYS_REUSED_FIRST, True, (2, 3, 4, 1)),
+        (Quirk.BLOCKS_WITHOUT_KEYS_REUSED_FIRST, False, (3, 4, 2, 1)),
+        (Quirk.LIFO_REUSE_WITHOUT_CACHING, True, (3, 4, 2, 1)),
+        (Quirk.LIFO_REUSE_WITHOUT_CACHING, False, (2, 1, 3, 4)),
     ],
 )
 def test_where_freed_blocks_go(
@@ -300,7 +300,9 @@ def test_where_freed_blocks_go(
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("quirk", [Quirk.UNNAMED_BLOCKS_FIRST, Quirk.UNCACHED_BLOCKS_FIRST])
+@pytest.mark.parametrize(
+    "quirk", [Quirk.BLOCKS_WITHOUT_KEYS_REUSED_FIRST, Quirk.LIFO_REUSE_WITHOUT_CACHING]
+)
 def test_a_stack_has_each_freed_block_once_whatever_comes_first(
     quirk: Quirk, caching: bool
 ) -> None:
@@ -320,11 +322,11 @@ def test_a_stack_has_each_freed_block_once_whatever_comes_first(
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ["A"]), (True, [])])
-def test_frames_hold_the_preempted(quirk: bool, expected: list[RequestId]) -> None:
+def test_preempted_wait_for_all_their_frames(quirk: bool, expected: list[RequestId]) -> None:
     config = Config(
         num_blocks=9, max_num_batched_tokens=2, max_frames_in_flight=2, async_scheduling=True
     )
-    oracle = both(config, Quirk.FRAMES_HOLD_THE_PREEMPTED)[quirk]
+    oracle = both(config, Quirk.PREEMPTED_WAIT_FOR_ALL_THEIR_FRAMES)[quirk]
     oracle.submit(Request("A", (1, 2, 3)))
     plan = oracle.schedule()  # a chunk of the prompt, which does not sample
     oracle.apply(Reset(reset_running_requests=True))
@@ -348,8 +350,8 @@ def test_reset_drops_tokens(quirk: bool, delivered: int) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ()), (True, ("A",))])
-def test_reset_names_its_victims(quirk: bool, expected: tuple[RequestId, ...]) -> None:
-    oracle = both(Config(num_blocks=9), Quirk.RESET_NAMES_ITS_VICTIMS)[quirk]
+def test_next_plan_names_victims_of_a_reset(quirk: bool, expected: tuple[RequestId, ...]) -> None:
+    oracle = both(Config(num_blocks=9), Quirk.NEXT_PLAN_NAMES_VICTIMS_OF_A_RESET)[quirk]
     oracle.submit(Request("A", (1, 2)))
     steps(oracle, 1)
     oracle.apply(Reset(reset_running_requests=True))
@@ -360,9 +362,9 @@ def test_reset_names_its_victims(quirk: bool, expected: tuple[RequestId, ...]) -
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 6)])
-def test_lone_request_has_no_threshold(quirk: bool, expected: int) -> None:
+def test_single_request_has_no_threshold(quirk: bool, expected: int) -> None:
     config = Config(num_blocks=20, long_prefill_token_threshold=2)
-    oracle = both(config, Quirk.LONE_REQUEST_HAS_NO_THRESHOLD)[quirk]
+    oracle = both(config, Quirk.SINGLE_REQUEST_HAS_NO_THRESHOLD)[quirk]
     oracle.submit(Request("A", (1,) * 6))
     plan = oracle.schedule()
     assert plan.rows[0].num_scheduled_tokens == expected
@@ -373,12 +375,12 @@ def test_lone_request_has_no_threshold(quirk: bool, expected: int) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, []), (True, ["B"])])
-def test_self_victim_lets_others_run(quirk: bool, expected: list[RequestId]) -> None:
+def test_step_continues_after_self_preemption(quirk: bool, expected: list[RequestId]) -> None:
     config = Config(
         num_blocks=5, block_size=2, max_model_len=8, policy=Policy.PRIORITY,
         enable_prefix_caching=False,
     )  # fmt: skip
-    oracle = both(config, Quirk.SELF_VICTIM_LETS_OTHERS_RUN)[quirk]
+    oracle = both(config, Quirk.STEP_CONTINUES_AFTER_SELF_PREEMPTION)[quirk]
     oracle.submit(Request("A", (1, 2, 3), max_tokens=3, priority=9))
     steps(oracle, 1)
     oracle.submit(Request("B", (4, 5, 6), max_tokens=3))
@@ -407,12 +409,12 @@ def test_length_comes_before_stop(quirk: bool, expected: FinishReason) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ["A"]), (True, ["A", "C"])])
-def test_too_long_is_passed_over(quirk: bool, expected: list[RequestId]) -> None:
+def test_prompt_beyond_the_budget_is_skipped(quirk: bool, expected: list[RequestId]) -> None:
     config = Config(
         num_blocks=9, block_size=1, max_model_len=5, max_num_batched_tokens=5,
         enable_chunked_prefill=False,
     )  # fmt: skip
-    oracle = both(config, Quirk.TOO_LONG_IS_PASSED_OVER)[quirk]
+    oracle = both(config, Quirk.PROMPT_BEYOND_THE_BUDGET_IS_SKIPPED)[quirk]
     for name, prompt in (("A", (1, 2, 3)), ("B", (4, 5, 6)), ("C", (7,))):
         oracle.submit(Request(name, prompt, max_tokens=1))
     assert [row.request_id for row in oracle.schedule().rows] == expected
@@ -437,10 +439,10 @@ PADDING = Config(
 @pytest.mark.parametrize(
     ("quirk", "budget", "expected"), [(False, 9, 1), (True, 9, 3), (False, 3, 1), (True, 3, 0)]
 )
-def test_admitted_with_padding(quirk: bool, budget: int, expected: int) -> None:
+def test_padding_on_admission(quirk: bool, budget: int, expected: int) -> None:
     """Upstream #45237: the same shape for all rows, or no row."""
     config = replace(PADDING, max_num_batched_tokens=budget)
-    quirks = {Quirk.ADMITTED_WITH_PADDING} if quirk else set()
+    quirks = {Quirk.PADDING_ON_ADMISSION} if quirk else set()
     requests = Request("A", (1,), max_tokens=4), Request("B", (2,), max_tokens=4)
     oracle, plan = padded(quirks, config, *requests)
     assert sum(row.num_scheduled_tokens for row in plan.new) == expected
@@ -451,19 +453,21 @@ def test_admitted_with_padding(quirk: bool, budget: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, [1]), (True, [])])
-def test_padding_waits_at_the_end(quirk: bool, expected: list[int]) -> None:
+def test_padding_waits_at_max_model_len(quirk: bool, expected: list[int]) -> None:
     """Upstream #53962."""
-    quirks = {Quirk.ADMITTED_WITH_PADDING, Quirk.PADDING_WAITS_AT_THE_END}
+    quirks = {Quirk.PADDING_ON_ADMISSION, Quirk.PADDING_WAITS_AT_MAX_MODEL_LEN}
     requests = Request("A", (1, 2), max_tokens=2), Request("B", (1, 2, 3), max_tokens=1)
-    quirks = quirks if quirk else {Quirk.ADMITTED_WITH_PADDING}
+    quirks = quirks if quirk else {Quirk.PADDING_ON_ADMISSION}
     _, plan = padded(quirks, replace(PADDING, max_model_len=4), *requests)
     assert [row.num_scheduled_tokens for row in plan.new] == expected
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, set()), (True, {"B"})])
-def test_a_hit_is_company_enough(quirk: bool, expected: set[RequestId]) -> None:
+def test_a_padding_on_hit_without_other_requests(quirk: bool, expected: set[RequestId]) -> None:
     """Upstream #55126: then it may be that nobody goes for whose sake it would wait."""
-    quirks = {Quirk.ADMITTED_WITH_PADDING} | ({Quirk.HIT_IS_COMPANY_ENOUGH} if quirk else set())
+    quirks = {Quirk.PADDING_ON_ADMISSION} | (
+        {Quirk.PADDING_ON_HIT_WITHOUT_OTHER_REQUESTS} if quirk else set()
+    )
     requests = Request("A", (1,), max_tokens=1), Request("B", (1, 2), max_tokens=1)
     oracle, plan = padded(quirks, replace(PADDING, max_num_batched_tokens=2), *requests)
     assert {row.request_id for row in plan.rows} == {"B"} - expected
@@ -489,21 +493,21 @@ def test_drafts_publish_at_commit(quirk: bool, expected: int) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, []), (True, ["A"])])
-def test_resumed_before_its_token(quirk: bool, expected: list[RequestId]) -> None:
+def test_resumed_with_token_in_flight(quirk: bool, expected: list[RequestId]) -> None:
     """Two frames without placeholders: the same position is sampled in both."""
     config = Config(num_blocks=3, max_frames_in_flight=2)
-    oracle = both(config, Quirk.RESUMED_BEFORE_ITS_TOKEN)[quirk]
+    oracle = both(config, Quirk.RESUMED_WITH_TOKEN_IN_FLIGHT)[quirk]
     oracle.submit(Request("A", (1,)))
     oracle.schedule()
     oracle.reset(reset_running_requests=True)
     assert [row.request_id for row in oracle.schedule().rows] == expected
 
 
-def test_refused_have_nothing_in_common() -> None:
+def test_no_common_prefix_while_blocks_are_short() -> None:
     """B is refused blocks while A runs alone, and gets them once A has finished."""
     config = Config(num_blocks=4, block_size=1, scheduler_reserve_full_isl=False)
     counts = []
-    for oracle in both(config, Quirk.REFUSED_HAVE_NOTHING_IN_COMMON):
+    for oracle in both(config, Quirk.NO_COMMON_PREFIX_WHILE_BLOCKS_ARE_SHORT):
         oracle.submit(Request("A", (0, 0), max_tokens=2))
         plan = oracle.schedule()
         oracle.submit(Request("B", (1, 2), max_tokens=1))

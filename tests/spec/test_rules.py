@@ -28,19 +28,19 @@ UNCACHED = replace(CACHED, enable_prefix_caching=False)
 BESIDE = replace(UNCACHED, is_encoder_decoder=True, groups=(KVGroup(GroupKind.RECURRENT, 16),))
 
 STORED = replace(CACHED, kv_connector=True)
-OF_ANOTHER = (Quirk.PADDING_WAITS_AT_THE_END, Quirk.HIT_IS_COMPANY_ENOUGH)
-"""Quirks that only change what `admitted_with_padding` does."""
+OF_ANOTHER = (Quirk.PADDING_WAITS_AT_MAX_MODEL_LEN, Quirk.PADDING_ON_HIT_WITHOUT_OTHER_REQUESTS)
+"""Quirks that only change what `padding_on_admission` does."""
 
 
 def test_rules_are_a_value_by_their_quirks() -> None:
-    some = frozenset({Quirk.NOTHING_RESERVED, Quirk.ONE_WAITING_QUEUE})
+    some = frozenset({Quirk.NO_FULL_ISL_RESERVE, Quirk.SINGLE_WAITING_QUEUE})
     rules = get_rules(some, CACHED)
     assert rules == get_rules(some, CACHED)
     assert hash(rules) == hash(get_rules(some, CACHED))
     for one, other in permutations((rules, STRICT_RULES)):
         assert one != other
     assert rules != some
-    assert repr(rules) == "Rules(nothing_reserved, one_waiting_queue)"
+    assert repr(rules) == "Rules(no_full_isl_reserve, single_waiting_queue)"
     assert repr(STRICT_RULES) == "Rules()"
 
 
@@ -114,7 +114,7 @@ def test_a_victims_unnamed_blocks_go_first_whatever_else_is_switched_on(
         num_blocks=6, block_size=2, max_model_len=10, policy=Policy.PRIORITY,
         scheduler_reserve_full_isl=False,
     )  # fmt: skip
-    quirks = {Quirk.UNNAMED_BLOCKS_FIRST, *([other] if other else [])}
+    quirks = {Quirk.BLOCKS_WITHOUT_KEYS_REUSED_FIRST, *([other] if other else [])}
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
     oracle.submit(Request("low", (1, 2, 3, 4, 5), priority=1))
     oracle.submit(Request("high", (6, 7, 8), max_tokens=4))

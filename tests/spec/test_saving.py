@@ -14,7 +14,7 @@ from blockstep.spec.profiles import STRICT, Profile, Quirk
 from blockstep.spec.vocabulary import KVLoad, KVSave, KVTransfers, Plan, RequestId, Status
 
 AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
-UNFENCED = Profile("unfenced", frozenset({Quirk.FRAMES_HOLD_NO_BLOCKS}))
+UNFENCED = Profile("unfenced", frozenset({Quirk.BLOCKS_FREED_WHILE_FRAMES_WRITE}))
 """A victim may have a row in flight; without the quirk it waits for the answer instead."""
 
 

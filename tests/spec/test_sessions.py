@@ -196,8 +196,8 @@ def test_sessions_keep_what_is_computed(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_sessions_keep_their_promises(quirk: bool) -> None:
-    quirks = {Quirk.SESSIONS_KEEP_THEIR_PROMISES} if quirk else set()
+def test_sessions_keep_placeholders(quirk: bool) -> None:
+    quirks = {Quirk.SESSIONS_KEEP_PLACEHOLDERS} if quirk else set()
     oracle = Oracle(replace(CONFIG, **AHEAD), Profile("some", frozenset(quirks)))
     oracle.submit(session(1, max_tokens=4, eos_token_id=9))
     oracle.schedule()
@@ -328,7 +328,7 @@ def test_a_window_that_has_gone_on_and_a_state_behind_drafts_are_computed_again(
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_blocks_of_further_input_name_the_last_item(quirk: bool) -> None:
-    quirks = {Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM} if quirk else set()
+    quirks = {Quirk.OUTPUT_BLOCK_KEY_HAS_ONLY_THE_LAST_ITEM} if quirk else set()
     oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
     rest(oracle, 1, 2)
     items = (MultiModalItem("cat", 0, 1), MultiModalItem("dog", 1, 1))
@@ -349,10 +349,10 @@ def test_sessions_admitted_with_lookahead(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_refused_sessions_give_back(quirk: bool) -> None:
+def test_refused_session_frees_skipped_blocks(quirk: bool) -> None:
     quirks = {Quirk.SESSIONS_KEEP_THEIR_BLOCKS}
     if quirk:
-        quirks.add(Quirk.REFUSED_SESSIONS_GIVE_BACK)
+        quirks.add(Quirk.REFUSED_SESSION_FREES_SKIPPED_BLOCKS)
     config = replace(CONFIG, num_blocks=11, block_size=1, groups=(full(1), window(1, 2)))
     config = replace(config, scheduler_reserve_full_isl=False, max_frames_in_flight=2)
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
@@ -384,13 +384,15 @@ def test_sessions_keep_their_grammar(quirk: bool) -> None:
 
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize(("sampled", "waiting"), [(7, 1), (1, 7), (1, 1)])
-def test_reasoning_is_sought_in_the_next_chunk(sampled: int, waiting: int, stops: bool) -> None:
+def test_reasoning_end_is_searched_in_the_next_input(
+    sampled: int, waiting: int, stops: bool
+) -> None:
     """P23: upstream looks for the end of reasoning (7) once a waiting chunk has replaced what was
     sampled last; so it overlooks one that was sampled, and sees one that a client sends."""
     kept = {Quirk.SESSIONS_KEEP_THEIR_GRAMMAR}
     config = replace(CONFIG, reasoning_end_token_id=7)
     ended = []
-    for quirks in (kept, kept | {Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK}):
+    for quirks in (kept, kept | {Quirk.REASONING_END_IS_SEARCHED_IN_THE_NEXT_INPUT}):
         oracle = Oracle(config, Profile("some", frozenset(quirks)))
         oracle.submit(
             session(
@@ -409,7 +411,7 @@ def test_reasoning_is_sought_in_the_next_chunk(sampled: int, waiting: int, stops
 
 
 def test_a_repetition_has_a_session_forget_its_last_stop_token() -> None:
-    quirks = frozenset({Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN})
+    quirks = frozenset({Quirk.SESSION_REPEATS_ITS_STOP_TOKEN})
     oracle = Oracle(CONFIG, Profile("some", quirks))
     twice = RepetitionDetection(max_pattern_size=1, min_pattern_size=1, min_count=2)
     oracle.submit(session(1, stop_token_ids=(9,)))
@@ -426,8 +428,8 @@ def test_a_repetition_has_a_session_forget_its_last_stop_token() -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_sessions_have_nothing_in_common(quirk: bool) -> None:
-    quirks = {Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON} if quirk else set()
+def test_common_prefix_counts_idle_sessions(quirk: bool) -> None:
+    quirks = {Quirk.COMMON_PREFIX_COUNTS_IDLE_SESSIONS} if quirk else set()
     oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
     rest(oracle, 1, 2)
     oracle.submit(Request("B", (3, 4, 5), max_tokens=1))
@@ -435,9 +437,11 @@ def test_sessions_have_nothing_in_common(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_sessions_wait_apart(quirk: bool) -> None:
+def test_separate_queue_for_computed_requests(quirk: bool) -> None:
     """Of two that wait, the one that has computed something is first, whatever its priority."""
-    quirks = {Quirk.ONE_WAITING_QUEUE, Quirk.SESSIONS_WAIT_APART} if quirk else set()
+    quirks = (
+        {Quirk.SINGLE_WAITING_QUEUE, Quirk.SEPARATE_QUEUE_FOR_COMPUTED_REQUESTS} if quirk else set()
+    )
     config = replace(CONFIG, policy=Policy.PRIORITY, max_num_seqs=1, max_frames_in_flight=2)
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
     oracle.submit(session(1, 2, max_tokens=1, priority=5))
@@ -454,8 +458,8 @@ def test_sessions_wait_apart(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_resting_sessions_keep_their_seats(quirk: bool) -> None:
-    quirks = {Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS} if quirk else set()
+def test_idle_sessions_keep_running_slots(quirk: bool) -> None:
+    quirks = {Quirk.IDLE_SESSIONS_KEEP_RUNNING_SLOTS} if quirk else set()
     oracle = Oracle(replace(CONFIG, max_num_seqs=1), Profile("some", frozenset(quirks)))
     rest(oracle, 1, 2)
     oracle.submit(Request("B", (3,), max_tokens=1))
@@ -465,9 +469,9 @@ def test_resting_sessions_keep_their_seats(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_sessions_go_back_blindly(quirk: bool) -> None:
+def test_session_keeps_blocks_without_check(quirk: bool) -> None:
     """Where drafts have states, only the worker knows in which block the last one is."""
-    quirks = {Quirk.SESSIONS_GO_BACK_BLINDLY} if quirk else set()
+    quirks = {Quirk.SESSION_KEEPS_BLOCKS_WITHOUT_CHECK} if quirk else set()
     config = replace(CONFIG, groups=(recurrent(2, num_speculative=1),), **DRAFTING)
     config = replace(config, num_speculative_tokens=1)
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
@@ -479,7 +483,7 @@ def test_sessions_go_back_blindly(quirk: bool) -> None:
 @pytest.mark.parametrize("quirk", [False, True])
 def test_a_row_that_delivers_nothing_is_in_flight_all_the_same(quirk: bool) -> None:
     """The window of a session that goes on while its old row is in flight."""
-    quirks = {Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT} if quirk else set()
+    quirks = {Quirk.WINDOW_WAITS_FOR_COMMITS} if quirk else set()
     config = replace(CONFIG, block_size=1, groups=(window(1, 1),), **AHEAD)
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
     oracle.submit(session(1, 2, max_tokens=4, stop_token_ids=(5,)))

@@ -24,10 +24,10 @@ def answer(oracle: Oracle, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, [2, 2, 2, 2, 1]), (True, [])])
-def test_chunks_round_to_nothing(quirk: bool, expected: list[int]) -> None:
+def test_chunk_rounds_down_to_zero(quirk: bool, expected: list[int]) -> None:
     """Upstream #40707: no step has room for a whole block of the prompt."""
     config = Config(20, 4, max_num_batched_tokens=2, max_model_len=16, groups=(recurrent(4),))
-    oracle = oracle_of(config, *([Quirk.CHUNKS_ROUND_TO_NOTHING] if quirk else []))
+    oracle = oracle_of(config, *([Quirk.CHUNK_ROUNDS_DOWN_TO_ZERO] if quirk else []))
     oracle.submit(Request("A", tuple(range(9)), max_tokens=1))
     amounts = []
     for _ in range(6):
@@ -44,7 +44,7 @@ def test_chunks_round_by_the_smallest_block() -> None:
         40, 1, max_num_batched_tokens=5, max_model_len=16, groups=(recurrent(2), window(1, 2))
     )
     amounts = []
-    for oracle in (oracle_of(config), oracle_of(config, Quirk.CHUNKS_ROUND_TO_NOTHING)):
+    for oracle in (oracle_of(config), oracle_of(config, Quirk.CHUNK_ROUNDS_DOWN_TO_ZERO)):
         oracle.submit(Request("A", tuple(range(9)), max_tokens=1))
         amounts.append(oracle.schedule().rows[0].num_scheduled_tokens)
     assert amounts == [4, 5]
@@ -59,13 +59,13 @@ def test_only_full_attention_is_zeroed(quirk: bool, expected: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_withdrawn_blocks_are_zeroed(quirk: bool) -> None:
+def test_blocks_of_withdrawn_rows_are_zeroed(quirk: bool) -> None:
     """The low one takes a block, and is preempted for the high one behind it."""
     config = Config(
         10, 1, max_model_len=8, policy=Policy.PRIORITY, enable_prefix_caching=False,
         scheduler_reserve_full_isl=False, groups=(full(1), recurrent(8, MambaCacheMode.NONE)),
     )  # fmt: skip
-    oracle = oracle_of(config, *([Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED] if quirk else []))
+    oracle = oracle_of(config, *([Quirk.BLOCKS_OF_WITHDRAWN_ROWS_ARE_ZEROED] if quirk else []))
     oracle.submit(Request("low", (1,), max_tokens=6, priority=1))
     answer(oracle, oracle.schedule())
     oracle.submit(Request("high", (2, 3), max_tokens=6))
@@ -94,7 +94,7 @@ def test_blocks_of_loads_are_zeroed(quirk: bool, expected: tuple[int, ...]) -> N
 def test_a_load_behind_a_fresh_state_waits_as_well(is_async: bool) -> None:
     """Though the state of the hit is of no use to it: another one is loaded."""
     config = Config(20, 2, max_model_len=16, kv_connector=True, groups=(full(2), recurrent(2)))
-    for quirks in ((), (Quirk.FRESH_STATES_ARE_WAITED_FOR,)):
+    for quirks in ((), (Quirk.REQUESTS_WAIT_FOR_STATES_OF_THE_SAME_STEP,)):
         oracle = oracle_of(config, *quirks)
         oracle.submit(Request("A", (1, 2)))
         oracle.submit(Request("B", (1, 2, 3, 4, 5)))
@@ -183,12 +183,12 @@ def test_a_chunk_ends_where_the_hit_of_one_group_went_on() -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 0), (True, 1)])
-def test_states_are_left_at_once(quirk: bool, expected: int) -> None:
+def test_states_are_freed_at_once(quirk: bool, expected: int) -> None:
     config = Config(
         20, 1, max_model_len=16, spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
         groups=(recurrent(1, MambaCacheMode.ALL, 1),),
     )  # fmt: skip
-    oracle = oracle_of(config, *([Quirk.STATES_ARE_LEFT_AT_ONCE] if quirk else []))
+    oracle = oracle_of(config, *([Quirk.STATES_ARE_FREED_AT_ONCE] if quirk else []))
     oracle.submit(Request("A", (1, 2), max_tokens=4))
     answer(oracle, oracle.schedule())
     oracle.schedule()

@@ -92,7 +92,7 @@ def test_a_reset_that_is_refused_tells_nothing_and_forgets_nothing() -> None:
 def test_a_release_tells_null_blocks(quirk: bool) -> None:
     """A recurrent group keeps the last state of a chunk only."""
     state = KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=MambaCacheMode.ALIGN)
-    quirks = frozenset({Quirk.NULL_BLOCKS_ARE_TOLD} if quirk else ())
+    quirks = frozenset({Quirk.NULL_BLOCKS_ARE_REPORTED} if quirk else ())
     oracle = Oracle(replace(CONFIG, groups=(state,)), Profile("null", quirks))
     oracle.submit(A)
     (event,) = step(oracle)
@@ -103,7 +103,7 @@ def test_a_release_tells_null_blocks(quirk: bool) -> None:
 
 
 def test_a_release_tells_a_reset_with_the_next_commit() -> None:
-    oracle = Oracle(CONFIG, Profile("late", frozenset({Quirk.RESETS_ARE_TOLD_LATE})))
+    oracle = Oracle(CONFIG, Profile("late", frozenset({Quirk.RESET_EVENT_IS_LATE})))
     oracle.submit(A)
     step(oracle, A=7)
     step(oracle, A=8)
@@ -140,7 +140,7 @@ def test_a_release_does_not_tell_the_group_of_a_block(quirk: bool) -> None:
     """A reader of such a log loses the block of full attention with that of the window."""
     full, window = KVGroup(GroupKind.FULL, 2), replace(WINDOW, block_size=2, sliding_window=2)
     config = replace(CONFIG, num_blocks=10, groups=(full, window))
-    quirks = frozenset({Quirk.EVENTS_NAME_NO_GROUP} if quirk else ())
+    quirks = frozenset({Quirk.EVENTS_WITHOUT_GROUPS} if quirk else ())
     oracle = Oracle(config, Profile("one", quirks))
     oracle.submit(A)
     told = 0 if quirk else 1
@@ -158,11 +158,11 @@ def test_a_release_does_not_tell_the_group_of_a_block(quirk: bool) -> None:
 
 
 def test_what_is_cleared_has_no_group() -> None:
-    quirks = frozenset({Quirk.EVENTS_NAME_NO_GROUP})
+    quirks = frozenset({Quirk.EVENTS_WITHOUT_GROUPS})
     assert told_by_reset(Oracle(CONFIG, Profile("one", quirks))) == (AllBlocksCleared(),)
 
 
-@pytest.mark.parametrize("quirks", [(), (Quirk.NULL_BLOCKS_ARE_TOLD,)])
+@pytest.mark.parametrize("quirks", [(), (Quirk.NULL_BLOCKS_ARE_REPORTED,)])
 def test_blocks_of_a_confirmed_load_are_told_as_others_are(quirks: tuple[Quirk, ...]) -> None:
     groups = (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2),)
     config = replace(CONFIG, groups=groups, kv_connector=True)

@@ -60,8 +60,8 @@ def is_findable(oracle: Oracle, block_id: int) -> bool:
 
 
 @both
-def test_skipped_reading_still_loads(quirk: bool) -> None:
-    oracle = create(CONFIG, *[Quirk.SKIPPED_READING_STILL_LOADS] * quirk)
+def test_skip_cache_still_loads(quirk: bool) -> None:
+    oracle = create(CONFIG, *[Quirk.SKIP_CACHE_STILL_LOADS] * quirk)
     oracle.submit(replace(A, skip_reading_prefix_cache=True))
     oracle.offer_kv("A", 2)
     assert rows_of(oracle.schedule()) == {"A": (2, 3) if quirk else (0, 5)}
@@ -71,8 +71,8 @@ def test_skipped_reading_still_loads(quirk: bool) -> None:
 
 
 @both
-def test_skipped_reading_counts_as_asked(quirk: bool) -> None:
-    oracle = create(CONFIG, *[Quirk.SKIPPED_READING_COUNTS_AS_ASKED] * quirk)
+def test_skip_cache_counts_as_a_store_miss(quirk: bool) -> None:
+    oracle = create(CONFIG, *[Quirk.SKIP_CACHE_COUNTS_AS_A_STORE_MISS] * quirk)
     oracle.submit(replace(A, skip_reading_prefix_cache=True))
     oracle.offer_kv("A", 2)
     assert rows_of(oracle.schedule()) == {"A": (0, 5)}, "nothing of it is loaded"
@@ -82,10 +82,10 @@ def test_skipped_reading_counts_as_asked(quirk: bool) -> None:
 
 
 @both
-def test_loaded_wait_behind_the_head(quirk: bool) -> None:
+def test_loaded_request_waits_behind_the_head(quirk: bool) -> None:
     """P10, upstream #57841: the head lacks the blocks of one whose load has come."""
     config = replace(CONFIG, num_blocks=6)
-    quirks = [Quirk.LOADED_WAIT_BEHIND_THE_HEAD, Quirk.LOADED_KEEP_THEIR_BLOCKS]
+    quirks = [Quirk.LOADED_REQUEST_WAITS_BEHIND_THE_HEAD, Quirk.LOADED_REQUEST_KEEPS_ITS_BLOCKS]
     oracle = create(config, *(quirks if quirk else quirks[1:]))
     oracle.submit(Request("B", (6,) * 9, max_tokens=1))
     oracle.offer_kv("B", None)
@@ -97,10 +97,10 @@ def test_loaded_wait_behind_the_head(quirk: bool) -> None:
 
 
 @both
-def test_loaded_keep_their_blocks(quirk: bool) -> None:
+def test_loaded_request_keeps_its_blocks(quirk: bool) -> None:
     """P10: two of whom each lacks what the other holds."""
     config = replace(CONFIG, num_blocks=5, scheduler_reserve_full_isl=False)
-    oracle = create(config, *[Quirk.LOADED_KEEP_THEIR_BLOCKS] * quirk)
+    oracle = create(config, *[Quirk.LOADED_REQUEST_KEEPS_ITS_BLOCKS] * quirk)
     park(oracle, A, 4)
     park(oracle, replace(A, request_id="B", prompt_token_ids=(6,) * 5), 4)
     oracle.report(finished_recving=["A", "B"])
@@ -108,11 +108,11 @@ def test_loaded_keep_their_blocks(quirk: bool) -> None:
 
 
 @both
-def test_groups_load_by_turns(quirk: bool) -> None:
+def test_external_blocks_per_group(quirk: bool) -> None:
     """Upstream #33775: the first group's load takes a block of the second group's hit."""
     groups = (KVGroup(GroupKind.FULL, 2), KVGroup(GroupKind.FULL, 2))
     config = replace(CONFIG, num_blocks=13, groups=groups)
-    oracle = create(config, *[Quirk.GROUPS_LOAD_BY_TURNS] * quirk)
+    oracle = create(config, *[Quirk.EXTERNAL_BLOCKS_PER_GROUP] * quirk)
     for request in (Request("A", (1, 2, 3), max_tokens=1), Request("C", (9,) * 8, max_tokens=1)):
         oracle.submit(request)
         answer(oracle, oracle.schedule())
@@ -137,7 +137,11 @@ def test_only_the_first_of_those_that_share_a_block_goes_back(
 ) -> None:
     """P19, upstream #49250: B has A's blocks, and goes on behind them at once."""
     config = replace(CONFIG, kv_load_failure_policy=policy)
-    oracle = create(config, Quirk.LOADS_PUBLISH_AT_ONCE, Quirk.ONLY_THE_FIRST_GOES_BACK)
+    oracle = create(
+        config,
+        Quirk.LOADS_ARE_PUBLISHED_BEFORE_THEY_ARE_LOADED,
+        Quirk.INVALID_BLOCK_ROLLS_BACK_ONE_REQUEST,
+    )
     oracle.submit(A)
     oracle.offer_kv("A", 4)
     oracle.submit(replace(A, request_id="B"))
@@ -151,7 +155,11 @@ def test_only_the_first_of_those_that_share_a_block_goes_back(
 def test_who_goes_back_keeps_what_frames_promise_and_deliver() -> None:
     """P12, P13: of two frames the first is not heard, and its promise stays."""
     config = replace(RECOMPUTE, max_frames_in_flight=2, async_scheduling=True)
-    oracle = create(config, Quirk.LOADS_PUBLISH_AT_ONCE, Quirk.ONLY_THE_FIRST_GOES_BACK)
+    oracle = create(
+        config,
+        Quirk.LOADS_ARE_PUBLISHED_BEFORE_THEY_ARE_LOADED,
+        Quirk.INVALID_BLOCK_ROLLS_BACK_ONE_REQUEST,
+    )
     oracle.submit(replace(A, max_tokens=5))
     oracle.offer_kv("A", 4)
     first, second = oracle.schedule(), oracle.schedule()
@@ -163,17 +171,17 @@ def test_who_goes_back_keeps_what_frames_promise_and_deliver() -> None:
 
 
 @both
-def test_failed_tell_what_is_not_counted(quirk: bool) -> None:
-    oracle = create(CONFIG, *[Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED] * quirk)
+def test_failed_request_reports_minus_one_cached_tokens(quirk: bool) -> None:
+    oracle = create(CONFIG, *[Quirk.FAILED_REQUEST_REPORTS_MINUS_ONE_CACHED_TOKENS] * quirk)
     park(oracle, A, 4)
     (row,) = oracle.report(invalid_block_ids=[1]).rows
     assert row.num_cached_tokens == (-1 if quirk else 0)
 
 
 @both
-def test_holds_are_one(quirk: bool) -> None:
+def test_first_transfer_frees_the_blocks(quirk: bool) -> None:
     """P17: the load still writes to the blocks of a request that has ended."""
-    oracle = create(CONFIG, *[Quirk.HOLDS_ARE_ONE] * quirk)
+    oracle = create(CONFIG, *[Quirk.FIRST_TRANSFER_FREES_THE_BLOCKS] * quirk)
     oracle.submit(A)
     oracle.offer_kv("A", 4, is_async=True, delays_free=True)
     oracle.schedule()
@@ -188,7 +196,7 @@ def test_holds_are_one(quirk: bool) -> None:
 def test_a_window_is_left_before_the_rest_of_who_ends(quirk: bool) -> None:
     """The last block is the one that is attended to: it is queued behind those before it."""
     config = replace(CONFIG, groups=(KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2),))
-    oracle = create(config, *[Quirk.ENDED_LEAVE_THEIR_WINDOWS_FIRST] * quirk)
+    oracle = create(config, *[Quirk.FINISHED_REQUEST_FIRST_FREES_BLOCKS_OUTSIDE_WINDOWS] * quirk)
     oracle.submit(replace(A, max_tokens=1))
     oracle.offer_kv("A", 0, delays_free=True)
     answer(oracle, oracle.schedule())
@@ -204,7 +212,7 @@ def test_what_a_load_writes_may_be_left_with_the_window(quirk: bool) -> None:
     config = replace(
         CONFIG, block_size=1, groups=(KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=2),)
     )
-    oracle = create(config, *[Quirk.ENDED_LEAVE_THEIR_WINDOWS_FIRST] * quirk)
+    oracle = create(config, *[Quirk.FINISHED_REQUEST_FIRST_FREES_BLOCKS_OUTSIDE_WINDOWS] * quirk)
     (load,) = park(oracle, Request("A", (1, 2, 3), max_tokens=2), 1).kv_loads
     assert load.block_ids == ((1,),)
     oracle.abort("A")
@@ -216,7 +224,7 @@ def test_what_a_load_writes_may_be_left_with_the_window(quirk: bool) -> None:
 @both
 def test_what_is_answered_is_left_first_and_what_is_in_flight_stays(quirk: bool) -> None:
     config = replace(CONFIG, groups=(KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2),))
-    quirks = {Quirk.ENDED_LEAVE_WHAT_IS_ANSWERED_FIRST, Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT}
+    quirks = {Quirk.FINISHED_REQUEST_FIRST_FREES_COMMITTED_BLOCKS, Quirk.WINDOW_WAITS_FOR_COMMITS}
     for is_answered in (True, False):
         oracle = create(config, *quirks if quirk else ())
         oracle.submit(replace(A, max_tokens=2))
@@ -230,7 +238,7 @@ def test_what_is_answered_is_left_first_and_what_is_in_flight_stays(quirk: bool)
 
 
 def test_who_asks_again_is_told_what_is_offered_then() -> None:
-    oracle = create(RECOMPUTE, Quirk.CACHED_TOKENS_OF_THE_OFFER)
+    oracle = create(RECOMPUTE, Quirk.CACHED_TOKENS_AS_THE_STORE_OFFERED)
     park(oracle, A, 4)
     oracle.offer_kv("A", 2)
     oracle.report(finished_recving=["A"], invalid_block_ids=[1])
@@ -246,8 +254,8 @@ NARROW = replace(
 
 
 @both
-def test_skipped_loads_are_settled(quirk: bool) -> None:
-    oracle = create(NARROW, *[Quirk.SKIPPED_LOADS_ARE_SETTLED] * quirk)
+def test_skipped_load_blocks_count_as_cached(quirk: bool) -> None:
+    oracle = create(NARROW, *[Quirk.SKIPPED_LOAD_BLOCKS_COUNT_AS_CACHED] * quirk)
     park(oracle, Request("A", (1, 2), max_tokens=2), 1)
     (request,) = oracle.snapshot().requests
     assert request.block_tables == ((0,),)
@@ -255,8 +263,8 @@ def test_skipped_loads_are_settled(quirk: bool) -> None:
 
 
 @both
-def test_empty_transfers_are_reset(quirk: bool) -> None:
-    oracle = create(NARROW, *[Quirk.EMPTY_TRANSFERS_ARE_RESET] * quirk)
+def test_reset_ignores_transfers_without_blocks(quirk: bool) -> None:
+    oracle = create(NARROW, *[Quirk.RESET_IGNORES_TRANSFERS_WITHOUT_BLOCKS] * quirk)
     park(oracle, Request("A", (1, 2), max_tokens=2), 1)
     assert oracle.num_free_blocks == 8
     assert oracle.reset() is quirk
@@ -278,7 +286,7 @@ def test_who_is_loaded_for_ever_keeps_its_null_blocks_as_they_are() -> None:
 def test_a_group_that_skips_all_that_is_loaded_takes_no_block_for_it() -> None:
     """Upstream takes those of its window with what is computed: behind the other group's."""
     groups = (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=1), KVGroup(GroupKind.FULL, 2))
-    oracle = create(replace(CONFIG, groups=groups), Quirk.GROUPS_LOAD_BY_TURNS)
+    oracle = create(replace(CONFIG, groups=groups), Quirk.EXTERNAL_BLOCKS_PER_GROUP)
     oracle.submit(Request("A", (1, 2, 3, 4), max_tokens=1))
     oracle.offer_kv("A", 3)
     oracle.schedule()
@@ -301,7 +309,7 @@ def test_a_hit_that_is_longer_than_the_load_takes_no_block_for_it() -> None:
 @both
 def test_a_pool_forgets_though_there_is_no_store(quirk: bool) -> None:
     config = replace(CONFIG, kv_connector=False)
-    oracle = create(config, *[Quirk.POOL_AND_STORE_RESET_APART] * quirk)
+    oracle = create(config, *[Quirk.POOL_AND_STORE_RESET_SEPARATELY] * quirk)
     oracle.submit(A)
     answer(oracle, oracle.schedule())
     oracle.abort("A")
@@ -310,7 +318,7 @@ def test_a_pool_forgets_though_there_is_no_store(quirk: bool) -> None:
 
 
 @both
-@pytest.mark.parametrize("others", [(), (Quirk.POOL_AND_STORE_RESET_APART,)], ids=len)
+@pytest.mark.parametrize("others", [(), (Quirk.POOL_AND_STORE_RESET_SEPARATELY,)], ids=len)
 def test_a_reset_of_a_store_succeeds_without_one(quirk: bool, others: tuple[Quirk, ...]) -> None:
     """Alone, and in a release that also resets the pool without a store, but tells a failure."""
     quirks = (*others, *[Quirk.RESET_WITHOUT_A_STORE_SUCCEEDS] * quirk)
@@ -329,7 +337,11 @@ def test_who_went_back_to_nothing_has_no_rejected_draft_to_take_back() -> None:
         RECOMPUTE, max_frames_in_flight=2, async_scheduling=True,
         spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
     )  # fmt: skip
-    oracle = create(config, Quirk.LOADS_PUBLISH_AT_ONCE, Quirk.ONLY_THE_FIRST_GOES_BACK)
+    oracle = create(
+        config,
+        Quirk.LOADS_ARE_PUBLISHED_BEFORE_THEY_ARE_LOADED,
+        Quirk.INVALID_BLOCK_ROLLS_BACK_ONE_REQUEST,
+    )
     oracle.submit(replace(A, max_tokens=5))
     oracle.offer_kv("A", 4)
     first, second = oracle.schedule(), oracle.schedule()
@@ -354,7 +366,7 @@ def test_a_return_tells_what_is_cached_though_states_have_blocks_for_drafts() ->
         CONFIG, num_blocks=10, groups=(recurrent(2, ALL, 1), full(2)),
         scheduler_reserve_full_isl=False,
     )  # fmt: skip
-    oracle = create(config, Quirk.RETURNED_THOUGH_REFUSED)
+    oracle = create(config, Quirk.LOAD_ENDS_WITHOUT_ADMISSION)
     park(oracle, Request("A", tuple(range(7)), max_tokens=1), 2)
     oracle.submit(Request("B", (9, 9, 9), max_tokens=3))
     answer(oracle, oracle.schedule())

@@ -15,7 +15,7 @@ from otherwise import Unlike
 
 from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.spec import vocabulary as v
-from blockstep.spec.core.admission import count_seats, get_num_cached_tokens
+from blockstep.spec.core.admission import count_running_slots, get_num_cached_tokens
 from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.lifecycle import process_abort
 from blockstep.spec.core.parts import Part
@@ -29,7 +29,7 @@ from blockstep.spec.core.speculation import can_take_drafts
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
 from blockstep.spec.features.kv_transfer import get_reported
-from blockstep.spec.features.pins import process_expiry
+from blockstep.spec.features.pins import process_pin_expiry
 from blockstep.spec.features.sessions import RESTING, process_streaming_update
 from blockstep.spec.features.structured_output import process_grammar_failed
 from blockstep.spec.transition import process_event
@@ -86,7 +86,7 @@ def count_rows(rules: Rules, _config: v.Config) -> Rules:
             return 0
         return rules[get_num_running_tokens](step, request)
 
-    changed = rules.replacing(count_seats, lambda step: len(step.rows))
+    changed = rules.replacing(count_running_slots, lambda step: len(step.rows))
     return changed.replacing(get_num_running_tokens, count)
 
 
@@ -157,7 +157,7 @@ class LeavesSessions(Unlike):
 
 
 def keep_pins(rules: Rules, _config: v.Config) -> Rules:
-    return rules.replacing(process_expiry, lambda _step: None)
+    return rules.replacing(process_pin_expiry, lambda _step: None)
 
 
 class KeepsPins(Unlike):
@@ -231,16 +231,16 @@ class Seeded(NamedTuple):
 SEEDED = (
     Seeded(PutsReportsAside, "every_hold_has_an_owner_and_an_end", ("transfers",)),
     Seeded(TellsLastHit, "first_hit_is_remembered",
-        if_hidden="told_cached_tokens_are_those_of_the_first_hit"),
+        if_hidden="reported_cached_tokens_are_of_the_first_hit"),
     Seeded(SeatsOfRows, "worker_keeps_at_most_max_num_seqs_requests",
         if_hidden="worker_keeps_at_most_max_num_seqs_requests"),
     Seeded(KeepsOldDrafts, "dispatched_drafts_are_the_last_proposed_ones", ("drafts",),
         "dispatched_drafts_are_the_last_proposed_ones"),
-    Seeded(TellsNoAborts, "plan_tells_who_ended", if_hidden="plan_tells_who_ended"),
+    Seeded(TellsNoAborts, "plan_names_the_finished", if_hidden="plan_names_the_finished"),
     Seeded(IgnoresFailedGrammars, "failed_grammar_ends_its_request", ("masks",),
         "failed_grammar_ends_its_request"),
-    Seeded(LeavesSessions, "end_of_its_input_ends_who_rests", ("sessions",),
-        "end_of_its_input_ends_who_rests"),
+    Seeded(LeavesSessions, "end_of_input_finishes_an_idle_session", ("sessions",),
+        "end_of_input_finishes_an_idle_session"),
     Seeded(KeepsPins, "pins_end_in_time", ("pins",)),
     Seeded(CountsTwice, "counters_grow_by_what_happened"),
     Seeded(DropsNoHit, "draft_head_has_run_the_token_behind_a_hit", ("drafts",),

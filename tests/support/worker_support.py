@@ -8,7 +8,7 @@ from typing import Any
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Answer, Program, Report
-from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.token_function import token_function
 from blockstep.spec import vocabulary as v
 from blockstep.spec.vocabulary import CachedRow, Commit, Config, NewRow, Plan, Request
 

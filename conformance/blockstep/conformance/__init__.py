@@ -2,7 +2,3 @@
 
 PYTEST_DONT_REWRITE.
 """
-
-from blockstep.conformance.moved import install
-
-install()

@@ -217,7 +217,8 @@ class Equivalence:
 
 @dataclass(frozen=True, slots=True)
 class Renamed(Equivalence):
-    """Equal up to a bijection of block ids and the order of the free queue (`lockstep.renamed`)."""
+    """Equal up to a bijection of block ids and the order of the free queue
+    (`lockstep.renamed_equivalence`)."""
 
     name: ClassVar[str] = "renamed"
 
@@ -229,7 +230,7 @@ class Renamed(Equivalence):
 
 @dataclass(frozen=True, slots=True)
 class SamePlans(Equivalence):
-    """Equal in the tokens of each request in each step (see `lockstep.plans`)."""
+    """Equal in the tokens of each request in each step (see `lockstep.plan_equivalence`)."""
 
     name: ClassVar[str] = "plan"
     shows_blocks: bool = field(default=False, kw_only=True)
@@ -247,7 +248,7 @@ class SamePlans(Equivalence):
 
 @dataclass(frozen=True, slots=True)
 class Safety(Equivalence):
-    """Compared with nothing, and checked by the properties (see `lockstep.safety`).
+    """Compared with nothing, and checked by the properties (see `lockstep.safety_equivalence`).
 
     `blockstep properties --all` lists what is checked, with the reason for each check that is not.
     """

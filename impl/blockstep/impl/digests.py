@@ -8,7 +8,7 @@ import sys
 from array import array
 from typing import Final
 
-from blockstep.impl.names import list_extras
+from blockstep.impl.interning import list_extras
 from blockstep.spec.vocabulary import Request, RequestId, TokenIds
 
 LENGTHS: Final = [bytes((length,)) for length in range(256)]

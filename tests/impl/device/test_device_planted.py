@@ -56,11 +56,11 @@ DECISIONS = {
         "every_block_is_free_or_held",
     ),
     "a prompt that is all cached has nothing to run": (
-        "contents", "limit = (known - 1) // d.size", "limit = known // d.size",
+        "prefix_cache", "limit = (known - 1) // d.size", "limit = known // d.size",
         "running_request_is_known",
     ),
     "an evicted block is still found": (
-        "contents", "        tl.store(s.first_block + node, NONE, mask=is_alone)\n", "",
+        "prefix_cache", "        tl.store(s.first_block + node, NONE, mask=is_alone)\n", "",
         "attended_slot_holds_the_right_prefix",
     ),
     "the first is preempted, not the last": (
@@ -72,7 +72,7 @@ DECISIONS = {
         "tokens_of_a_preempted_row_are_given_back",
     ),
     "who is preempted waits behind all others": (
-        "lives", "place = tl.load(s.front) - 1", "place = tl.load(s.front) + 1_000",
+        "queues", "place = tl.load(s.front) - 1", "place = tl.load(s.front) + 1_000",
         "queues_keep_their_order",
     ),
     "no lookahead after the tokens of a step": (
@@ -81,7 +81,7 @@ DECISIONS = {
     ),
     "somebody is admitted after a preemption": (
         "step", " & (tl.load(s.num_preempted) == 0)", "",
-        "nobody_is_admitted_after_a_preemption",
+        "no_admission_after_a_preemption",
     ),
     "a drained budget is shared out once more": (
         "running", "tl.maximum(budget - before, 0), wanted)\n    needed",
@@ -133,11 +133,12 @@ GROUPED = {
         "engine_equals_spec",
     ),
     "a hit need not be there behind a window": (
-        "contents", "goes = (length > 0).to(tl.int32)", "goes = (length < 0).to(tl.int32)",
+        "prefix_cache", "goes = (length > 0).to(tl.int32)", "goes = (length < 0).to(tl.int32)",
         "engine_raises_nothing",  # a block that no node has lies outside of all tensors
     ),
     "a content is found in whichever group": (
-        "contents", "link_listed(s, block, node + group * d.nodes", "link_listed(s, block, node",
+        "prefix_cache",
+        "link_listed(s, block, node + group * d.nodes", "link_listed(s, block, node",
         "published_block_is_of_the_group_that_reads_it",
     ),
     "blocks that are left are queued first block first": (
@@ -209,7 +210,7 @@ UNORDERED = {
         "pool", BARRIER + "    got = 0\n", "LOAD-STORE pop_free",
     ),
     "running order is closed up while others read it": (
-        "lives", BARRIER + "    stays", "LOAD-STORE leave_running",
+        "queues", BARRIER + "    stays", "LOAD-STORE leave_running",
     ),
     "a victim is noted while others count the victims": (
         "running", BARRIER.replace("    ", "        ", 1) + "        tl.store(s.victims",
@@ -272,7 +273,7 @@ OUTSIDE = {
         "tail + tl.cumsum(is_freed, 0) - is_freed",
     ),
     "the block of a node that has none": (
-        "contents", "tl.store(s.first_block + node, NONE, mask=is_alone)",
+        "prefix_cache", "tl.store(s.first_block + node, NONE, mask=is_alone)",
         "tl.store(s.first_block + node, NONE, mask=others == 0)",
     ),
 }  # fmt: skip

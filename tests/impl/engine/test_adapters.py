@@ -21,7 +21,7 @@ from engine_support.storms import STORMS
 from blockstep.conformance.engines.serving import ServingChecker
 from blockstep.impl.engine import LLM, RequestError, SamplingParams, SettingsError
 from blockstep.impl.engine.adapters import NO_ADAPTER, Columns
-from blockstep.impl.engine.batch import Batch
+from blockstep.impl.engine.input_batch import Batch
 from blockstep.impl.engine.model import Inputs
 
 NUM_PROMPTS = 32

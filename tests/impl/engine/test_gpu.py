@@ -21,14 +21,14 @@ if torch.cuda.is_available():
 from engine_support.standin import GPU, standin
 from kernel_support.interpreter import speed_up
 
-from blockstep.conformance.engines.fences import FenceChecker
+from blockstep.conformance.engines.sync_points import SyncPointChecker
 from blockstep.impl.device import layout
 from blockstep.impl.engine import LLM, SamplingParams
 from blockstep.impl.engine.bursts import Summary
 from blockstep.impl.engine.graphs import NUM_WARM_UPS, GraphedModel
+from blockstep.impl.engine.host_to_device import send, to_device
 from blockstep.impl.engine.journal import COLUMNS
 from blockstep.impl.engine.model import Inputs, Model
-from blockstep.impl.engine.transfer import send, to_device
 from blockstep.kernels import stage_step
 
 speed_up()
@@ -116,7 +116,7 @@ def test_steps_on_the_device_have_the_tables_of_every_group(
 ) -> None:
     llm, made = serve(
         windows, [prompts[row] for row in short[:3]], SamplingParams(max_tokens=NUM_TOKENS),
-        device="cuda", scheduler="device", steps_per_fence=6, check=FenceChecker,
+        device="cuda", scheduler="device", steps_per_fence=6, check=SyncPointChecker,
     )  # fmt: skip
     assert made == [windows.expected.token_ids[row][:NUM_TOKENS] for row in short[:3]]
     assert len(llm.config.groups) == 2
@@ -128,7 +128,7 @@ def test_steps_stay_on_the_device_and_are_replayed_as_a_whole(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], frames: int
 ) -> None:
     llm = LLM(
-        qwen3.folder, device="cuda", scheduler="device", steps_per_fence=6, check=FenceChecker,
+        qwen3.folder, device="cuda", scheduler="device", steps_per_fence=6, check=SyncPointChecker,
         max_frames_in_flight=frames, **{**SETTINGS, "max_num_seqs": 3},
     )  # fmt: skip
     resident, params = llm._resident, SamplingParams(max_tokens=14)
@@ -221,7 +221,7 @@ def test_bursts_say_what_the_host_says_on_a_cpu(
     with standin() as gpu:
         llm = LLM(
             qwen3.folder, device="cuda", scheduler="device", steps_per_fence=4,
-            max_frames_in_flight=frames, check=FenceChecker, **settings,
+            max_frames_in_flight=frames, check=SyncPointChecker, **settings,
         )  # fmt: skip
         made = llm.generate(chosen, params, whose)
         stats = llm.get_stats()
@@ -304,7 +304,7 @@ def test_more_rows_than_the_device_began_with_and_preempted_ones(
     gpu: GPU, monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint
 ) -> None:
     """The device's tables grow behind graphs that were captured, and rows change hands."""
-    monkeypatch.setattr("blockstep.impl.engine.batch.NUM_ROWS_FIRST", 4)
+    monkeypatch.setattr("blockstep.impl.engine.input_batch.NUM_ROWS_FIRST", 4)
     prompts = [[2 + number, 3 * number + 2] for number in range(7)]
     params = SamplingParams(max_tokens=7, ignore_eos=True)
     settings = {**SETTINGS, "num_blocks": 14, "max_model_len": 12, "max_num_seqs": 8}

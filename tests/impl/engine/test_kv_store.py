@@ -30,9 +30,9 @@ from blockstep.impl.engine import (
     StoreError,
     StoreServer,
 )
+from blockstep.impl.engine.block_transfers import LateJobs
 from blockstep.impl.engine.connector import Connector
 from blockstep.impl.engine.model import Model
-from blockstep.impl.engine.moves import LateJobs
 from blockstep.impl.engine.staging import ArrayStep, Staging
 from blockstep.impl.engine.store import BlockKV, BlockName
 from blockstep.spec.vocabulary import FinishReason, KVLoadFailurePolicy

@@ -20,8 +20,8 @@ from engine_support import standin
 from kernel_support.interpreter import speed_up
 
 from blockstep.impl.engine import LLM, SamplingParams
+from blockstep.impl.engine.device_loop import Key
 from blockstep.impl.engine.model import Model
-from blockstep.impl.engine.resident import Key
 
 speed_up()
 

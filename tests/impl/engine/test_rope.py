@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from blockstep.impl.engine import LLM, SamplingParams, SettingsError
-from blockstep.impl.engine.fields import Fields
+from blockstep.impl.engine.config_json import Fields
 from blockstep.impl.engine.rope import get_rope
 
 LLAMA3 = {

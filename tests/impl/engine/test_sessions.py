@@ -17,7 +17,7 @@ from tokenizers import processors
 
 from blockstep.conformance.engines.serving import ServingChecker
 from blockstep.impl.engine import LLM, RequestError, SamplingParams, Session, SettingsError
-from blockstep.impl.engine.batch import NUM_ROWS_FIRST
+from blockstep.impl.engine.input_batch import NUM_ROWS_FIRST
 from blockstep.impl.engine.staging import ArrayStep, Staging
 from blockstep.spec.vocabulary import FinishReason
 

@@ -10,7 +10,7 @@ import pytest
 from engine_support.models import Checkpoint, build_model, save_model
 
 from blockstep.impl.engine import LLM, SamplingParams, SettingsError
-from blockstep.impl.engine.batch import Batch, StepRow
+from blockstep.impl.engine.input_batch import Batch, StepRow
 from blockstep.impl.engine.speculation import OnPass, find_continuation
 
 

@@ -16,7 +16,7 @@ from engine_support.models import MAX_TOKENS, Checkpoint
 
 from blockstep.conformance.engines.serving import ServingChecker
 from blockstep.impl.engine import LLM, Chunk, Completion, SamplingParams
-from blockstep.impl.engine.batch import StepRow
+from blockstep.impl.engine.input_batch import StepRow
 from blockstep.impl.engine.model import Model
 from blockstep.impl.engine.outputs import StepChunks
 from blockstep.impl.engine.runner import Runner

@@ -11,10 +11,10 @@ import pytest
 import torch
 from engine_support.models import Checkpoint
 
+from blockstep.impl.engine.block_transfers import Jobs, LateJobs, Mover, ThreadJobs
 from blockstep.impl.engine.cache import PagedCache
 from blockstep.impl.engine.config import ModelConfig, load_config
-from blockstep.impl.engine.moves import Jobs, LateJobs, Mover, ThreadJobs
-from blockstep.impl.engine.remote import RemoteStore, StoreServer
+from blockstep.impl.engine.remote_store import RemoteStore, StoreServer
 from blockstep.impl.engine.store import (
     BlockKV,
     BlockName,

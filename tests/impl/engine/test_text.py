@@ -10,7 +10,7 @@ from engine_support.models import make_llama_tokenizer, save_tokenizer
 from tokenizers import Tokenizer
 
 from blockstep.impl.engine import CheckpointError
-from blockstep.impl.engine.text import Detokenizer, load_tokenizer
+from blockstep.impl.engine.detokenizer import Detokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from blockstep.impl.engine import (
     SettingsError,
     TieredStore,
 )
+from blockstep.impl.engine.block_transfers import LateJobs
 from blockstep.impl.engine.connector import Connector
-from blockstep.impl.engine.moves import LateJobs
 from blockstep.impl.tiers import Link, Prefill, SwapSpeeds
 
 NUM_PROMPTS = 32

@@ -13,8 +13,8 @@ from as_python import load_as_python
 
 from blockstep.impl.host import state as c
 from blockstep.spec.core.slots import compute_num_new_blocks
-from blockstep.spec.features import mamba as states
-from blockstep.spec.features.groups import kinds as rules
+from blockstep.spec.features import mamba
+from blockstep.spec.features.groups import kinds
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
@@ -73,9 +73,9 @@ def list_table(state: Any) -> tuple[BlockId, ...]:
 def test_a_group_holds_at_most_what_the_specification_charges(kind: GroupKind) -> None:
     for config, group in product(CONFIGS, draw_groups(kind)):
         groups = c.make_groups(replace(config, groups=(group,)))
-        reach, doubt = rules.compute_max_reach(config), rules.compute_max_doubt(config)
+        reach, doubt = kinds.compute_max_reach(config), kinds.compute_max_unverified(config)
         held = [c.count_most_blocks(groups, slots, 0) for slots in SLOTS]
-        charged = [rules.compute_max_held_blocks(group, slots, reach, doubt) for slots in SLOTS]
+        charged = [kinds.compute_max_held_blocks(group, slots, reach, doubt) for slots in SLOTS]
         assert held[1:] == charged[1:], (config, group)
 
 
@@ -92,8 +92,8 @@ def test_a_table_grows_by_what_the_specification_says(kind: GroupKind) -> None:
         table: tuple[BlockId, ...] = ()
         for end in walk:
             if kind is GroupKind.RECURRENT:
-                length = states.compute_num_state_blocks(group, end, end + ahead)
-                missing = states.compute_num_new_states(group, length, len(table), 0)
+                length = mamba.compute_num_state_blocks(group, end, end + ahead)
+                missing = mamba.compute_num_new_states(group, length, len(table), 0)
             else:
                 length = -(-(end + ahead) // group.block_size)
                 missing = compute_num_new_blocks(end + ahead, group.block_size, len(table))
@@ -102,7 +102,7 @@ def test_a_table_grows_by_what_the_specification_says(kind: GroupKind) -> None:
             assert free - state.scalars[c.NUM_FREE] == missing, (group, walk, end)
             grown = list_table(state)
             new = tuple([block for block in grown if block and block not in table])
-            table = states.get_extended_states(group, table, bool(table), length, new)
+            table = mamba.get_extended_states(group, table, bool(table), length, new)
             assert grown == table, (group, walk, end)
 
 
@@ -111,8 +111,8 @@ def test_a_group_leaves_what_the_specification_skips(kind: GroupKind) -> None:
     functions = load_as_python().groups
     for group, computed, in_doubt in product(draw_groups(kind), SLOTS, (0, 1, 2)):
         state, doubt = make_state(group), min(in_doubt, computed)
-        certain = states.compute_num_certain(group, computed, doubt)
-        skipped = rules.compute_num_skipped_blocks(group, certain)
+        certain = mamba.compute_num_certain(group, computed, doubt)
+        skipped = kinds.compute_num_skipped_blocks(group, certain)
         functions.take_needed(state, 0, computed, computed, 0)
         before = list_table(state)
         state.requests[0, c.NUM_COMPUTED], state.requests[0, c.NUM_IN_DOUBT] = computed, doubt

@@ -18,11 +18,11 @@ from episodes_support import play_episodes
 
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
+from blockstep.impl.array_plans import ArrayOutputs, ArrayPlan
 from blockstep.impl.host import IS_COMPILED, HostEngine
 from blockstep.impl.host import state as state_of_engine
 from blockstep.impl.host.state import FREE_SEAT, LINE_BYTES, NEXT_SEAT, NONE, NUM_FREE_NODES
-from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
+from blockstep.impl.interning import NOTHING, ExtrasTable, Labels, list_extras
 from blockstep.spec import Oracle
 from blockstep.spec.features.identity import get_item_keys
 from blockstep.spec.vocabulary import (

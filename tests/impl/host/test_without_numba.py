@@ -9,7 +9,7 @@ import pytest
 from tests.impl.host.test_host import WITHOUT
 from typer.testing import CliRunner
 
-from blockstep.conformance.bench.sides import open_side
+from blockstep.conformance.bench.timed_engines import open_side
 from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.search.options import ExitCode
@@ -32,7 +32,7 @@ with warnings.catch_warnings(record=True) as caught:
 (one,) = caught
 assert one.category is RuntimeWarning
 assert "pip install 'blockstep[compiled]'" in str(one.message)
-from blockstep.conformance.bench.sides import open_side
+from blockstep.conformance.bench.timed_engines import open_side
 from blockstep.conformance.protocol.features import UsageError
 try:
     open_side("host", Config(num_blocks=8))

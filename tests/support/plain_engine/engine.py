@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from blockstep.impl import refusals
+from blockstep.impl import rejections
 from blockstep.impl.capabilities import list_config_problems
 from blockstep.spec import vocabulary as v
 from plain_engine.scheduler import Row, Scheduler
@@ -64,7 +64,7 @@ class PlainEngine:
 
     def apply(self, event: v.Event) -> v.Observation:
         """Apply one event; return its observation."""
-        problem = v.event_problem(event) or refusals.brought_problem(event)
+        problem = v.event_problem(event) or rejections.brought_problem(event)
         if problem is not None:
             return problem
         take: Callable[..., v.Observation] | None = getattr(
@@ -85,11 +85,11 @@ class PlainEngine:
     def _take_submit(self, event: v.Submit) -> v.Observation:
         request = event.request
         if request.request_id in self.scheduler.store.held:
-            return refusals.held_by_transfer(request.request_id)
-        problem = refusals.submit_problem(
+            return rejections.held_by_transfer(request.request_id)
+        problem = rejections.submit_problem(
             self.config,
             request,
-            refusals.most_blocks(self.config, request),
+            rejections.most_blocks(self.config, request),
             request.request_id in self.texts,
             self._is_in_flight(request.request_id),
         )
@@ -102,7 +102,7 @@ class PlainEngine:
     def _take_fork(self, event: v.Fork) -> v.Observation:
         parent = self.texts.get(event.request_id)
         begun = (v.Status.RUNNING, v.Status.PREEMPTED)
-        problem = refusals.fork_problem(
+        problem = rejections.fork_problem(
             self.config,
             event,
             is_unfinished=parent is not None,
@@ -116,7 +116,7 @@ class PlainEngine:
         child = Text(replace(parent.request, request_id=event.child_id))
         for token in event.output_token_ids:
             if child.append(token, self.config.max_model_len) is not None:
-                return refusals.bad_fork(event, f"it ends with output {token}; leave that out")
+                return rejections.bad_fork(event, f"it ends with output {token}; leave that out")
         child.num_cached_tokens = parent.num_cached_tokens
         child.grammar_ready = parent.grammar_ready
         self.texts[child.name] = child
@@ -124,7 +124,7 @@ class PlainEngine:
         return v.Ack()
 
     def _take_schedule(self, _event: v.Schedule) -> v.Observation:
-        problem = refusals.schedule_problem(self.config, int(self.frame is not None))
+        problem = rejections.schedule_problem(self.config, int(self.frame is not None))
         if problem is not None:
             return problem
         scheduler = self.scheduler
@@ -177,11 +177,11 @@ class PlainEngine:
     def _take_commit(self, event: v.Commit) -> v.Observation:
         frame = self.frame
         in_flight = () if frame is None else (frame.frame_id,)
-        problem = refusals.frame_problem(event.frame_id, in_flight)
+        problem = rejections.frame_problem(event.frame_id, in_flight)
         if problem is not None or frame is None:
             return problem or v.Ack()
         answers = {row.request_id: row.token_ids for row in event.sampled}
-        problem = refusals.answer_problem(
+        problem = rejections.answer_problem(
             event.frame_id, len(event.sampled), frame.drafts, answers, lambda _all, few: not few
         )
         if problem is not None:
@@ -274,12 +274,12 @@ class PlainEngine:
         return v.Aborted(tuple(named))
 
     def _take_drafts(self, event: v.Drafts) -> v.Observation:
-        return refusals.drafts_problem(self.config, event) or v.DraftsTaken()
+        return rejections.drafts_problem(self.config, event) or v.DraftsTaken()
 
     def _take_grammarready(self, event: v.GrammarReady) -> v.Observation:
         text = self.texts.get(event.request_id)
         request = None if text is None else text.request
-        problem = refusals.grammar_problem(request, event.request_id)
+        problem = rejections.grammar_problem(request, event.request_id)
         if problem is not None or text is None:
             return problem or v.Ack()
         text.grammar_ready = True
@@ -287,7 +287,7 @@ class PlainEngine:
 
     def _take_streamingupdate(self, event: v.StreamingUpdate) -> v.Observation:
         name = event.request.request_id
-        return refusals.update_problem(name, name in self.texts)
+        return rejections.update_problem(name, name in self.texts)
 
     def _take_setpause(self, event: v.SetPause) -> v.Observation:
         self.scheduler.pause = event.pause_state

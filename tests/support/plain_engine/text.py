@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from blockstep.impl.names import list_extras
+from blockstep.impl.interning import list_extras
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
-from blockstep.conformance.engines.adapters.vllm_spared import FORCED_RESET
+from blockstep.conformance.engines.adapters.vllm_known_crashes import FORCED_RESET
 from planted_support import make_list
 from planted_support.held_out_later import edit
 from planted_support.in_vllm import subclass
@@ -147,7 +147,7 @@ def uncached_blocks_are_taken_first(scheduler: Any) -> None:
     subclass(scheduler.kv_cache_manager.block_pool, get_new_blocks=take)
 
 
-@planted("P8 row_has_given_back_what_it_attends_to_no_more", "window")
+@planted("P8 row_has_freed_skipped_blocks", "window")
 def windows_are_a_token_long(scheduler: Any) -> None:
     """A block behind the sliding window of a request is freed one token too late, as if the window
     were one token longer."""
@@ -169,7 +169,7 @@ def drafts_are_verified_again(scheduler: Any) -> None:
     edit(scheduler, "schedule", "request.spec_token_ids = []", "pass")
 
 
-@planted("P23 grammar_stands_where_the_outputs_led_it|grammar_state", "masks", "drafts")
+@planted("P23 grammar_state_follows_outputs|grammar_state", "masks", "drafts")
 def grammars_advance_by_one_token(scheduler: Any) -> None:
     """When a step delivers several tokens of a request, its grammar is advanced by the first
     only."""
@@ -214,7 +214,7 @@ def model_length_ends_requests_early(scheduler: Any) -> None:
 # Sessions, items, a store.
 
 
-@planted("P10 loop_sleeps_where_nothing_is_to_be_done|has_work", "sessions")
+@planted("P10 loop_sleeps_without_work|has_work", "sessions")
 def idle_sessions_count_as_work(scheduler: Any) -> None:
     """A session that becomes idle is not counted as idle, so the scheduler says that it has work
     while sessions only wait for input."""
@@ -252,7 +252,7 @@ def failed_loads_count_a_block_too_many(scheduler: Any) -> None:
 # What is told.
 
 
-@planted("P20 log_tells_what_can_be_found|kv_events|AllBlocksCleared", "events", "reset")
+@planted("P20 kv_events_rebuild_the_cache|kv_events|AllBlocksCleared", "events", "reset")
 def resets_are_not_told(scheduler: Any) -> None:
     """No KV event tells that a reset emptied the prefix cache."""
 
@@ -266,7 +266,7 @@ def resets_are_not_told(scheduler: Any) -> None:
 
 
 @planted(
-    "P21 (first_hit_is_remembered|told_cached_tokens_are_those_of_the_first_hit)|num_cached_tokens"
+    "P21 (first_hit_is_remembered|reported_cached_tokens_are_of_the_first_hit)|num_cached_tokens"
 )
 def resumed_recount_their_cached_tokens(scheduler: Any) -> None:
     """A request that resumes after a preemption tells the cached tokens of its latest admission,

@@ -26,7 +26,7 @@ def prompts_are_always_cut(scheduler: Any) -> None:
     scheduler.scheduler_config.enable_chunked_prefill = True
 
 
-@planted("P9 paused_scheduler_admits_nobody", "pause")
+@planted("P9 paused_scheduler_admits_no_request", "pause")
 def pause_lets_newcomers_in(scheduler: Any) -> None:
     def schedule(right: Any, self: Any) -> Any:
         state = self._pause_state
@@ -223,7 +223,7 @@ def windows_are_a_token_short(scheduler: Any) -> None:
 # The second set: ten.
 
 
-@planted("P8 row_has_given_back_what_it_attends_to_no_more", "window")
+@planted("P8 row_has_freed_skipped_blocks", "window")
 def windows_are_never_left(scheduler: Any) -> None:
     for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
         if isinstance(manager, SlidingWindowManager):
@@ -273,7 +273,7 @@ def last_input_of_a_session_comes_first(scheduler: Any) -> None:
     subclass(scheduler, _handle_stopped_request=stop)
 
 
-@planted("P10 loop_goes_on_while_there_is_work")
+@planted("P10 loop_runs_while_there_is_work")
 def loop_sleeps_while_requests_wait(scheduler: Any) -> None:
     subclass(scheduler, get_num_unfinished_requests=lambda _right, self: len(self.running))
 

@@ -21,7 +21,7 @@ PLANTED, planted = make_list()
 # Order, budgets and limits.
 
 
-@planted(r"P16 newcomer_goes_to_the_end_of_its_queue|\bwaiting(\[\d+\])? is ")
+@planted(r"P16 new_request_joins_the_end_of_its_queue|\bwaiting(\[\d+\])? is ")
 def newcomers_go_to_the_front(scheduler: Any) -> None:
     """Under FCFS, a new request goes to the front of the waiting queue, not to its end."""
 
@@ -63,7 +63,7 @@ def arrival_of_a_victim_is_ignored(scheduler: Any) -> None:
 
 
 @planted(
-    r"P15 head_of_the_queue_is_admitted_when_it_fits|P16 every_request_stands_in_one_queue"
+    r"P15 head_of_the_queue_is_admitted_when_it_fits|P16 every_request_is_in_one_queue"
     r"|request \S+ is not admitted|\b(skipped_)?waiting(\[\d+\])? is ",
     "adapters",
 )
@@ -73,7 +73,7 @@ def max_loras_blocks_the_queue(scheduler: Any) -> None:
     edit(scheduler, "schedule", "# Scheduling would exceed max_loras, skip.", "break")
 
 
-@planted(r"P9 paused_scheduler_admits_nobody|request \S+ gets tokens, and must wait", "pause")
+@planted(r"P9 paused_scheduler_admits_no_request|request \S+ gets tokens, and must wait", "pause")
 def running_go_on_while_all_is_paused(scheduler: Any) -> None:
     """While all requests are paused, the running ones still get tokens: the pause only keeps
     waiting requests from being admitted."""
@@ -109,7 +109,7 @@ def blocks_behind_a_window_are_freed_from_the_first(scheduler: Any) -> None:
             )
 
 
-@planted(r"P5 hit_is_the_longest_there_is|request \S+ begins at|num_computed_tokens is ")
+@planted(r"P5 hit_is_the_longest_possible|request \S+ begins at|num_computed_tokens is ")
 def outputs_are_not_looked_up(scheduler: Any) -> None:
     """A request that resumes after a preemption looks up the prefix cache for its prompt only, not
     for its outputs."""
@@ -210,7 +210,7 @@ def length_wins_over_a_stop_token(scheduler: Any) -> None:
 # Sessions, items, a store.
 
 
-@planted("P10 loop_goes_on_while_there_is_work|has_work", "sessions")
+@planted("P10 loop_runs_while_there_is_work|has_work", "sessions")
 def ended_sessions_stay_counted_as_idle(scheduler: Any) -> None:
     """An idle session that is ended is still counted as idle, so the scheduler says that it has no
     work while one other request is unfinished."""
@@ -250,7 +250,7 @@ def asynchronous_loads_are_not_waited_for(scheduler: Any) -> None:
 # What is told.
 
 
-@planted("P20 stored_blocks_are_told_as_they_are|kv_events", "events", "keys")
+@planted("P20 stored_events_match_their_blocks|kv_events", "events", "keys")
 def events_do_not_name_the_adapter(scheduler: Any) -> None:
     """KV events tell the stored blocks of a request with a LoRA adapter as if it had none."""
 

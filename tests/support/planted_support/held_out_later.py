@@ -112,7 +112,7 @@ def needy_are_preempted_themselves(scheduler: Any) -> None:
     edit(scheduler, "schedule", "self.running.pop()", "self.running.pop(req_index)")
 
 
-@planted(r"P15 nobody_runs_past_its_last_token|request \S+ gets tokens, and must wait", "async")
+@planted(r"P15 no_row_after_the_last_token|request \S+ gets tokens, and must wait", "async")
 def one_step_too_many_is_planned(scheduler: Any) -> None:
     """With asynchronous scheduling, a request whose last output token is already in flight gets one
     more row (off by one)."""
@@ -211,7 +211,7 @@ def cut_rows_keep_their_last_drafts(scheduler: Any) -> None:
     )
 
 
-@planted("P23 grammar_stands_where_the_outputs_led_it|grammar_state", "masks", "drafts")
+@planted("P23 grammar_state_follows_outputs|grammar_state", "masks", "drafts")
 def masks_leave_the_grammar_advanced(scheduler: Any) -> None:
     """Building the bitmask of a row with one draft leaves its grammar advanced by that draft: it is
     rolled back from two on."""
@@ -237,7 +237,7 @@ def repetitions_begin_in_the_prompt(scheduler: Any) -> None:
 # Sessions, items, a store.
 
 
-@planted("P13 end_of_its_input_ends_who_rests", "sessions")
+@planted("P13 end_of_input_finishes_an_idle_session", "sessions")
 def end_of_an_idle_session_is_ignored(scheduler: Any) -> None:
     """The end of the input of a session is ignored if the session is idle, so the session does not
     end."""
@@ -280,7 +280,7 @@ def undecided_stores_are_not_waited_for(scheduler: Any) -> None:
 # What is told.
 
 
-@planted("P10 loop_sleeps_where_nothing_is_to_be_done", "pause")
+@planted("P10 loop_sleeps_without_work", "pause")
 def paused_loop_never_sleeps(scheduler: Any) -> None:
     """While new requests are paused, the scheduler says that it has work if requests only wait, so
     its loop spins."""
@@ -297,7 +297,7 @@ def paused_loop_never_sleeps(scheduler: Any) -> None:
     subclass(scheduler, get_num_unfinished_requests=count)
 
 
-@planted("P20 log_tells_what_can_be_found|kv_events", "events")
+@planted("P20 kv_events_rebuild_the_cache|kv_events", "events")
 def evictions_are_not_told(scheduler: Any) -> None:
     """No KV event tells that a cached block was evicted when it was given to another request."""
 

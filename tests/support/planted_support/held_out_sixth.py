@@ -21,7 +21,7 @@ PLANTED, planted = make_list()
 
 
 @planted(
-    r"P16 (admissions_follow_the_policy|every_request_stands_in_one_queue)"
+    r"P16 (admissions_follow_the_policy|every_request_is_in_one_queue)"
     r"|request \S+ is admitted, and must wait|\b(skipped_)?waiting(\[\d+\])? is "
 )
 def one_that_does_not_fit_is_overtaken(scheduler: Any) -> None:
@@ -40,7 +40,7 @@ def one_that_does_not_fit_is_overtaken(scheduler: Any) -> None:
 
 @planted(
     r"P15 head_of_the_queue_is_admitted_when_it_fits"
-    r"|P16 (admissions_follow_the_policy|every_request_stands_in_one_queue)"
+    r"|P16 (admissions_follow_the_policy|every_request_is_in_one_queue)"
     r"|request \S+ is not admitted|\b(skipped_)?waiting(\[\d+\])? is ",
     "adapters",
 )
@@ -281,7 +281,7 @@ def reset_keeps_the_rows_of_the_last_plan(scheduler: Any) -> None:
 
 
 @planted(
-    r"P20 stored_blocks_are_told_as_they_are|kv_events|\bBlockStored\b|\btoken_ids\b"
+    r"P20 stored_events_match_their_blocks|kv_events|\bBlockStored\b|\btoken_ids\b"
     r"|\bevents?\b.*\btokens\b",
     "events",
 )
@@ -296,7 +296,7 @@ def events_begin_at_the_first_token(scheduler: Any) -> None:
     )
 
 
-@planted(r"P26 (plan_tells_who_ended|ended_are_kept)|\bfinished_req_ids")
+@planted(r"P26 (plan_names_the_finished|ended_are_kept)|\bfinished_req_ids")
 def finished_are_told_in_every_plan(scheduler: Any) -> None:
     """The requests that have finished are not forgotten after a plan has told them, so every later
     plan tells them to the worker again."""

@@ -13,7 +13,11 @@ from typing import Any
 from blockstep.conformance.engine import ALL_CAPABILITIES, Capability, EngineFactory
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
-from blockstep.spec.core.admission import count_seats, get_num_cached_tokens, process_passed_over
+from blockstep.spec.core.admission import (
+    count_running_slots,
+    get_num_cached_tokens,
+    process_passed_over,
+)
 from blockstep.spec.core.block_pool import free_blocks
 from blockstep.spec.core.endings import compute_stop
 from blockstep.spec.core.preemption import get_preempted
@@ -116,11 +120,11 @@ def threshold_is_forgotten(engine: Release) -> None:
 
 @planted("P9 running_stays_within_max_num_seqs")
 def one_more_request_runs(engine: Release) -> None:
-    engine.plant(count_seats, lambda step: max(len(step.running) - 1, 0))
+    engine.plant(count_running_slots, lambda step: max(len(step.running) - 1, 0))
 
 
 @planted("P16 queues_keep_their_order|waiting")
-def passed_over_come_back_reversed(engine: Release) -> None:
+def skipped_requests_return_reversed(engine: Release) -> None:
     def put_back(step: Any) -> None:
         step.passed_over.reverse()
         right(step)
@@ -142,7 +146,7 @@ def stored_blocks_are_not_told(engine: Release) -> None:
     engine.plant(get_stored, lambda *_: ())
 
 
-@planted("finished_req_ids|plan_tells_who_ended|ended_are_kept")
+@planted("finished_req_ids|plan_names_the_finished|ended_are_kept")
 def aborted_are_not_told(engine: Release) -> None:
     right = engine.apply
 

@@ -88,7 +88,7 @@ def blocks_are_taken_from_the_tail(scheduler: Any) -> None:
     subclass(scheduler.kv_cache_manager.block_pool, get_new_blocks=take)
 
 
-@planted("P5 hit_is_the_longest_there_is")
+@planted("P5 hit_is_the_longest_possible")
 def hits_are_a_block_short(scheduler: Any) -> None:
     def find(right: Any, self: Any, hashes: Any, length: int) -> Any:
         return right(hashes, max(length - scheduler.block_size, 0))
@@ -189,7 +189,7 @@ def adapters_are_not_counted(scheduler: Any) -> None:
 # What is told.
 
 
-@planted("P26 (plan_tells_who_ended|ended_are_kept)|finished_req_ids")
+@planted("P26 (plan_names_the_finished|ended_are_kept)|finished_req_ids")
 def aborted_are_not_told(scheduler: Any) -> None:
     def finish(right: Any, self: Any, ids: Any, status: Any) -> Any:
         done = right(ids, status)
@@ -425,7 +425,7 @@ def preempted_lose_their_outputs(scheduler: Any) -> None:
     subclass(scheduler, _preempt_request=preempt)
 
 
-@planted("P26 plan_tells_who_was_preempted|preempted_req_ids")
+@planted("P26 plan_names_the_preempted|preempted_req_ids")
 def preempted_are_not_told(scheduler: Any) -> None:
     def schedule(right: Any, _self: Any) -> Any:
         output = right()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine
 from blockstep.impl.host import state as c
@@ -285,7 +285,7 @@ OF_ITEMS: list[Case] = [
     ("item_that_a_row_reads_is_there", encoding, nothing, with_inputs()),
     ("row_ends_inside_of_no_whole_item", a_whole_item_waits, splitting_whole_items, same),
     (
-        "items_beside_are_dropped_with_the_next_plan",
+        "encoder_decoder_items_are_dropped_with_the_next_plan",
         going_on_beside,
         nothing,
         lambda s: observed(s, free_encoder_mm_hashes=()),
@@ -312,19 +312,19 @@ ALONE: list[Case] = [
         lambda s: with_entry(s, holders=("A", "nobody")),
     ),
     (
-        "session_goes_on_behind_all_but_its_last_token",
+        "session_keeps_all_but_its_last_token",
         resting,
         nothing,
         lambda s: changed(s, "A", num_streaming_updates=1),
     ),
     (
-        "end_of_its_input_ends_who_rests",
+        "end_of_input_finishes_an_idle_session",
         ended_at_rest,
         nothing,
         lambda s: after(s, requests=s.before.requests),
     ),
     (
-        "grammar_stands_where_the_outputs_led_it",
+        "grammar_state_follows_outputs",
         held_and_committed,
         nothing,
         lambda s: changed(s, "A", grammar_state=0),
@@ -336,7 +336,7 @@ ALONE: list[Case] = [
         lambda s: changed(s, "A", spec_token_ids=(3, 3)),
     ),
     (
-        "plan_tells_that_it_has_a_mask",
+        "plan_flags_structured_output",
         held,
         nothing,
         lambda s: observed(s, has_structured_output_requests=False),
@@ -396,20 +396,20 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("counters_grow_by_what_happened", OFFERED, counted),
     ("counters_grow_by_what_happened", ENCODER_RESET, counted),
     (
-        "stale_or_wrong_event_is_refused",
+        "stale_or_wrong_event_is_rejected",
         OFFERED,
         lambda s: replace(s, event=EncoderOffer((1,))),  # type: ignore[arg-type]
     ),
     (
-        "stale_or_wrong_event_is_refused",
+        "stale_or_wrong_event_is_rejected",
         encoding_and(Submit(request("B", 1, 2, 3, items=(CAT,)))),
         lambda s: replace(s, event=Submit(request("B", 1, 2, 3, items=(replace(CAT, length=1),)))),
     ),
-    ("grammar_stands_where_the_outputs_led_it", held, elsewhere),
-    ("grammar_stands_where_the_outputs_led_it", held_and_drafted, elsewhere),
-    ("grammar_stands_where_the_outputs_led_it", held_and_reset, elsewhere),
+    ("grammar_state_follows_outputs", held, elsewhere),
+    ("grammar_state_follows_outputs", held_and_drafted, elsewhere),
+    ("grammar_state_follows_outputs", held_and_reset, elsewhere),
     (
-        "told_cached_tokens_are_those_of_the_first_hit",
+        "reported_cached_tokens_are_of_the_first_hit",
         failed,
         lambda s: first_output(s, num_cached_tokens=2),
     ),

@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 from unittest.mock import patch
 
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.plans import only_plan
+from blockstep.conformance.lockstep.plan_equivalence import only_plan
 from blockstep.conformance.protocol.compare import NOT_COMPARED
 from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -158,8 +158,8 @@ build, and a test.
 Each field is compared by `blockstep.conformance.protocol.compare` where an engine is held to every
 answer and state: at `exact`, and at `renamed` once blocks have been given the same names. The
 column `plan` says whether it is compared where an engine is held to its plans alone
-(`EngineTraits.equivalence`), which is done by `blockstep.conformance.lockstep.plans`. At `safety`
-nothing is compared: [properties](properties.md) judge each answer without a reference.
+(`EngineTraits.equivalence`), which is done by `blockstep.conformance.lockstep.plan_equivalence`. At
+`safety` nothing is compared: [properties](properties.md) judge each answer without a reference.
 
 Columns are features, by number; `x`: the field said something there and was changed, `.`: it said
 nothing in that episode.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.spec.vocabulary import (
     BlockCopy,
     Fork,
@@ -94,18 +94,18 @@ def malformed(step: Step) -> Step:
 
 ALONE: list[Case] = [
     (
-        "branch_begins_with_all_that_it_can_share",
+        "branch_shares_all_common_blocks",
         forked,
         nothing,
         lambda s: changed(s, "Q", num_cached_tokens=3),
     ),
     (
-        "fork_changes_nobody_else",
+        "fork_changes_no_other_request",
         forked,
         nothing,
         lambda s: changed(s, "P", is_prefill_chunk=True),
     ),
-    ("full_blocks_of_a_parent_are_named", forked, nothing, named_once_more),
+    ("full_blocks_of_a_parent_are_published", forked, nothing, named_once_more),
     (
         "branch_goes_to_the_front_of_the_queue",
         forked_ahead,
@@ -113,7 +113,7 @@ ALONE: list[Case] = [
         lambda s: after(s, waiting=("C", "Q")),
     ),
     (
-        "nobody_writes_in_what_another_holds",
+        "shared_block_is_not_written",
         copied_beside_one_who_waits,
         nothing,
         shared_and_written,
@@ -128,11 +128,11 @@ ALONE: list[Case] = [
 ]
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("counters_grow_by_what_happened", forked, counted),
-    ("stale_or_wrong_event_is_refused", forked, malformed),
+    ("stale_or_wrong_event_is_rejected", forked, malformed),
     ("pool_keeps_its_size", forked, lambda s: after(s, block_keys=s.after.block_keys[1:])),
     ("every_block_is_free_or_held", forked, lambda s: after(s, ref_counts=s.before.ref_counts)),
     ("cache_map_and_blocks_agree", forked, lambda s: after(s, cached={})),
     ("only_running_requests_hold_anything", forked, lambda s: changed(s, "Q", spec_token_ids=(1,))),
-    ("every_request_stands_in_one_queue", forked, lambda s: after(s, waiting=())),
+    ("every_request_is_in_one_queue", forked, lambda s: after(s, waiting=())),
 ]
 """More that is wrong, of a fork."""

@@ -16,13 +16,13 @@ def planned_for_nobody() -> Play:
 
 ALONE: list[Case] = [
     (
-        "loop_goes_on_while_there_is_work",
+        "loop_runs_while_there_is_work",
         submitted,
         nothing,
         lambda s: after(s, has_work=False),
     ),
     (
-        "loop_sleeps_where_nothing_is_to_be_done",
+        "loop_sleeps_without_work",
         planned_for_nobody,
         nothing,
         lambda s: after(s, has_work=True),

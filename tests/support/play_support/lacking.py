@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.spec.vocabulary import (
     BlockKey,
     BlockStored,
@@ -20,7 +20,7 @@ from play_support.play import Bend, C, Case, Play, after, nothing, observed
 from play_support.tiering import closed
 from play_support.transferring import loading_for_nobody
 
-LACKED = "nothing_is_known_of_what_the_config_lacks"
+LACKED = "disabled_features_leave_no_state"
 
 
 def planned() -> Play:

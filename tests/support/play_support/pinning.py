@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.spec.core.preemption import get_victim_index, process_giving_way
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.vocabulary import (
@@ -197,16 +197,16 @@ def malformed(step: Step) -> Step:
 ALONE: list[Case] = [
     ("pins_are_of_turns_that_ended", pinned, nothing, longer),
     ("pins_end_in_time", planned, nothing, longer),
-    ("pins_hold_what_can_be_found", planned, nothing, forgotten),
-    ("pins_give_way_only_where_nobody_else_runs", two_run, nothing, let_go),
-    ("nobody_waits_for_a_pin", none_left, answering(process_giving_way, by=False), same),
+    ("pins_hold_cached_blocks", planned, nothing, forgotten),
+    ("pins_are_reclaimed_only_as_last_resort", two_run, nothing, let_go),
+    ("pins_do_not_block_admission", none_left, answering(process_giving_way, by=False), same),
     (
-        "preempted_of_a_job_with_a_pin_are_the_last",
+        "requests_of_pinned_jobs_are_preempted_last",
         one_has_to_go,
         becoming(preempt_the_last),
         same,
     ),
-    ("time_and_estimates_are_as_told", clocked, nothing, another_time),
+    ("clock_and_estimates_follow_events", clocked, nothing, another_time),
 ]
 OF_EACH = (
     *(submitted, planned, pinned, drafted, aborted, compiled, failed, paused, reset),
@@ -214,18 +214,18 @@ OF_EACH = (
 )
 """A play for each kind of event."""
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
-    *[("time_and_estimates_are_as_told", play, another_time) for play in OF_EACH],
+    *[("clock_and_estimates_follow_events", play, another_time) for play in OF_EACH],
     *[
         ("pins_are_of_turns_that_ended", play, another_pin)
         for play in (pinned, aborted, failed, reported, went_on, submitted, estimated_anew, clocked)
     ],
     ("pins_are_of_turns_that_ended", reset, another_pin),
     *[
-        ("pins_hold_what_can_be_found", play, lambda s: with_pins(s, pins=(Pin("q", ((8,),), 9),)))
+        ("pins_hold_cached_blocks", play, lambda s: with_pins(s, pins=(Pin("q", ((8,),), 9),)))
         for play in (pinned, aborted, failed, reported, reset)
     ],
     *[
-        ("pins_hold_what_can_be_found", play, lambda s: with_pins(s, pins=2 * s.after.pins.pins))
+        ("pins_hold_cached_blocks", play, lambda s: with_pins(s, pins=2 * s.after.pins.pins))
         for play in (pinned, planned)
     ],
     *[
@@ -233,7 +233,7 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
         for play in (clocked, estimated_anew)
         for name, bend in (
             ("counters_grow_by_what_happened", counted),
-            ("stale_or_wrong_event_is_refused", malformed),
+            ("stale_or_wrong_event_is_rejected", malformed),
         )
     ],
 ]

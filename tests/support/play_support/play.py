@@ -8,11 +8,11 @@ from typing import Any, ClassVar, TypeAlias
 
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.judge.checks import check_step
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
-from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.token_function import token_function
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     BlockKey,
@@ -43,7 +43,7 @@ class Play:
         self.config = config
         self.make_engine = make_engine or type(self).default
         self.engine: Any = self.make_engine(config)
-        self.ledger = Ledger(config)
+        self.history = History(config)
         self.worker = Worker(config, token_function(1, 50))
         self.before = self._snapshot()
         self.client = Client()
@@ -63,14 +63,14 @@ class Play:
         """Events that the engine takes as it should."""
         for event in events:
             step = self.take(event)
-            assert check_step(step, self.ledger, self.worker) == []
+            assert check_step(step, self.history, self.worker) == []
             self.client.follow(event, step.observation)
         return self
 
     def take(self, event: Event) -> Step:
         """What comes of an event, not judged yet."""
         if self._last is not None:
-            self.ledger.record(self._last)
+            self.history.record(self._last)
         self.events.append(event)
         observation = self.engine.apply(event)
         after = self._snapshot()

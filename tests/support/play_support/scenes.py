@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.token_function import token_function
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.vocabulary import (
     Abort,
@@ -428,7 +428,7 @@ def preempting_in_pipeline() -> Play:
     play.do(Schedule(), Submit(request("B", 11, 12, 13, 14, 15, max_tokens=5)), Schedule())
     play.commit().do(Schedule())
     assert play.step.plan.preempted_req_ids == ("B",)
-    assert play.ledger.promised == {"B": 1}
+    assert play.history.promised == {"B": 1}
     return play
 
 
@@ -466,7 +466,7 @@ def refused_out_of_order() -> Play:
 
 def taking_turns(
     depth: int, num_steps: int, beside: Event | None = None
-) -> Iterator[tuple[Step, Ledger, Worker]]:
+) -> Iterator[tuple[Step, History, Worker]]:
     """Each step of a release that of two equals preempts the older, what was known before it, and a
     worker that has not heard of it; two requests take each other's blocks by turns.
 
@@ -487,7 +487,7 @@ def taking_turns(
     )
     release = get_profile("vllm-0.19.1")
     assert release is not None
-    engine, ledger = SpecEngine(config, release), Ledger(config)
+    engine, history = SpecEngine(config, release), History(config)
     worker = Worker(config, token_function(1, 50))
     events: list[Event] = [Submit(request(name, *range(8))) for name in "AB"]
     for index in range(num_steps):
@@ -501,6 +501,6 @@ def taking_turns(
         elif len(flying) == depth:
             event = Commit(flying[0], worker.answer(flying[0]))
         step = Step(config, index, event, engine.apply(event), before, engine.snapshot())
-        yield step, ledger, worker
+        yield step, history, worker
         worker.observe(step.event, step.observation)
-        ledger.record(step)
+        history.record(step)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.spec.vocabulary import (
     AllBlocksCleared,
     BlockKey,
@@ -77,9 +77,9 @@ def stored_as(**fields: Any) -> Bend:
 
 
 ALONE: list[Case] = [
-    ("log_tells_what_can_be_found", telling, nothing, silent),
-    ("log_removes_what_was_there", telling, nothing, removing_another),
-    ("stored_blocks_are_told_as_they_are", telling, nothing, stored_as(token_ids=(1, 2, 3))),
+    ("kv_events_rebuild_the_cache", telling, nothing, silent),
+    ("kv_events_remove_only_stored_blocks", telling, nothing, removing_another),
+    ("stored_events_match_their_blocks", telling, nothing, stored_as(token_ids=(1, 2, 3))),
 ]
 
 
@@ -126,21 +126,21 @@ def refused(step: Step) -> Step:
 
 
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
-    ("log_tells_what_can_be_found", telling, stored_once_more),
-    ("log_tells_what_can_be_found", telling_more, silent),
-    ("log_tells_what_can_be_found", evicting, evicted_in_silence),
-    ("log_tells_what_can_be_found", telling_a_reset, silent),
-    ("log_tells_what_can_be_found", telling_a_reset, not_cleared),
-    ("log_tells_what_can_be_found", telling_a_reset, refused),
-    ("log_removes_what_was_there", telling_more, removing_another),
-    ("log_removes_what_was_there", telling_a_reset, removing_another),
-    ("stored_blocks_are_told_as_they_are", telling_more, stored_as(parent=None)),
-    ("stored_blocks_are_told_as_they_are", telling_more, stored_as(parent=NEVER)),
-    ("stored_blocks_are_told_as_they_are", telling, stored_as(block_size=4)),
-    ("stored_blocks_are_told_as_they_are", telling, stored_as(adapter="x")),
-    ("stored_blocks_are_told_as_they_are", telling, out_of_order),
-    ("stored_blocks_are_told_as_they_are", telling, together_with_nothing),
-    ("stored_blocks_are_told_as_they_are", telling, of_no_group),
-    ("stored_blocks_are_told_as_they_are", telling_a_reset, stored_as(token_ids=())),
+    ("kv_events_rebuild_the_cache", telling, stored_once_more),
+    ("kv_events_rebuild_the_cache", telling_more, silent),
+    ("kv_events_rebuild_the_cache", evicting, evicted_in_silence),
+    ("kv_events_rebuild_the_cache", telling_a_reset, silent),
+    ("kv_events_rebuild_the_cache", telling_a_reset, not_cleared),
+    ("kv_events_rebuild_the_cache", telling_a_reset, refused),
+    ("kv_events_remove_only_stored_blocks", telling_more, removing_another),
+    ("kv_events_remove_only_stored_blocks", telling_a_reset, removing_another),
+    ("stored_events_match_their_blocks", telling_more, stored_as(parent=None)),
+    ("stored_events_match_their_blocks", telling_more, stored_as(parent=NEVER)),
+    ("stored_events_match_their_blocks", telling, stored_as(block_size=4)),
+    ("stored_events_match_their_blocks", telling, stored_as(adapter="x")),
+    ("stored_events_match_their_blocks", telling, out_of_order),
+    ("stored_events_match_their_blocks", telling, together_with_nothing),
+    ("stored_events_match_their_blocks", telling, of_no_group),
+    ("stored_events_match_their_blocks", telling_a_reset, stored_as(token_ids=())),
 ]
 """More that is wrong, of each kind of event and of each field."""

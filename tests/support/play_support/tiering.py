@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.spec.vocabulary import Schedule, Submit
 from play_support.play import CONFIG, C, Case, Play, after, nothing, observed, request
 
@@ -52,9 +52,9 @@ def closed(step: Step) -> Step:
 
 
 ALONE: list[Case] = [
-    ("victims_are_saved_as_far_as_they_are_settled", saved, nothing, saved_in_part),
+    ("victims_are_saved_up_to_confirmed_blocks", saved, nothing, saved_in_part),
     (
-        "nobody_is_admitted_while_admission_is_closed",
+        "no_admission_while_closed",
         admitted,
         nothing,
         closed,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.spec.core.block_pool import get_fence
 from blockstep.spec.core.preemption import process_preemption
 from blockstep.spec.core.requests import Frame
@@ -277,10 +277,10 @@ WAITING_FOR_NO_FRAME: Case = (
 )
 ALONE: list[Case] = [
     ("load_is_what_the_store_offers", loaded, answering(compute_num_external, by=1), same),
-    ("parked_request_is_what_its_load_says", parked, nothing, preempted_before),
-    ("what_may_not_have_come_is_nobody_elses", loaded, nothing, published_at_once),
+    ("loading_request_matches_its_load", parked, nothing, preempted_before),
+    ("unconfirmed_blocks_are_not_shared", loaded, nothing, published_at_once),
     (
-        "unsettled_are_those_of_frames_in_flight",
+        "unconfirmed_loads_are_those_in_flight",
         loaded,
         nothing,
         lambda s: with_store(s, unsettled=()),
@@ -288,7 +288,7 @@ ALONE: list[Case] = [
     ("offers_are_those_made_last", offered, nothing, lambda s: with_store(s, offers=())),
     ("received_are_those_reported", received, nothing, lambda s: with_store(s, received=())),
     ("every_hold_has_an_owner_and_an_end", held, nothing, held_otherwise),
-    ("held_block_is_given_to_nobody", held_and_planned, nothing, held_otherwise),
+    ("block_in_transfer_is_not_reused", held_and_planned, nothing, held_otherwise),
     WAITING_FOR_NO_FRAME,
     (
         "block_of_a_frame_in_flight_is_free_behind_its_answer",
@@ -305,13 +305,13 @@ ALONE: list[Case] = [
         lambda s: changed(s, "A", num_computed_tokens=4),
     ),
     (
-        "report_ends_exactly_those_whose_load_failed",
+        "failed_loads_finish_exactly_their_requests",
         failed,
         nothing,
         lambda s: first_output(s, stop_token_id=3),
     ),
     (
-        "received_one_is_not_left_behind_a_head_that_does_not_fit",
+        "loaded_request_passes_a_blocked_head",
         stranded,
         answering(process_received_behind, by=None),
         same,
@@ -416,13 +416,13 @@ OF_DEFERRED = (
 
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     (
-        "report_ends_exactly_those_whose_load_failed",
+        "failed_loads_finish_exactly_their_requests",
         failed_at_once,
         lambda s: first_output(s, finish_reason=None),
     ),
     *[("offers_are_those_made_last", play, with_offer) for play in OF_EACH],
     *[("received_are_those_reported", play, with_received) for play in OF_EACH],
-    *[("unsettled_are_those_of_frames_in_flight", play, with_unsettled) for play in OF_EACH],
+    *[("unconfirmed_loads_are_those_in_flight", play, with_unsettled) for play in OF_EACH],
     *[
         ("every_hold_has_an_owner_and_an_end", play, with_held)
         for play in OF_EACH
@@ -444,31 +444,31 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
             "cache_map_and_blocks_agree": lambda s: after(s, cached={BlockKey(None, (6,)): ()}),
             "counters_stay_within_what_is_known": lambda s: changed(s, "A", num_computed_tokens=9),
             "only_running_requests_hold_anything": lambda s: changed(s, "A", status=Status.WAITING),
-            "every_request_stands_in_one_queue": lambda s: after(s, skipped_waiting=()),
-            "parked_request_is_what_its_load_says": preempted_before,
+            "every_request_is_in_one_queue": lambda s: after(s, skipped_waiting=()),
+            "loading_request_matches_its_load": preempted_before,
             "freed_tail_is_evicted_first": in_another_order,
-            "log_tells_what_can_be_found": stored_for_nothing,
-            "log_removes_what_was_there": removed_for_nothing,
-            "stored_blocks_are_told_as_they_are": stored_for_nothing,
-            "what_may_not_have_come_is_nobody_elses": published_at_once,
+            "kv_events_rebuild_the_cache": stored_for_nothing,
+            "kv_events_remove_only_stored_blocks": removed_for_nothing,
+            "stored_events_match_their_blocks": stored_for_nothing,
+            "unconfirmed_blocks_are_not_shared": published_at_once,
             "counters_grow_by_what_happened": counted,
-            "stale_or_wrong_event_is_refused": malformed,
+            "stale_or_wrong_event_is_rejected": malformed,
         },
     ),
-    ("what_may_not_have_come_is_nobody_elses", committed_beside, published_at_once),
+    ("unconfirmed_blocks_are_not_shared", committed_beside, published_at_once),
     (
-        "told_cached_tokens_are_those_of_the_first_hit",
+        "reported_cached_tokens_are_of_the_first_hit",
         failed,
         lambda s: first_output(s, num_cached_tokens=2),
     ),
     (
-        "told_external_tokens_are_those_that_were_loaded",
+        "reported_external_tokens_are_those_loaded",
         failed,
         lambda s: first_output(s, num_external_tokens=2),
     ),
     ("counters_grow_by_what_happened", offered, counted),
-    ("stale_or_wrong_event_is_refused", offered, malformed),
-    ("what_may_not_have_come_is_nobody_elses", reset_beside, published_at_once),
+    ("stale_or_wrong_event_is_rejected", offered, malformed),
+    ("unconfirmed_blocks_are_not_shared", reset_beside, published_at_once),
     (
         "failed_load_counts_no_further_than_it_came",
         void,
@@ -480,6 +480,6 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
         lambda s: changed(s, "A", is_prefill_chunk=False),
     ),
     ("load_is_what_the_store_offers", parked, loaded_at_once),
-    ("ended_are_kept_for_the_next_plan", failed, lambda s: after(s, finished_req_ids=())),
+    ("finished_ids_wait_for_the_next_plan", failed, lambda s: after(s, finished_req_ids=())),
 ]
 """More that is wrong, of each kind of event."""

@@ -18,8 +18,8 @@ import msgspec
 
 from blockstep.conformance.engine import Capability
 from blockstep.conformance.protocol.codec import build, build_tagged, get_fields, to_form
+from blockstep.conformance.protocol.kv_event_json import to_forms
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.protocol.telling import to_forms
 from blockstep.spec import vocabulary as v
 
 EVENTS = {cls.__name__: cls for cls in v.EVENT_TYPES}

@@ -17,11 +17,11 @@ from typing import TypeAlias
 
 from blockstep.conformance.bench.player import Moment, Pilot, Timing, play
 from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
-from blockstep.conformance.bench.sides import (
+from blockstep.conformance.bench.timed_engines import (
     ArraySide,
     NotEqualError,
-    Side,
     SideError,
+    TimedEngine,
     find_obstacle,
     get_terms,
 )
@@ -143,9 +143,9 @@ def measure(
 
 def _fill_sides(
     pilot: Pilot, engines: Sequence[str], warm: Sequence[Moment], through_apply: bool
-) -> tuple[dict[str, Side], dict[str, float]]:
+) -> tuple[dict[str, TimedEngine], dict[str, float]]:
     """Return the sides after the untimed steps, and the memory that each has taken, in MiB."""
-    sides: dict[str, Side] = {}
+    sides: dict[str, TimedEngine] = {}
     memory: dict[str, float] = {}
     for is_second in (False, True) if through_apply else (False,):
         for name in engines:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
-from blockstep.conformance.bench import sides as s
+from blockstep.conformance.bench import timed_engines as s
 from blockstep.conformance.bench.scenarios import Scenario, get_token
-from blockstep.conformance.bench.sides import ALL_EXACT, Terms
+from blockstep.conformance.bench.timed_engines import ALL_EXACT, Terms
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.spec.vocabulary import Request, RequestId, TokenIds
 
@@ -69,7 +69,7 @@ class Pilot:
         self._frames: deque[list[tuple[s.PlannedRow, bool]]] = deque()
         """Plans in flight, oldest first: each row, and whether it samples."""
 
-    def open_side(self, engine: str, through_apply: bool = False) -> s.Side:
+    def open_side(self, engine: str, through_apply: bool = False) -> s.TimedEngine:
         """Return a side for `engine`. Raises as `sides.open_side`."""
         try:
             side = s.open_side(engine, self.config, through_apply)
@@ -206,7 +206,7 @@ class Pilot:
         return tuple(tokens)
 
 
-def play(side: s.Side, moments: Sequence[Moment], engine: str, pilot: Pilot) -> list[Timing]:
+def play(side: s.TimedEngine, moments: Sequence[Moment], engine: str, pilot: Pilot) -> list[Timing]:
     """Play recorded inputs to a side and time it; then read its decisions.
 
     Raises:

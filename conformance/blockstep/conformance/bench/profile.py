@@ -17,7 +17,7 @@ from types import CodeType
 from blockstep.conformance.bench.measure import Advance, garbage_collection
 from blockstep.conformance.bench.player import Pilot, play
 from blockstep.conformance.bench.scenarios import Scenario
-from blockstep.conformance.bench.sides import get_terms
+from blockstep.conformance.bench.timed_engines import get_terms
 
 ADDRESS = re.compile(r" object at 0x[0-9a-f]+")
 

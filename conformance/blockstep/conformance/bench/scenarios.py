@@ -8,7 +8,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from blockstep.conformance.draw.workloads import load
-from blockstep.conformance.recorded.pace import REPLAY_PRESETS
+from blockstep.conformance.recorded.arrival_rate import REPLAY_PRESETS
 from blockstep.spec.vocabulary import (
     Config,
     GroupKind,

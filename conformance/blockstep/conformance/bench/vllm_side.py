@@ -16,11 +16,11 @@ from blockstep.conformance.engines.adapters.vllm_build import build_request
 # isort: split
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from blockstep.conformance.bench import sides as s
+from blockstep.conformance.bench import timed_engines as s
 from blockstep.spec.vocabulary import Config, Request
 
 
-class VllmSide(s.Side):
+class VllmSide(s.TimedEngine):
     """vLLM's scheduler. It is timed as `objects` only, since its plans are no arrays."""
 
     readings: tuple[str, ...] = ("objects",)

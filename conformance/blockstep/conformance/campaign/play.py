@@ -28,7 +28,7 @@ from blockstep.conformance.campaign.records import (
 )
 from blockstep.conformance.engine import EngineFactory, Safety
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import (
     Action,
@@ -39,31 +39,31 @@ from blockstep.conformance.protocol.program import (
     Propose,
 )
 from blockstep.conformance.protocol.program_file import parse_program, write_program
-from blockstep.conformance.search import digging
+from blockstep.conformance.search import hunt_jobs
 from blockstep.conformance.search.call import Call
-from blockstep.conformance.search.distinct import saying, saying_of_loss
+from blockstep.conformance.search.dedup import describe_crash, describe_failure
+from blockstep.conformance.search.defects import Defect, name_of
 from blockstep.conformance.search.episodes import (
     EpisodeResult,
     fit_config,
     play_episode,
     tell_episode,
 )
-from blockstep.conformance.search.floor import CANARIES, Facts, release_canary
-from blockstep.conformance.search.forgiving import find_causes
-from blockstep.conformance.search.found import Defect, name_of
 from blockstep.conformance.search.isolation import LostError
+from blockstep.conformance.search.isolation.executor import lose_episode
 from blockstep.conformance.search.isolation.jobs import plain, recover
-from blockstep.conformance.search.isolation.place import lose_episode
 from blockstep.conformance.search.known import describe, play_known
 from blockstep.conformance.search.options import CheckOptions, find_profile
 from blockstep.conformance.search.shrink import Shrinker
+from blockstep.conformance.search.suppressions import find_causes
+from blockstep.conformance.search.verdict_requirements import CANARIES, EngineFacts, run_canary
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile, Quirk
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 PATIENCE = 6
-"""Failures of one saying, in one target, after which no more are shrunk."""
+"""Failures of one message, in one target, after which no more are shrunk."""
 RARE = 3
 """A goal or line is rare, and its program is kept, if at most this number of episodes reached
 it."""
@@ -157,7 +157,7 @@ def play_unit(
         failed = played.episode
         if failed.first is None:
             continue
-        said = _get_saying(failed)
+        said = _get_message(failed)
         shrunk, before = outcome.result.shrunk, target.shrunk.get(said, 0)
         outcome.result.sayings[said] = outcome.result.sayings.get(said, 0) + 1
         if said not in shrunk and (not before or before + last_place < PATIENCE):
@@ -181,15 +181,15 @@ def _look(plan: Plan, unit: Unit, name: str, call: Call) -> Outcome:
     try:
         if modules := plan.targets[cell.target].lines:
             call(require_lines, options, modules)
-        ground = call(digging.ask, options)
+        ground = call(hunt_jobs.read_hunt_context, options)
     except LostError as lost:
         failed = describe(options, loss=lost.loss)
-        look = Look(digging.UNKNOWN.facts, "", None, {}, ())
+        look = Look(hunt_jobs.UNKNOWN.facts, "", None, {}, ())
         outcome = Outcome(UnitResult(look=look))
         _add(outcome, make_found(plan.targets[cell.target].name, name, failed, None))
         return outcome
     options = replace(options, max_depth=ground.facts.max_depth)
-    canary = release_canary(options, CANARIES[ground.facts.equivalence])
+    canary = run_canary(options, CANARIES[ground.facts.equivalence])
     programs = {file: parse_program(text, Path(file)) for file, text in plan.known.items()}
     known, untried = dict.fromkeys(programs, ""), []
     outcome = Outcome(UnitResult())
@@ -391,18 +391,18 @@ def _count(played: Played, target: TargetTotals, outcome: Outcome) -> None:
         outcome.programs[name] = text
 
 
-def _get_saying(episode: EpisodeResult) -> str:
+def _get_message(episode: EpisodeResult) -> str:
     assert episode.first is not None
     if episode.loss is not None:
-        return saying_of_loss(episode.loss.message)
-    return saying(episode.first)
+        return describe_crash(episode.loss.message)
+    return describe_failure(episode.first)
 
 
 def _dig(options: CheckOptions, episode: EpisodeResult, call: Call) -> Defect:
     """Return a failure, shrunk if its engine survives that."""
     if episode.loss is None:
         try:
-            dug = call(digging.dig, options, None, (), episode)
+            dug = call(hunt_jobs.analyse_failure, options, None, (), episode)
         except LostError as lost:
             return describe(options, loss=lost.loss)
         return describe(options, dug)
@@ -410,7 +410,7 @@ def _dig(options: CheckOptions, episode: EpisodeResult, call: Call) -> Defect:
 
 
 def _find_causes(
-    options: CheckOptions, facts: Facts, defect: Defect, call: Call
+    options: CheckOptions, facts: EngineFacts, defect: Defect, call: Call
 ) -> tuple[str, ...]:
     """Return the known causes that account for a failure, in a target without a release."""
     shrunk = defect.shrunk
@@ -449,7 +449,7 @@ def make_found(
     text = "" if program is None else write_program(program)
     events = () if defect.loss is None else defect.loss.events
     name = name_of(defect.first)
-    lost = () if defect.loss is None else (defect.symptoms.own.saying,)
+    lost = () if defect.loss is None else (defect.symptoms.own.message,)
     return Found(
         digest=digest([name, *lost, text or "\n".join(events)]),
         name=name,

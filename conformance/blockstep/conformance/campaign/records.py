@@ -13,10 +13,10 @@ from typing import TypeVar
 import msgspec
 
 from blockstep.conformance.protocol.findings import Finding
-from blockstep.conformance.search.distinct import Symptoms
+from blockstep.conformance.search.dedup import Symptoms
 from blockstep.conformance.search.episodes import Loss
-from blockstep.conformance.search.floor import Facts
 from blockstep.conformance.search.isolation import HarnessError
+from blockstep.conformance.search.verdict_requirements import EngineFacts
 
 RECORD_BYTES_MAX = 1 << 22
 TOTALS_BYTES_MAX = 1 << 26
@@ -78,7 +78,7 @@ def split_name(name: str) -> tuple[int, int]:
 class Look(msgspec.Struct, frozen=True):
     """Facts about the engine of a target, and the findings of the known programs."""
 
-    facts: Facts
+    facts: EngineFacts
     version: str
     canary: int | None
     """Events until the canary was caught; None if it was not."""
@@ -97,7 +97,7 @@ class UnitResult(msgspec.Struct):
     lines: dict[str, int] = {}
     """Number of episodes that ran each line of the engine, of lines that are not common."""
     sayings: dict[str, int] = {}
-    """Number of failures of each saying (`distinct.saying`)."""
+    """Number of failures of each message (`dedup.describe_failure`)."""
     shrunk: dict[str, int] = {}
     """Number of those failures that were shrunk."""
     findings: dict[str, int] = {}

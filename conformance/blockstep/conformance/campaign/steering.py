@@ -37,7 +37,7 @@ from blockstep.conformance.campaign.records import (
     UnitResult,
 )
 from blockstep.conformance.protocol.features import UsageError
-from blockstep.conformance.search.floor import require_wish
+from blockstep.conformance.search.verdict_requirements import require_wish
 
 KEEP = 0.9
 EXPLORE_ONE_IN = 4

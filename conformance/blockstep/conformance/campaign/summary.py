@@ -18,9 +18,9 @@ from blockstep.conformance.campaign.records import (
 )
 from blockstep.conformance.campaign.worker import Campaign
 from blockstep.conformance.protocol.findings import FindingKind
-from blockstep.conformance.search.floor import missing_witnesses
-from blockstep.conformance.search.found import Defect, gather
+from blockstep.conformance.search.defects import Defect, group_failures
 from blockstep.conformance.search.options import ExitCode
+from blockstep.conformance.search.verdict_requirements import missing_goals
 
 COURSE_MAX = 200
 """The course of a campaign shows at most this number of rounds, evenly spaced."""
@@ -117,7 +117,7 @@ def _find_missing(plan: Plan, place: int, target: TargetTotals) -> tuple[str, ..
     cells = [it for it in plan.cells if it.target == place and it.preset is not None]
     cell = min(cells, key=lambda it: (len(it.features), it.preset != "small"))
     options = plan.make_options(cell, max_depth=target.look.facts.max_depth)
-    return missing_witnesses(target.goals, options, target.look.facts)
+    return missing_goals(target.goals, options, target.look.facts)
 
 
 def _list_rows(plan: Plan, totals: Totals, store: Store) -> Iterator[Row]:
@@ -161,7 +161,7 @@ def _gather(plan: Plan, founds: Sequence[Found]) -> Iterator[tuple[Found, list[F
     for members in named.values():
         yield min(members, key=lambda it: it.length), members
     defects = {id(it): (it, found) for found in unnamed for it in [_make_defect(plan, found)]}
-    for group in gather([it for it, _ in defects.values()]):
+    for group in group_failures([it for it, _ in defects.values()]):
         yield defects[id(group.plainest)][1], [defects[id(it)][1] for it in group.defects]
 
 

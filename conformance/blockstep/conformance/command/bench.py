@@ -18,7 +18,7 @@ from rich.console import Console
 from blockstep.conformance.bench import measure, report
 from blockstep.conformance.bench.profile import profile, to_lines
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
-from blockstep.conformance.bench.sides import SideError, find_obstacle, get_terms, split
+from blockstep.conformance.bench.timed_engines import SideError, find_obstacle, get_terms, split
 from blockstep.conformance.command import console, options
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.registry import load_engine

@@ -16,9 +16,9 @@ from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.recorded.episodes import write_episode
 from blockstep.conformance.report.brief import tell_found
+from blockstep.conformance.report.check_texts import SENTENCES
 from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.jsonform import check_to_json
-from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.conformance.search.call import Call, call_here
 from blockstep.conformance.search.check import CheckResult, check
 from blockstep.conformance.search.isolation import (

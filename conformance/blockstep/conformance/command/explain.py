@@ -9,7 +9,7 @@ import typer
 
 from blockstep.conformance.command import console, options
 from blockstep.conformance.report.explain import explain_name
-from blockstep.conformance.report.moment import explain_file
+from blockstep.conformance.report.explain_file import explain_file
 
 
 def explain_command(

@@ -12,8 +12,7 @@ import typer
 from blockstep.conformance.command import console, options, tables
 from blockstep.conformance.engine import Safety, get_traits
 from blockstep.conformance.explore import pictures
-from blockstep.conformance.explore.alone import walk_alone
-from blockstep.conformance.explore.probe import JUDGED_WITNESSES, OF_THE_PAST
+from blockstep.conformance.explore.engine_walk import walk_alone
 from blockstep.conformance.explore.shard import MAX_STATES, Task
 from blockstep.conformance.explore.tables import (
     find_shortest,
@@ -24,6 +23,7 @@ from blockstep.conformance.explore.tables import (
     render_table,
     tell_program,
 )
+from blockstep.conformance.explore.transition_checks import JUDGED_WITNESSES, OF_THE_PAST
 from blockstep.conformance.explore.walk import LostShardError, Walked, get_obstacle, walk
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.explore.worlds import WORLDS

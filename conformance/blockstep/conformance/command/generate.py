@@ -20,13 +20,13 @@ import typer
 from rich.console import Console
 
 from blockstep.conformance.command import console, options
-from blockstep.conformance.engines.fences import FenceChecker
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
+from blockstep.conformance.engines.sync_points import SyncPointChecker
 from blockstep.conformance.report.failure import render_served
 from blockstep.conformance.search.options import ExitCode, exit_code_of
 from blockstep.spec.vocabulary import SpecMethod
 
-Checker: TypeAlias = FenceChecker | ServingChecker
+Checker: TypeAlias = SyncPointChecker | ServingChecker
 ENGINE = "blockstep.impl.engine"
 """The module of the model engine."""
 ADAPTER = "lora"
@@ -131,7 +131,7 @@ def run_generate(
 ) -> None:
     """Load the model, serve the prompts, and report."""
     engine = _load_engine()
-    make_checker = FenceChecker if settings["scheduler"] == "device" else ServingChecker
+    make_checker = SyncPointChecker if settings["scheduler"] == "device" else ServingChecker
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(
             errors="replace"

@@ -28,12 +28,12 @@ from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.failure import show_options
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.conformance.search.call import Call, call_here
-from blockstep.conformance.search.forgiving import Cause, read_cause
-from blockstep.conformance.search.found import Defect, HuntResult, name_of
+from blockstep.conformance.search.defects import Defect, HuntResult, name_of
 from blockstep.conformance.search.hunt import SCOPES, hunt
 from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
 from blockstep.conformance.search.known import read_known
 from blockstep.conformance.search.options import CheckOptions, ExitCode, load
+from blockstep.conformance.search.suppressions import KnownCause, read_cause
 from blockstep.spec.profiles import STRICT
 
 PresetOption = Annotated[
@@ -147,7 +147,7 @@ def _hunt(
     is_here: bool,
     screen: Console,
     scopes: Sequence[str],
-    forgiven: frozenset[Cause],
+    forgiven: frozenset[KnownCause],
     programs: Mapping[str, Program],
     on_found: Callable[[Defect], None],
     on_interrupted: Callable[[HuntResult], None],

@@ -12,9 +12,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from blockstep.conformance.command import ending, sections
+from blockstep.conformance.command import sections, signals
 from blockstep.conformance.command.annotate import annotate_command
-from blockstep.conformance.command.arms import arms_command
 from blockstep.conformance.command.bench import bench_app
 from blockstep.conformance.command.bisect import bisect_command
 from blockstep.conformance.command.campaign import campaign_app
@@ -25,6 +24,7 @@ from blockstep.conformance.command.explain import explain_command
 from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.command.generate import generate_command
 from blockstep.conformance.command.hunt import hunt_command
+from blockstep.conformance.command.metamorphic import arms_command
 from blockstep.conformance.command.museum import museum_app
 from blockstep.conformance.command.new_adapter import new_adapter_command
 from blockstep.conformance.command.properties import properties_command
@@ -111,4 +111,4 @@ def main() -> NoReturn:
     """Entry point of the console script."""
     gc.freeze()  # what was imported stays: a run need not be searched for garbage through it
     sys.path.insert(0, str(Path.cwd()))  # so that `--engine mymodule:make` finds a local file
-    ending.run(app)
+    signals.run(app)

@@ -10,8 +10,7 @@ import typer
 
 from blockstep.conformance.command import console, options, tables
 from blockstep.conformance.engine import EXACT, Safety
-from blockstep.conformance.museum import EXHIBITS, Exhibit
-from blockstep.conformance.museum import trial as hunting
+from blockstep.conformance.museum import EXHIBITS, SeededBug, trial
 from blockstep.conformance.search.options import ExitCode
 
 museum_app = typer.Typer(
@@ -35,7 +34,7 @@ def museum_command(
             console.usage(f"--json: belongs behind the command, as in {example}")
         return
     rows: list[dict[str, object]] = [
-        {**hunting.describe(entry), "speaks": entry.properties} for entry in EXHIBITS.values()
+        {**trial.describe(entry), "speaks": entry.properties} for entry in EXHIBITS.values()
     ]
     screen = console.make_screen(json_path)
     if show_all:
@@ -88,7 +87,7 @@ def museum_run_command(
     standing = _standing(equivalence, hidden)
     others = [row for path in beside or () for row in _read_rows(path)]
     max_events, max_seconds = options.require_budget(budget)
-    hunt = hunting.Trial(
+    hunt = trial.Trial(
         seeds=tuple(seed) if seed else (0, 1, 2),
         max_events=max_events,
         max_seconds=max_seconds,
@@ -98,15 +97,15 @@ def museum_run_command(
     )
     chosen = [_exhibit(name) for name in names or EXHIBITS]
     with console.progress(screen, "hunting") as advance:
-        hunted = hunting.run_trial(chosen, hunt, advance)
-    rows = [hunting.row_of(entry) for entry in hunted]
+        hunted = trial.run_trial(chosen, hunt, advance)
+    rows = [trial.row_of(entry) for entry in hunted]
     shown = ("exhibit", "events", "seconds", "shrunk to", "killed by")
     tables.show_rows(screen, [{name: row[name] for name in shown} for row in rows])
-    screen.print(hunting.summary(hunted))
-    told = [hunting.json_of(entry) for entry in hunted]
+    screen.print(trial.summary(hunted))
+    told = [trial.json_of(entry) for entry in hunted]
     console.write_json(json_path, told)
     if markdown is not None:
-        console.write(markdown, hunting.museum_page([*told, *others]))
+        console.write(markdown, trial.museum_page([*told, *others]))
     for what in dict.fromkeys(entry.problem for entry in hunted if entry.problem):
         wrong = [entry.exhibit.name for entry in hunted if entry.problem == what]
         typer.echo(f"blockstep: {what}: {', '.join(wrong)}", err=True)
@@ -114,13 +113,13 @@ def museum_run_command(
         raise typer.Exit(ExitCode.HARNESS)
 
 
-def _standing(equivalence: str, is_hidden: bool) -> hunting.Standing:
+def _standing(equivalence: str, is_hidden: bool) -> trial.BugRunMode:
     known = [EXACT, Safety.name]
     if equivalence not in known:
         console.usage(f"--equivalence {equivalence!r}: must be one of {', '.join(known)}")
     if is_hidden and equivalence == EXACT:
         console.usage("--hidden: the state is compared at exact; use --equivalence safety")
-    return hunting.Standing(equivalence, is_hidden)
+    return trial.BugRunMode(equivalence, is_hidden)
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
@@ -133,7 +132,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _exhibit(name: str) -> Exhibit:
+def _exhibit(name: str) -> SeededBug:
     if name not in EXHIBITS:
         console.usage(
             f"museum run {name!r}: no such seeded bug; `blockstep museum --all` lists them"

@@ -11,9 +11,9 @@ import typer
 
 from blockstep.conformance.command import console, sections
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
+from blockstep.conformance.protocol.feature_selection import parse_features
 from blockstep.conformance.protocol.features import BY_NAME, UsageError
 from blockstep.conformance.protocol.settings import Settings, SettingsError, find_settings
-from blockstep.conformance.protocol.wishes import parse_features
 from blockstep.conformance.search.options import (
     check_settings,
     find_profile,

@@ -26,11 +26,11 @@ from blockstep.conformance.report.view import make_page
 from blockstep.conformance.search.call import Call
 from blockstep.conformance.search.check import CheckResult, play_program
 from blockstep.conformance.search.film import Picture, make_film
-from blockstep.conformance.search.forgiving import Cause
 from blockstep.conformance.search.isolation import Isolation, LostError, RefusedError
 from blockstep.conformance.search.known import find_programs
 from blockstep.conformance.search.options import CheckOptions, find_profile, load
 from blockstep.conformance.search.standalone import tell_story, verify
+from blockstep.conformance.search.suppressions import KnownCause
 from blockstep.spec.vocabulary import ConfigError
 
 ProgramOption = Annotated[
@@ -247,7 +247,7 @@ def save_script(
     options: CheckOptions,
     program: Program,
     first: Finding,
-    forgiven: frozenset[Cause] | None = None,
+    forgiven: frozenset[KnownCause] | None = None,
 ) -> None:
     """Write a program as a script of the engine alone, once it has shown the finding without us."""
     try:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from blockstep.conformance.command import console, ending, options, tables
+from blockstep.conformance.command import console, options, signals, tables
 from blockstep.conformance.prove.law import Law
 from blockstep.conformance.prove.runner import (
     NotInstalledError,
@@ -62,7 +62,7 @@ def prove_command(
             chosen,
             options.count_jobs(jobs),
             console.plain_progress("proving"),
-            is_apart=ending.is_listening(),
+            is_apart=signals.is_listening(),
         )
     except UnansweredError as error:
         console.end(ExitCode.HARNESS, str(error))

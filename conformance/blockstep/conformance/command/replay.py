@@ -14,6 +14,7 @@ from blockstep.conformance.command import console, options
 from blockstep.conformance.draw.texts import load_tokenizer
 from blockstep.conformance.draw.workloads import WorkloadFormat, load
 from blockstep.conformance.engine import EngineFactory, get_capabilities, get_traits
+from blockstep.conformance.protocol.feature_selection import make_wish
 from blockstep.conformance.protocol.features import (
     BY_NAME,
     CACHING,
@@ -23,10 +24,9 @@ from blockstep.conformance.protocol.features import (
     get_missing,
 )
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.protocol.wishes import make_wish
-from blockstep.conformance.recorded.figures import ReplayReport
-from blockstep.conformance.recorded.pace import REPLAY_PRESETS
+from blockstep.conformance.recorded.arrival_rate import REPLAY_PRESETS
 from blockstep.conformance.recorded.replay import replay
+from blockstep.conformance.recorded.replay_counts import ReplayReport
 from blockstep.conformance.report.brief import brief_replay
 from blockstep.conformance.report.replay import render_replay, replay_to_json
 from blockstep.conformance.search.episodes import list_changes

@@ -20,7 +20,7 @@ from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.protocol.schema import build_schema
 from blockstep.conformance.report.brief import brief_consumed
-from blockstep.conformance.report.wording import HEADLINES, render_finding
+from blockstep.conformance.report.finding_text import HEADLINES, render_finding
 from blockstep.conformance.search.options import ExitCode, exit_code_of
 
 vectors_app = typer.Typer(

@@ -13,17 +13,17 @@ from functools import cache
 from random import Random
 from typing import TypeVar
 
+from blockstep.conformance.draw.client_view import Draw, list_ending, list_frames
 from blockstep.conformance.draw.feature import get_draws, list_draws
-from blockstep.conformance.draw.memory import Draw, list_ending, list_frames
-from blockstep.conformance.draw.mistakes import draw_bad_event
 from blockstep.conformance.draw.presets import Habit
 from blockstep.conformance.draw.requests import (
+    draw_continuation,
     draw_request,
-    draw_twin,
     request_name,
     shuffled,
 )
 from blockstep.conformance.draw.view import View, WeightedAction
+from blockstep.conformance.draw.wrong_inputs import draw_bad_event
 from blockstep.conformance.features.masks import FEATURE as MASKS
 from blockstep.conformance.features.sessions import FEATURE as SESSIONS
 from blockstep.conformance.features.transfers import FEATURE as TRANSFERS
@@ -86,9 +86,9 @@ def submit(view: View, draw: Draw) -> Action:
     if swarm.is_crowded and draw.chance(85):  # continuing a victim takes a long prompt
         return v.Submit(draw_request(swarm, draw, name, index))
     if client.rejected_texts and draw.chance(40):
-        return v.Submit(draw_twin(swarm, draw, name, index, client.rejected_texts))
+        return v.Submit(draw_continuation(swarm, draw, name, index, client.rejected_texts))
     if client.preempted_texts and draw.chance(80 if _has_preempted(view) else 25):
-        return v.Submit(draw_twin(swarm, draw, name, index, client.preempted_texts))
+        return v.Submit(draw_continuation(swarm, draw, name, index, client.preempted_texts))
     for draws in list_draws(swarm.features):
         request = None if draws.go_on is None else draws.go_on(view, draw, name)
         if request is not None:
@@ -97,7 +97,7 @@ def submit(view: View, draw: Draw) -> Action:
         is_side_by_side = swarm.config.has_windows and _is_newest_unplanned(view)
         end = -1 if is_side_by_side and draw.chance(80) else None
         others = [(it, it.prompt_token_ids[:end]) for it in client.live.values()]
-        return v.Submit(draw_twin(swarm, draw, name, index, others))
+        return v.Submit(draw_continuation(swarm, draw, name, index, others))
     return v.Submit(draw_request(swarm, draw, name, index, client.texts))
 
 

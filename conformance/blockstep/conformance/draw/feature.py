@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from blockstep.conformance.draw.memory import Draw
+from blockstep.conformance.draw.client_view import Draw
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.draw.view import View, WeightedAction
 from blockstep.conformance.protocol.feature import Feature
+from blockstep.conformance.protocol.feature_selection import FeatureSelection
 from blockstep.conformance.protocol.features import LATE, load_parts
 from blockstep.conformance.protocol.program import Report
-from blockstep.conformance.protocol.wishes import Wish
 from blockstep.spec import vocabulary as v
 
 LATE_ONE_IN = 4
@@ -30,7 +30,7 @@ class Late:
     swarm: Swarm
     config: v.Config
     draw: Draw
-    wish: Wish
+    wish: FeatureSelection
     takes: Callable[[Feature], bool]
     """Whether the engine has a feature."""
     has_policy: bool
@@ -58,7 +58,7 @@ class Draws:
     """Changes the config, and names the features that come with this one."""
     finish_config: Callable[[Late], None] = lambda _: None
     """Changes the config of a run with or without the feature, after all were added."""
-    one_in: Callable[[Wish], int] = lambda _: LATE_ONE_IN
+    one_in: Callable[[FeatureSelection], int] = lambda _: LATE_ONE_IN
     """One run in this number has the feature."""
     goes_with: Callable[[Late], bool] = lambda _: True
     """Whether it may be added where it was not wished for."""

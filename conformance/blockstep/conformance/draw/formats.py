@@ -51,7 +51,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from blockstep.conformance.protocol.lines import TraceError, shown
+from blockstep.conformance.protocol.trace_lines import TraceError, shown
 
 LENGTH_MAX = 1 << 24
 """Tokens of one prompt or output, at most; what is longer is a broken row."""

@@ -12,8 +12,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 
+from blockstep.conformance.draw.client_view import Draw
 from blockstep.conformance.draw.items import count_held_blocks
-from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.protocol.feature import without_states
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
 

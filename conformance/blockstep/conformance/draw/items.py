@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from blockstep.conformance.draw.memory import Draw
+from blockstep.conformance.draw.client_view import Draw
 from blockstep.conformance.protocol.feature import without_states
 from blockstep.spec.features.groups.kinds import compute_max_held_blocks, compute_max_reach
 from blockstep.spec.vocabulary import (

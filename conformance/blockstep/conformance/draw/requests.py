@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from blockstep.conformance.draw.client_view import Draw, Text
 from blockstep.conformance.draw.feature import list_draws
 from blockstep.conformance.draw.groups import count_slots, list_boundaries
 from blockstep.conformance.draw.items import keep_items
-from blockstep.conformance.draw.memory import Draw, Text
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.features.encoder import FEATURE as ENCODER
 from blockstep.conformance.protocol.features import (
@@ -35,7 +35,7 @@ def shuffled(index: int) -> int:
     return index - index % 26 + index * 11 % 26
 
 
-def draw_twin(
+def draw_continuation(
     swarm: Swarm, draw: Draw, name: v.RequestId, index: int, texts: Sequence[Text]
 ) -> v.Request:
     """Draw a request whose prompt continues the tokens of another, most often under the same keys.

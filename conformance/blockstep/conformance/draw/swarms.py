@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from blockstep.conformance.draw.client_view import Draw
 from blockstep.conformance.draw.feature import LATE_ONE_IN, Draws, Late, get_draws
-from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.draw.presets import (
     DEPTHS,
     MAX_DEPTH,
@@ -17,6 +17,7 @@ from blockstep.conformance.draw.presets import (
 )
 from blockstep.conformance.features.transfers import FEATURE as TRANSFERS
 from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE, Feature
+from blockstep.conformance.protocol.feature_selection import NO_WISH, FeatureSelection, widen
 from blockstep.conformance.protocol.features import (
     ABORTS,
     ASYNC,
@@ -32,7 +33,6 @@ from blockstep.conformance.protocol.features import (
     find_policy,
     list_apart,
 )
-from blockstep.conformance.protocol.wishes import NO_WISH, Wish, widen
 from blockstep.spec.vocabulary import Config, Policy, SpecMethod
 
 SWITCHED = tuple(
@@ -46,7 +46,7 @@ def draw_swarm(
     draw: Draw,
     policy: Policy | None = None,
     max_depth: int = MAX_DEPTH,
-    wish: Wish = NO_WISH,
+    wish: FeatureSelection = NO_WISH,
     is_judged_alone: bool = False,
     takes: Callable[[Feature], bool] = lambda _: True,
 ) -> Swarm:
@@ -194,7 +194,7 @@ def draw_crowd(config: Config, draw: Draw, has_drafts: bool) -> Config:
     )
 
 
-def draw_depth(draw: Draw, max_depth: int, wish: Wish) -> tuple[int, bool]:
+def draw_depth(draw: Draw, max_depth: int, wish: FeatureSelection) -> tuple[int, bool]:
     """Draw the most frames in flight, and whether they are scheduled asynchronously."""
     depth = draw.choice(DEPTHS)
     if TRANSFERS.name in wish.always:  # blocks are to be loaded while frames are in flight
@@ -211,7 +211,7 @@ def draw_depth(draw: Draw, max_depth: int, wish: Wish) -> tuple[int, bool]:
 
 
 def draw_config(
-    preset: Preset, draw: Draw, max_depth: int = MAX_DEPTH, wish: Wish = NO_WISH
+    preset: Preset, draw: Draw, max_depth: int = MAX_DEPTH, wish: FeatureSelection = NO_WISH
 ) -> Config:
     """Draw a valid config within the preset's bounds."""
     block_size = draw.integer(*preset.block_size)

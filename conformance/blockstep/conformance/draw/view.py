@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from blockstep.conformance.draw.memory import Draw, Memory
+from blockstep.conformance.draw.client_view import Draw, Memory
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.protocol.feature import Feature
 from blockstep.conformance.protocol.program import Action

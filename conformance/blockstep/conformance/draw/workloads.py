@@ -57,7 +57,7 @@ from blockstep.conformance.draw.formats import (
     refuse_pointer,
     split_array,
 )
-from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
+from blockstep.conformance.protocol.trace_lines import TraceError, read_lines, shown
 from blockstep.spec.vocabulary import MAX_INT, Request, TokenIds
 
 __all__ = [

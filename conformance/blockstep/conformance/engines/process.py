@@ -45,8 +45,8 @@ from blockstep.conformance.protocol.codec import (
     from_form,
     get_fields,
 )
-from blockstep.conformance.protocol.lines import shown
 from blockstep.conformance.protocol.link import Link
+from blockstep.conformance.protocol.trace_lines import shown
 from blockstep.spec import vocabulary as v
 
 FORMAT = "blockstep-engine"

@@ -22,10 +22,10 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from blockstep.conformance.engine import EngineFactory
-from blockstep.conformance.judge.attended import first_attended
+from blockstep.conformance.judge.attention_ranges import first_attended
 from blockstep.conformance.judge.worker import Worker
-from blockstep.conformance.judge.worker.names import NEVER_WRITTEN, Name
-from blockstep.conformance.judge.worker.view import FrameRow, RequestView
+from blockstep.conformance.judge.worker.prefix_names import NEVER_WRITTEN, Name
+from blockstep.conformance.judge.worker.request_view import FrameRow, RequestView
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.findings import Difference, Finding
 from blockstep.spec import vocabulary as v

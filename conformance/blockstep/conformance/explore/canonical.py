@@ -30,12 +30,12 @@ from blockstep.spec.features.kv_transfer.transfers import FRAME_LOADS, TRANSFERS
 from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.features.structured_output import GRAMMAR_READY, HAS_MASK, IS_CUT
 from blockstep.spec.features.structured_output.grammar import STAND
-from blockstep.spec.releases.failures import NUM_SCHEDULED
-from blockstep.spec.releases.flight import list_reset_victims
+from blockstep.spec.releases.block_pool import WAS_REFUSED
 from blockstep.spec.releases.grammars import IS_STRUCTURED
-from blockstep.spec.releases.memory import WAS_REFUSED
+from blockstep.spec.releases.in_flight import list_reset_victims
+from blockstep.spec.releases.load_failures import NUM_SCHEDULED
+from blockstep.spec.releases.mamba_state import LONGEST_GROUP_HIT
 from blockstep.spec.releases.sessions import LAST_STOP
-from blockstep.spec.releases.states import JUNCTION
 from blockstep.spec.vocabulary import (
     AllBlocksCleared,
     BlockId,
@@ -225,9 +225,11 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         request.num_cached_tokens,
         GRAMMAR_READY.of(request),
         *_get_more(
-            STAND.of(request).state, STAND.of(request).reasoning_ended, JUNCTION.of(request)
+            STAND.of(request).state,
+            STAND.of(request).reasoning_ended,
+            LONGEST_GROUP_HIT.of(request),
         ),
-        *_get_more(request.is_unsettled),
+        *_get_more(request.has_unconfirmed_kv),
         *_get_more(2 * WAS_REFUSED.of(request)),  # not the form of a request that is unsettled
         *_session_form(request),
     )

@@ -14,9 +14,9 @@ from blockstep.conformance.engine import (
     get_equivalence_name,
     get_traits,
 )
-from blockstep.conformance.explore.probe import differ
+from blockstep.conformance.explore.transition_checks import differ
 from blockstep.conformance.explore.vectors import Vectors, VectorStep
-from blockstep.conformance.lockstep.runs import get_start
+from blockstep.conformance.lockstep.start_run import get_start
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.findings import Difference, Finding
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Propose, describe_event

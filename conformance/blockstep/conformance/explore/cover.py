@@ -13,7 +13,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
-from blockstep.conformance.explore.probe import Moment, StateMemo, get_moment, get_witnesses
+from blockstep.conformance.explore.transition_checks import (
+    Moment,
+    StateMemo,
+    get_moment,
+    get_witnesses,
+)
 from blockstep.spec.core.state import State
 from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import Event

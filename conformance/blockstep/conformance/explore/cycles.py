@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from blockstep.conformance.explore.canonical import Digest
-from blockstep.conformance.explore.probe import Moment
+from blockstep.conformance.explore.transition_checks import Moment
 from blockstep.spec import vocabulary as v
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS, get_offer, is_moving
 from blockstep.spec.features.structured_output import GRAMMAR_READY

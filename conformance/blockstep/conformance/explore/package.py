@@ -20,7 +20,7 @@ from blockstep.conformance.explore.vectors import VECTORS_VERSION, Vectors, fill
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.protocol.codec import StateForm
 from blockstep.conformance.protocol.features import find_lacking, get_missing
-from blockstep.conformance.protocol.telling import FORMS
+from blockstep.conformance.protocol.kv_event_json import FORMS
 from blockstep.conformance.recorded.traces import TraceError
 from blockstep.spec.vocabulary import Observation, Rejected
 

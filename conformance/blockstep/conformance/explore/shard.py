@@ -17,12 +17,12 @@ from blockstep.conformance.engine import (
     Equivalence,
     get_traits,
 )
-from blockstep.conformance.explore import probe
+from blockstep.conformance.explore import transition_checks as probe
 from blockstep.conformance.explore.canonical import Canonicaliser, Digest
-from blockstep.conformance.explore.copies import Copies, Kept, Packer, get_constants
 from blockstep.conformance.explore.cover import Tracer
 from blockstep.conformance.explore.cycles import get_no_progress
-from blockstep.conformance.explore.probe import Hits, Moment, get_moment
+from blockstep.conformance.explore.packing import Copies, Kept, Packer, get_constants
+from blockstep.conformance.explore.transition_checks import Hits, Moment, get_moment
 from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine

@@ -27,8 +27,8 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.explore.canonical import Canonicaliser, Digest
 from blockstep.conformance.explore.cycles import find_cycles, get_no_progress
-from blockstep.conformance.explore.probe import get_moment
 from blockstep.conformance.explore.shard import Edge, Hit, Level, Shard, Task
+from blockstep.conformance.explore.transition_checks import get_moment
 from blockstep.conformance.explore.world import Counts, get_events
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine

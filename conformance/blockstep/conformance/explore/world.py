@@ -14,7 +14,7 @@ from functools import cache, cached_property, partial
 from itertools import product, repeat
 from typing import Any
 
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.history import History
 from blockstep.conformance.protocol.features import FEATURES, HOSTILE, load_parts
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.requests import Frame
@@ -209,8 +209,8 @@ class Scope:
     """Returns the tables of blocks that the feature keeps."""
     get_form: Callable[[State, Mapping[v.BlockId, int]], tuple[Any, ...]]
     """Returns all that matters of the feature, with blocks as numbers."""
-    recall: Callable[[State, Ledger], None] = lambda *_: None
-    """Gives a ledger what it would have learnt about the feature before a state."""
+    recall: Callable[[State, History], None] = lambda *_: None
+    """Gives a history what it would have learnt about the feature before a state."""
 
 
 @cache

@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from functools import cache
 from typing import TypeAlias
 
-from blockstep.conformance.judge.attended import is_across
+from blockstep.conformance.judge.attention_ranges import is_across
 from blockstep.conformance.judge.checks import find_absent, list_sentences
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.judge.properties.output import cut_at_stop
-from blockstep.conformance.judge.properties.sentence import judge
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.property_check import judge
 from blockstep.conformance.protocol.features import load_parts
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
 from blockstep.spec import vocabulary as v
@@ -63,7 +63,7 @@ def judge_answer(
             yield from _judge_outputs(_expected_errors(config, failing), sure)
         case v.Abort(request_ids=named), v.Aborted(request_ids=now, ending_req_ids=later):
             for told in _list_wrong_ends(set(named) & live.keys(), now, later, ending):
-                yield violated("P18", "abort_ends_exactly_the_unfinished_it_names", told)
+                yield violated("P18", "abort_finishes_exactly_the_named_requests", told)
 
 
 def _list_wrong_ends(
@@ -157,7 +157,7 @@ def _judge_new_row(
     may_hit = (has_any and not request.skip_reading_prefix_cache) or outputs is not None
     if row.num_computed_tokens and not may_hit and not request.resumable:
         what = f"{row.request_id!r} has a hit of {row.num_computed_tokens} tokens"
-        yield violated("P5", "hit_is_taken_only_where_one_may_be", what, subjects=row.request_id)
+        yield violated("P5", "hit_only_with_prefix_caching", what, subjects=row.request_id)
 
 
 def _expected_errors(
@@ -218,11 +218,11 @@ def _expected_outputs(
             yield row.request_id, cut_at_stop(config, request, before, row.token_ids)
 
 
-def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
+def judge_state(step: Step, history: History) -> list[Finding]:
     """Return the findings of the property checks `JUDGED` and of `_judge_computed` on a state."""
     kind: type = type(step.event)
-    sentences = list_sentences(kind, False, ledger.lacked, find_absent(step), needs_none=True)
-    return [*judge(sentences, step, ledger), *_judge_computed(step)]
+    sentences = list_sentences(kind, False, history.lacked, find_absent(step), needs_none=True)
+    return [*judge(sentences, step, history), *_judge_computed(step)]
 
 
 def _judge_computed(step: Step) -> Iterator[Finding]:

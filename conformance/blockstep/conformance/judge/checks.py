@@ -1,7 +1,7 @@
 """Properties: checks that hold for every correct engine, made without a reference (D5).
 
 Data flows through the modules of `judge.properties` in this order: `step` is one event with the
-states around it, `ledger` what was known before it, `sentence` the form of a check, `amounts` and
+states around it, `history` what was known before it, `sentence` the form of a check, `amounts` and
 `queue_replay` what several checks need; then one module for each family of checks. The checks of a
 feature are in its folder of `conformance.features`.
 
@@ -19,16 +19,16 @@ from blockstep.conformance.judge.properties import (
     admission,
     budgets,
     hits,
-    order,
     output,
+    policy_order,
     pool,
-    refusals,
+    rejections,
     tables,
     work,
 )
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import Sentence, judge
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
+from blockstep.conformance.judge.properties.property_check import PropertyCheck, judge
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.protocol.features import SIGNAL_OF, load_parts
 from blockstep.conformance.protocol.findings import Finding, violated
@@ -42,18 +42,21 @@ class Property:
     id: str
     name: str
     statement: str
-    checks: tuple[Sentence, ...]
+    checks: tuple[PropertyCheck, ...]
 
 
 _FAMILIES = (
-    *(pool, refusals, budgets, output, admission, order, hits, tables),
+    *(pool, rejections, budgets, output, admission, policy_order, hits, tables),
     *load_parts("properties").values(),
     work,
 )
 """The modules of checks, those of features among them. The checks of one property are made in this
 order."""
 _SENTENCES = [
-    found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Sentence)
+    found
+    for family in _FAMILIES
+    for found in vars(family).values()
+    if isinstance(found, PropertyCheck)
 ]
 _STATEMENTS = {
     "P1 pool conservation": "each non-null block is either in the free queue exactly once with ref "
@@ -113,18 +116,18 @@ def _judged(title: str, statement: str) -> Property:
 
 PROPERTIES: tuple[Property, ...] = tuple(_judged(*entry) for entry in _STATEMENTS.items())
 
-CHECKS_OF: dict[type, tuple[Sentence, ...]] = {
+CHECKS_OF: dict[type, tuple[PropertyCheck, ...]] = {
     kind: tuple(found for entry in PROPERTIES for found in entry.checks if kind in found.kinds)
     for kind in (*v.EVENT_TYPES, v.Rejected)
 }
 """The checks of an accepted event, by its type; under `Rejected` those of a rejected event."""
 
 _QUOTE_THE_FREE_QUEUE = (
-    order.new_blocks_come_from_the_head_of_the_free_queue,
-    order.preempted_tail_is_evicted_first,
-    order.freed_tail_is_evicted_first,
+    policy_order.new_blocks_come_from_the_head_of_the_free_queue,
+    policy_order.preempted_tail_is_evicted_first,
+    policy_order.freed_tail_is_evicted_first,
 )
-RENAMED_CHECKS: dict[type, tuple[Sentence, ...]] = {
+RENAMED_CHECKS: dict[type, tuple[PropertyCheck, ...]] = {
     kind: tuple(found for found in checks if found not in _QUOTE_THE_FREE_QUEUE)
     for kind, checks in CHECKS_OF.items()
 }
@@ -132,32 +135,34 @@ RENAMED_CHECKS: dict[type, tuple[Sentence, ...]] = {
 
 ASKED_OF_ANSWERS = frozenset(
     {
-        "abort_ends_exactly_the_unfinished_it_names",
+        "abort_finishes_exactly_the_named_requests",
         "delivered_rows_are_those_that_sampled",
         "delivered_tokens_are_the_sampled_ones_until_the_stop",
         "dispatched_drafts_are_the_last_proposed_ones",
-        "end_of_its_input_ends_who_rests",
+        "end_of_input_finishes_an_idle_session",
         "failed_grammar_ends_its_request",
         "finish_reason_is_the_one_that_holds",
         "new_row_carries_the_request_as_submitted",
         "plan_stays_within_token_budget",
-        "plan_tells_who_ended",
+        "plan_names_the_finished",
         "row_stays_within_max_model_len",
-        "stale_or_wrong_event_is_refused",
-        "told_cached_tokens_are_those_of_the_first_hit",
+        "stale_or_wrong_event_is_rejected",
+        "reported_cached_tokens_are_of_the_first_hit",
     }
 )
 """Property checks that a safety run makes on answers alone, with or without a state
 (`judge.answers`). Where the engine shows a state, it also makes `rejected_event_changes_nothing` on
 an event that the engine must refuse."""
-_ASKED_OF_BOTH = frozenset({"end_of_its_input_ends_who_rests", "failed_grammar_ends_its_request"})
+_ASKED_OF_BOTH = frozenset(
+    {"end_of_input_finishes_an_idle_session", "failed_grammar_ends_its_request"}
+)
 """The checks of `ASKED_OF_ANSWERS` that a safety run makes on states as well, since no answer says
 that a request is gone."""
 _ASKED_ELSEWHERE = ASKED_OF_ANSWERS - _ASKED_OF_BOTH | {
-    refusals.rejected_event_changes_nothing.sentence
+    rejections.rejected_event_changes_nothing.sentence
 }
 
-JUDGED: tuple[Sentence, ...] = tuple(
+JUDGED: tuple[PropertyCheck, ...] = tuple(
     found
     for entry in PROPERTIES
     for found in entry.checks
@@ -166,9 +171,8 @@ JUDGED: tuple[Sentence, ...] = tuple(
 """Property checks on states and steps that need no reference: they hold for every engine.
 
 A safety run makes them where the engine shows its state. Each of the others says why it is left
-out: it would fix a policy where other policies are right too (`Sentence.fixes`), or another check
-sees the same from outside (`Sentence.said_by`).
-"""
+out: it would fix a policy where other policies are right too (`PropertyCheck.fixes`), or another
+check sees the same from outside (`PropertyCheck.said_by`). """
 
 ANSWER_TYPES: dict[type, tuple[type, ...]] = {
     v.Submit: (v.Ack,),
@@ -212,17 +216,17 @@ def list_sentences(
     lacked: frozenset[str],
     absent: tuple[str, ...] = (),
     needs_none: bool = False,
-) -> tuple[Sentence, ...]:
+) -> tuple[PropertyCheck, ...]:
     """The property checks for a step of an event type, in the order of the properties.
 
     Args:
         kind: The type of the event, or `Rejected` for a rejected one.
         is_renamed: Leave out those that quote the order of the free queue.
-        lacked: Leave out those that need one of these (`Sentence.needs`).
-        absent: Leave out those that are about one of these (`Sentence.of`).
+        lacked: Leave out those that need one of these (`PropertyCheck.needs`).
+        absent: Leave out those that are about one of these (`PropertyCheck.of`).
         needs_none: Leave out those that are not in `JUDGED`: they need a reference.
     """
-    checks: Mapping[type, tuple[Sentence, ...]] = RENAMED_CHECKS if is_renamed else CHECKS_OF
+    checks: Mapping[type, tuple[PropertyCheck, ...]] = RENAMED_CHECKS if is_renamed else CHECKS_OF
     found = [it for it in checks[kind] if it.needs not in lacked and it.of not in absent]
     if needs_none:
         names = {it.sentence for it in JUDGED}
@@ -235,7 +239,7 @@ _SPOKEN_OF = ("changes", "rows", "admitted_rows", "askers", "preempted", "acts")
 
 def find_absent(step: Step) -> tuple[str, ...]:
     """Names of the fields of a step that are empty, among those that checks are about: see
-    `Sentence.of`."""
+    `PropertyCheck.of`."""
     if not isinstance(step.observation, v.Plan):
         return () if step.changes else ("changes",)
     try:
@@ -246,7 +250,7 @@ def find_absent(step: Step) -> tuple[str, ...]:
 
 def check_step(
     step: Step,
-    ledger: Ledger,
+    history: History,
     worker: Worker | None = None,
     is_renamed: bool = False,
     asked: Asked = Asked.ALL,
@@ -255,7 +259,7 @@ def check_step(
 
     Args:
         step: The event, its answer and the states around it.
-        ledger: Knows all steps before this one; `Ledger.record(step)` comes after.
+        history: Knows all steps before this one; `History.record(step)` comes after.
         worker: Observes the event and its answer here, if given.
         is_renamed: Leave out the property checks that quote the order of the free queue.
         asked: The property checks to make. Where one of them or the worker finds something, all
@@ -271,12 +275,12 @@ def check_step(
     findings = [] if worker is None else _tell(step, worker)
     if not findings and asked is NONE:
         return findings
-    matters = kind, is_renamed, ledger.lacked, find_absent(step)
+    matters = kind, is_renamed, history.lacked, find_absent(step)
     if asked is Asked.WITHOUT_REFERENCE and not findings:
         sentences = list_sentences(*matters, needs_none=True)
-        if not judge(sentences, step, ledger):
+        if not judge(sentences, step, history):
             return findings
-    return findings + judge(list_sentences(*matters), step, ledger)
+    return findings + judge(list_sentences(*matters), step, history)
 
 
 def _tell(step: Step, worker: Worker) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Coverage goals of features (`judge.witnesses`).
+"""Coverage goals of features (`judge.coverage_goals`).
 
 The module `goals` in a feature's folder has an object `GOALS`.
 """
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 
-Find: TypeAlias = Callable[[Step, Ledger], Iterable[str]]
-"""Returns the goals that a step reaches, each as often as it does. The ledger knows all steps
+Find: TypeAlias = Callable[[Step, History], Iterable[str]]
+"""Returns the goals that a step reaches, each as often as it does. The history knows all steps
 before it."""
 
 

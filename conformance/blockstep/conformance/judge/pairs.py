@@ -29,7 +29,7 @@ from blockstep.conformance.protocol.features import (
     RESET,
     SIGNAL_OF,
 )
-from blockstep.conformance.protocol.transfers import Transfers, list_failed
+from blockstep.conformance.protocol.transfer_tracker import Transfers, list_failed
 from blockstep.spec import vocabulary as v
 
 SIGNALS: Mapping[str, str] = {

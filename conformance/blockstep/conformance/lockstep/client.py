@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from blockstep.conformance.draw.memory import Text
-from blockstep.conformance.protocol.sessions import Session
-from blockstep.conformance.protocol.transfers import Transfers
+from blockstep.conformance.draw.client_view import Text
+from blockstep.conformance.protocol.session_tracker import Session
+from blockstep.conformance.protocol.transfer_tracker import Transfers
 from blockstep.spec import vocabulary as v
 
 TEXTS_MAX = 6
@@ -34,7 +34,7 @@ class Client:
     """Latest time that was reported."""
     preempted_texts: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
     """Token sequences of requests preempted lately. Filled only if states are not compared
-    (`lockstep.safety`)."""
+    (`lockstep.safety_equivalence`)."""
     rejected_texts: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
     """Token sequences with lately rejected drafts that would have filled a block. Filled only if
     states are not compared."""

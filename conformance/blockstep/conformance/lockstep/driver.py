@@ -37,11 +37,13 @@ from blockstep.conformance.engine import (
     get_traits,
 )
 from blockstep.conformance.judge.checks import NONE, Asked, check_step
+from blockstep.conformance.judge.coverage_goals import situations
 from blockstep.conformance.judge.pairs import PairCounter
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.judge.witnesses import situations
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.judge.worker import make_worker
+from blockstep.conformance.lockstep.action_resolver import ActionResolver, ask_mask
+from blockstep.conformance.lockstep.deviations import DeviationCounter
 from blockstep.conformance.lockstep.exchange import (
     Exchange,
     Unbuilt,
@@ -49,10 +51,8 @@ from blockstep.conformance.lockstep.exchange import (
     fault_of,
     get_first_state,
 )
-from blockstep.conformance.lockstep.excuses import Excuses
 from blockstep.conformance.lockstep.liveness import Watch, drain_bound
 from blockstep.conformance.lockstep.quirks import WatchedSpec
-from blockstep.conformance.lockstep.runner import Runner, ask_mask
 from blockstep.conformance.protocol.compare import (
     find_subjects,
     observation_differences,
@@ -75,8 +75,8 @@ from blockstep.conformance.protocol.program import (
 )
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.shown import complete_state, tells_holders
-from blockstep.conformance.protocol.tokens import token_function
-from blockstep.conformance.protocol.typed import fault_of_types
+from blockstep.conformance.protocol.token_function import token_function
+from blockstep.conformance.protocol.type_check import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile
 
@@ -88,9 +88,9 @@ EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 GENERAL = frozenset(
     {
         "commit_changes_only_outputs_and_computed_tokens",
-        "event_leaves_alone_what_it_is_not_about",
+        "event_changes_only_what_it_is_about",
         "event_leaves_other_requests_alone",
-        "plan_for_nobody_leaves_no_trace",
+        "empty_plan_changes_nothing",
         "plans_alone_rebuild_the_request",
         "request_without_a_row_stays_the_same",
     }
@@ -103,13 +103,13 @@ OF_A_STATUS = frozenset(
     }
 )
 """Checks that a request has what its status allows: blocks and counters are wrong as a result."""
-PARKED = "parked_request_is_what_its_load_says"
+PARKED = "loading_request_matches_its_load"
 CAUSES = {
     "P3": frozenset({"P13"}),
     "P13": frozenset({"P19"}),
     "P16": frozenset({"P17", "P18", "P19", "P22", "P23", "P24", "P25"}),
     "load_is_what_the_store_offers": frozenset(
-        {"hit_is_the_longest_there_is", "hit_is_whole_blocks_and_leaves_a_token", PARKED}
+        {"hit_is_the_longest_possible", "hit_is_whole_blocks_and_leaves_a_token", PARKED}
     ),
     **dict.fromkeys(
         (
@@ -120,9 +120,7 @@ CAUSES = {
         ),
         frozenset({PARKED}),
     ),
-    "finished_request_is_forgotten_and_others_stay": frozenset(
-        {"session_goes_on_behind_all_but_its_last_token"}
-    ),
+    "finished_requests_leave_the_state": frozenset({"session_keeps_all_but_its_last_token"}),
     **dict.fromkeys(
         (
             "computed_full_blocks_are_published",
@@ -201,13 +199,13 @@ def tell_divergence(event: v.Event, differences: Sequence[Difference]) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class LockStep(Runner):
+class LockStep(ActionResolver):
     """One run of an engine and the specification in lock-step. Not reusable."""
 
     engine: Engine
     unbuilt: Finding | None = None
     """Error that the engine's constructor raised; None if it was built."""
-    ledger: Ledger
+    history: History
     witnesses: Counter[str]
     pairs: PairCounter
     lacking: tuple[Feature, ...]
@@ -243,7 +241,7 @@ class LockStep(Runner):
     """Number of findings that the quirks of the profile explain, by property."""
     standing: set[Finding] = field(default_factory=set)
     """Findings that the quirks explain, each once: they repeat as long as their effect."""
-    excuses: Excuses = field(default_factory=Excuses)
+    excuses: DeviationCounter = field(default_factory=DeviationCounter)
     """Findings that the adapter declares."""
 
     @classmethod
@@ -284,7 +282,7 @@ class LockStep(Runner):
             worker=make_worker(traits, room, token_function(token_seed, vocabulary_size)),
             spec=spec,
             spec_before=first,
-            ledger=Ledger(
+            history=History(
                 config, traits.drops_tokens_in_flight, uncounted=list_uncounted(capabilities)
             ),
             witnesses=Counter(),
@@ -295,7 +293,7 @@ class LockStep(Runner):
             declines=get_declines(engine) if profile.spares else None,
             keep_exchanges=keep_exchanges,
             compare_every=compare_every,
-            excuses=Excuses(traits.deviations),
+            excuses=DeviationCounter(traits.deviations),
         )
         if compare_every is None:
             run.before = run._comparable(get_first_state(engine, first))
@@ -404,11 +402,11 @@ class LockStep(Runner):
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Update the client and the worker, and count the goals of `pairs`."""
         if self.compare_every is not None:
-            Runner.follow(self, event, observation)
+            ActionResolver.follow(self, event, observation)
             return
         before = [*self.live]
         self.pairs.note(event, observation, self)
-        Runner.follow(self, event, observation)
+        ActionResolver.follow(self, event, observation)
         self.pairs.settle(event, before, self)
 
     def _give_to_engine_alone(self, told: v.Event) -> list[Finding]:
@@ -487,7 +485,7 @@ class LockStep(Runner):
             findings = [*self._check_answer(told, seen), *diverged]
         else:
             self.spec_before = None
-            if diverged and self.ledger.uncounted:  # these counters are the specification's
+            if diverged and self.history.uncounted:  # these counters are the specification's
                 after = replace(after, stats=self._fill(after.stats, self.before.stats))
             step = Step(self.config, self.num_events, told, seen, self.before, after)
             findings = [*self._check_step(step, self._choose_asked(diverged)), *diverged]
@@ -497,9 +495,9 @@ class LockStep(Runner):
             findings = [_put_beside(found, diverged) for found in findings]
         if step is not None:
             if not findings:  # also after findings that a quirk explains
-                for goal in situations(step, self.ledger):
+                for goal in situations(step, self.history):
                     self.witnesses[goal] += 1
-            self.ledger.record(step)
+            self.history.record(step)
         return findings
 
     def _check_answer(self, event: v.Event, seen: v.Observation) -> list[Finding]:
@@ -514,7 +512,7 @@ class LockStep(Runner):
 
     def _check_step(self, step: Step, asked: Asked = Asked.ALL) -> list[Finding]:
         """Return the findings of worker and properties about an answer and the states around it."""
-        return check_step(step, self.ledger, self.worker, asked=asked)
+        return check_step(step, self.history, self.worker, asked=asked)
 
     def _step_of_spec(self, event: v.Event, expected: v.Observation) -> Step | None:
         before = self.spec_before
@@ -593,13 +591,13 @@ class LockStep(Runner):
             if not tells_holders(snapshot, self.config):
                 return None
             return complete_state(snapshot, self.spec.snapshot(), bool(self.equivalence))
-        if snapshot is None or not self.ledger.uncounted:
+        if snapshot is None or not self.history.uncounted:
             return snapshot
         return replace(snapshot, stats=self._fill(snapshot.stats, self.spec.snapshot().stats))
 
     def _fill(self, shown: v.Stats, others: v.Stats) -> v.Stats:
         """Return the engine's counters, with those that it lacks taken from `others`."""
-        missing = {name: getattr(others, name) for name in self.ledger.uncounted}
+        missing = {name: getattr(others, name) for name in self.history.uncounted}
         return replace(shown, **missing)
 
     def list_quirk_goals(self) -> list[str]:
@@ -687,7 +685,7 @@ class LockStep(Runner):
             plan = self.last_plan
             assert plan is not None, "an accepted Schedule is answered with a plan"
             told = sum(map(len, self.said.values())), len(self.live)
-            due = bool(self.ledger.promised)
+            due = bool(self.history.promised)
             why = watch.see(plan, bool(self.plans), due, self.before, told)
             if why and self.live:  # the requests may have ended with this plan
                 return [], why

@@ -11,7 +11,7 @@ from blockstep.conformance.protocol.findings import (
     list_frames,
     tell_error,
 )
-from blockstep.conformance.protocol.typed import find_ill_typed
+from blockstep.conformance.protocol.type_check import find_ill_typed
 from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import wide_dataclass
 
@@ -75,7 +75,7 @@ def blame_spec(error: AssertionError) -> Finding:
     return Finding(
         FindingKind.SPEC,
         "",
-        "spec_asserts_nothing_false",
+        "spec_assertions_hold",
         f"the spec is wrong: {error}",
         frames=list_frames(error),
     )

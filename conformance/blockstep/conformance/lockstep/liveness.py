@@ -21,7 +21,7 @@ from blockstep.conformance.protocol.findings import (
     Subjects,
 )
 from blockstep.conformance.protocol.program import describe_observation
-from blockstep.conformance.protocol.sessions import Session
+from blockstep.conformance.protocol.session_tracker import Session
 from blockstep.spec.vocabulary import MAX_INT, Plan, Request, RequestId, Snapshot, Stats
 
 LINES_MAX = 12
@@ -94,7 +94,7 @@ class Watch:
         return Finding(
             FindingKind.LIVENESS,
             "P10",
-            "every_request_ends_once_all_is_healed",
+            "every_request_finishes_after_faults_stop",
             f"{why}; unfinished: {names}",
             tuple(Difference("cycle", "a token in it", line) for line in shown),
             Subjects(tuple(live)[:SUBJECTS_MAX]),

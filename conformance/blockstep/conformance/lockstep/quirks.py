@@ -27,16 +27,16 @@ from blockstep.spec.core.work import Step
 from blockstep.spec.features import get_config_rules
 from blockstep.spec.profiles import QUIRKS, Profile, Quirk
 from blockstep.spec.releases import (
-    adapters,
     drafts,
     encoder,
-    flight,
     get_rules,
     grammars,
     groups,
+    in_flight,
+    kv_events,
+    lora,
+    mamba_state,
     sessions,
-    states,
-    telling,
     transfers,
 )
 from blockstep.spec.transition import Accepted, transition
@@ -56,42 +56,44 @@ FEATURE_OF: Mapping[Quirk, str] = {
     story.quirk: feature
     for theme, feature in (
         (groups, "groups"),
-        (states, "states"),
-        (adapters, "adapters"),
+        (mamba_state, "states"),
+        (lora, "adapters"),
         (encoder, "encoder"),
         (drafts, "drafts"),
-        (flight, "async"),
+        (in_flight, "async"),
         (sessions, "sessions"),
         (grammars, "masks"),
         (transfers, "transfers"),
-        (telling, "events"),
+        (kv_events, "events"),
     )
     for story in theme.STORIES
 }
 """Feature of each quirk that has one; the others belong to every run."""
-OF_ANOTHER = (Quirk.PADDING_WAITS_AT_THE_END, Quirk.HIT_IS_COMPANY_ENOUGH)
+OF_ANOTHER = (Quirk.PADDING_WAITS_AT_MAX_MODEL_LEN, Quirk.PADDING_ON_HIT_WITHOUT_OTHER_REQUESTS)
 """Quirks that replace nothing by themselves, but change another one, which is watched."""
 UNMET: Mapping[str, str] = {
     **{
-        name(quirk): "It changes nothing but the quirk admitted_with_padding."
+        name(quirk): "It changes nothing but the quirk padding_on_admission."
         for quirk in OF_ANOTHER
         for name in (name_applied, name_spared)
     },
     **{
-        name(Quirk.TRANSFERS_ARE_NO_WORK): "It is read from a state: no event asks for it."
+        name(Quirk.LOOP_SLEEPS_DURING_TRANSFERS): "It is read from a state: no event asks for it."
         for name in (name_applied, name_spared)
     },
     **{
         name(Quirk.RESET_WITHOUT_A_STORE_SUCCEEDS): "Runs reset a store only where there is one."
         for name in (name_applied, name_spared)
     },
-    name_spared(Quirk.LOADED_KEEP_THEIR_BLOCKS): "It is asked only where a request lacks blocks "
+    name_spared(
+        Quirk.LOADED_REQUEST_KEEPS_ITS_BLOCKS
+    ): "It is asked only where a request lacks blocks "
     "and another one holds some for a load that has arrived, and then it decides whether they go.",
 }
 """Goals that no run has to reach, with the reason."""
 UNMET_WITH: Mapping[str, Mapping[str, str]] = {
     "events": {
-        name_spared(Quirk.RESETS_ARE_TOLD_LATE): "With KV events each reset is an event.",
+        name_spared(Quirk.RESET_EVENT_IS_LATE): "With KV events each reset is an event.",
     },
     "states": {
         name(Quirk.LAST_TOKEN_IS_LOADED): "A store leaves the last token out for states."

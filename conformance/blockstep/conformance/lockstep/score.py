@@ -1,7 +1,7 @@
 """Score: how far an engine does the same as the specification, counted past every difference.
 
-Both sides play one program on their own (`lockstep.sides`). These are counted, on either side, with
-the condition under which they agree:
+Both sides play one program on their own (`lockstep.solo_run`). These are counted, on either side,
+with the condition under which they agree:
 
     steps        with a row or a preemption       the same rows by request, the same preempted
     admissions   a request's n-th admission       in the same step
@@ -26,15 +26,15 @@ from blockstep.conformance.engine import EngineFactory, Equivalence, build, get_
 from blockstep.conformance.judge.worker import Worker, make_worker
 from blockstep.conformance.lockstep.exchange import Exchange, fault_of
 from blockstep.conformance.lockstep.liveness import drain_bound
-from blockstep.conformance.lockstep.plans import fit_worker
-from blockstep.conformance.lockstep.scoped import DECLINED, fit_submit, require_fitting
-from blockstep.conformance.lockstep.sides import NOTHING, Ending, Row, Side, SideStep
+from blockstep.conformance.lockstep.plan_equivalence import fit_worker
+from blockstep.conformance.lockstep.scoped_run import DECLINED, fit_submit, require_fitting
+from blockstep.conformance.lockstep.solo_run import NOTHING, Ending, Row, SoloRun, SoloStep
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.protocol.tokens import token_function
-from blockstep.conformance.protocol.typed import fault_of_types
+from blockstep.conformance.protocol.token_function import token_function
+from blockstep.conformance.protocol.type_check import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile
 
@@ -83,8 +83,8 @@ class ScoreRun:
     """One program on both sides. Not reusable."""
 
     config: v.Config
-    reference: Side
-    engine: Side
+    reference: SoloRun
+    engine: SoloRun
     scope: Equivalence
     capabilities: frozenset[str]
     declines: Callable[[v.Event], str | None] | None = None
@@ -119,13 +119,13 @@ class ScoreRun:
         ahead = scope.plans_ahead
         return cls(
             config=config,
-            reference=Side(
+            reference=SoloRun(
                 config=config,
                 scheduler=SpecEngine(config, profile),
                 worker=Worker(config, next_token),
                 plans_ahead=ahead,
             ),
-            engine=Side(config=config, scheduler=engine, worker=worker, plans_ahead=ahead),
+            engine=SoloRun(config=config, scheduler=engine, worker=worker, plans_ahead=ahead),
             scope=scope,
             capabilities=engine.capabilities(),
             declines=get_declines(engine) if profile.spares else None,
@@ -182,7 +182,7 @@ class ScoreRun:
             return [found or fault_of(error)]
         if isinstance(seen, v.Rejected) and isinstance(action, Answer):
             what = f"the engine rejects the model output of its own plan: {seen.code} {seen.detail}"
-            return [Finding(FindingKind.FAULT, "", "engine_takes_answers_to_its_plans", what)]
+            return [Finding(FindingKind.FAULT, "", "engine_takes_model_outputs_of_its_plans", what)]
         return []
 
     def _drain(self) -> list[Finding]:
@@ -262,7 +262,7 @@ def _teller(what: str, one: object, other: object) -> Callable[[], Difference]:
 
 
 def _tell(side: object) -> str:
-    if not isinstance(side, SideStep):
+    if not isinstance(side, SoloStep):
         return str(side)
     parts = [f"{name} {_tell_row(row)}" for name, row in sorted(side.rows.items())]
     parts += [f"{name} preempted" for name in sorted(side.preempted)]

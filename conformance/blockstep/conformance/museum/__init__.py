@@ -22,13 +22,13 @@ from blockstep.conformance.engine import NO_TRAITS, EngineTraits
 from blockstep.conformance.features.groups import FEATURE as GROUPS
 from blockstep.conformance.features.tiers import FEATURE as TIERS
 from blockstep.conformance.features.transfers import FEATURE as TRANSFERS
-from blockstep.conformance.museum.exhibit import Exhibit, Page, collect
+from blockstep.conformance.museum.bug import Page, SeededBug, collect
 from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.conformance.protocol.feature import without_states
 from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.spec.vocabulary import Config
 
-__all__ = ["EXHIBITS", "Exhibit", "build"]
+__all__ = ["EXHIBITS", "SeededBug", "build"]
 
 _WITHOUT_PAGES = {"exhibit", "trial"}
 _MODULES = [
@@ -36,7 +36,7 @@ _MODULES = [
     for module in iter_modules(__path__)
     if module.name not in _WITHOUT_PAGES
 ]
-EXHIBITS: Mapping[str, Exhibit] = collect(
+EXHIBITS: Mapping[str, SeededBug] = collect(
     [page for module in _MODULES for page in vars(module).values() if isinstance(page, Page)]
 )
 """All seeded bugs by name, in the order of the modules' names."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead
+from blockstep.conformance.museum.bug import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.admission import (
     get_slots_at_admission,
@@ -32,7 +32,7 @@ from blockstep.spec.core.slots import count_taken
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features.groups.kinds import compute_max_row
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.vocabulary import Config, Plan, RequestId, Status
 
 PAGE = Page()

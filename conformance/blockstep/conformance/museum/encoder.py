@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead
+from blockstep.conformance.museum.bug import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Note, Part
 from blockstep.spec.core.requests import FrameRow, RequestState
@@ -19,7 +19,7 @@ from blockstep.spec.features.encoder import (
     tell_items,
 )
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder, free_items, hold_entry
-from blockstep.spec.releases.encoder import remade_items_are_dropped
+from blockstep.spec.releases.encoder import reencoded_items_are_dropped
 from blockstep.spec.vocabulary import Config, EncoderInputs, Plan, Request, Status
 
 PAGE = Page(takes="encoder")
@@ -32,7 +32,7 @@ PAGE = Page(takes="encoder")
 )
 def evicted_and_made_is_dropped(rules: Rules, config: Config) -> Rules:
     """An item stays in the plan's list of freed items although the same plan encodes it."""
-    return remade_items_are_dropped(rules, config)
+    return reencoded_items_are_dropped(rules, config)
 
 
 _LATE: Final = Part[tuple[str, ...]]("late", ())

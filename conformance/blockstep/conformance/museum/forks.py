@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
+from blockstep.conformance.museum.bug import Page, Right, instead, replacing
 from blockstep.spec.copies import replace
 from blockstep.spec.core.block_pool import Pool, free_blocks, get_num_free_blocks
 from blockstep.spec.core.endings import get_released

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead
+from blockstep.conformance.museum.bug import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Part
 from blockstep.spec.core.preemption import get_preempted
@@ -23,12 +23,12 @@ from blockstep.spec.features.structured_output import (
 )
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
-    get_next_stand,
-    get_stands,
+    get_next_state,
+    get_states,
     holds,
 )
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.releases.grammars import padding_unmasks_what_follows
+from blockstep.spec.frozen_map import FrozenMap
+from blockstep.spec.releases.grammars import forbidden_draft_unmasks_later_positions
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Config,
@@ -46,7 +46,7 @@ PAGE = Page(takes="masks")
 )
 def unmasked_behind_a_placeholder(rules: Rules, config: Config) -> Rules:
     """Only positions up to the first placeholder are masked."""
-    return padding_unmasks_what_follows(rules, config)
+    return forbidden_draft_unmasks_later_positions(rules, config)
 
 
 @PAGE.exhibit("drafts that the grammar rejects are verified", "vLLM #30916", "P23 P24 P18")
@@ -119,7 +119,7 @@ def drafts_cut_at_a_preemption(rules: Rules, config: Config) -> Rules:
     def keep(before: RequestState, after: RequestState) -> RequestState:
         drafts, grammar = before.spec_token_ids, before.request.grammar
         assert grammar is not None
-        stands = get_stands(config, grammar, STAND.of(before), drafts, get_next_stand)
+        stands = get_states(config, grammar, STAND.of(before), drafts, get_next_state)
         return replace(after, spec_token_ids=drafts[: len(stands) - 1])
 
     return change_preempted(rules, keep)

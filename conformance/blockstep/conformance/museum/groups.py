@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
+from blockstep.conformance.museum.bug import Page, Right, instead, replacing
 from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import replace
 from blockstep.spec.core.block_pool import (
@@ -34,16 +34,16 @@ from blockstep.spec.core.slots import (
 from blockstep.spec.features.full_isl import count_lacking, count_reserved_blocks
 from blockstep.spec.features.groups.hits import get_hit_table, is_valid_hit
 from blockstep.spec.features.groups.kinds import (
-    compute_max_doubt,
     compute_max_held_blocks,
     compute_max_reach,
+    compute_max_unverified,
     compute_num_skipped_blocks,
     compute_num_skipped_tokens,
 )
 from blockstep.spec.features.mamba import compute_aligned_end, get_unwritten_states
 from blockstep.spec.features.resets import is_held_besides
-from blockstep.spec.releases.groups import windows_reserve_everything
-from blockstep.spec.releases.states import chunks_round_to_nothing
+from blockstep.spec.releases.groups import window_reserves_the_full_request
+from blockstep.spec.releases.mamba_state import chunk_rounds_down_to_zero
 
 PAGE = Page(takes_groups=True)
 STATES = Page(takes_groups=True, takes_states=True)
@@ -122,7 +122,7 @@ def full_attention_first(rules: Rules, _config: v.Config) -> Rules:
 )
 def window_charged_whole(rules: Rules, config: v.Config) -> Rules:
     """A prompt that could run in chunks is never admitted."""
-    return windows_reserve_everything(rules, config)
+    return window_reserves_the_full_request(rules, config)
 
 
 @PAGE.exhibit(
@@ -146,7 +146,7 @@ def window_not_charged(right: Right[int], group: v.KVGroup) -> int:
 )
 def window_without_its_step(rules: Rules, _config: v.Config) -> Rules:
     """A request is accepted although the blocks of its largest step exceed the pool."""
-    return rules.replacing(compute_max_reach, lambda config: compute_max_doubt(config) + 1)
+    return rules.replacing(compute_max_reach, lambda config: compute_max_unverified(config) + 1)
 
 
 @PAGE.exhibit(
@@ -157,7 +157,7 @@ def window_without_its_step(rules: Rules, _config: v.Config) -> Rules:
 )
 def nulls_count_as_held(rules: Rules, config: v.Config) -> Rules:
     """The check caps a window's blocks, but also counts the null blocks of its table as held."""
-    reach, doubt = compute_max_reach(config), compute_max_doubt(config)
+    reach, doubt = compute_max_reach(config), compute_max_unverified(config)
 
     def count(group: v.KVGroup, growth: Growth, num_held: int, num_hit: int) -> int:
         num_due = compute_max_held_blocks(group, growth.num_slots, reach, doubt)
@@ -275,7 +275,7 @@ def half_a_block_left(group: v.KVGroup, num_computed: int) -> int:
 )
 def chunk_cut_to_nothing(rules: Rules, config: v.Config) -> Rules:
     """The request never progresses if a budget or threshold is smaller than the block."""
-    return chunks_round_to_nothing(rules, config)
+    return chunk_rounds_down_to_zero(rules, config)
 
 
 @STATES.exhibit(

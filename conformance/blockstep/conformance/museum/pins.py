@@ -1,15 +1,14 @@
 """Seeded bugs in pins: each deciding change of the seed's fork is broken once.
 
-What the fork records of its steps is checked by `recorded.steps`, whose tests have a wrong record
-for each check.
-"""
+What the fork records of its steps is checked by `recorded.step_records`, whose tests have a wrong
+record for each check."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead
+from blockstep.conformance.museum.bug import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.commit import get_request_ended
 from blockstep.spec.core.preemption import process_claim
@@ -22,16 +21,16 @@ from blockstep.spec.core.work import Step
 from blockstep.spec.features.pins import (
     PINS,
     Pins,
-    compute_coldness,
+    compute_queue_class,
     forget_jobs,
+    get_after_turn,
     get_findable_tables,
-    get_turn_ended,
     list_givers,
     list_jobs,
     list_of_job,
     list_unfinished_jobs,
     process_estimate,
-    process_unpinning,
+    process_unpin,
     process_yielding,
     select_cold_victim,
     take_estimate,
@@ -49,7 +48,7 @@ FIRST = "policy: which request is admitted or preempted first"
 @PAGE.exhibit(
     "the pin of the previous turn is replaced, but not freed", "vLLM V1: The Fork, Change 4", "P1"
 )
-@instead(get_turn_ended)
+@instead(get_after_turn)
 def stale_pin_leaks(right: Right[State], state: State, request_id: RequestId) -> State:
     """The blocks of the old pin keep a reference that nothing will ever drop."""
     pins, asked = PINS.of(state), state.requests[request_id].request
@@ -70,7 +69,7 @@ def stale_pin_leaks(right: Right[State], state: State, request_id: RequestId) ->
     "P16",
     invisible=FIRST,
 )
-@instead(compute_coldness)
+@instead(compute_queue_class)
 def warm_ahead_of_the_preempted(request: RequestState, warm: Collection[str]) -> int:
     """A preempted request, which waited longest and lost its KV, waits even longer."""
     return int(request.request.job_id not in warm)
@@ -176,7 +175,7 @@ def pins_give_way_at_once(rules: Rules, config: Config) -> Rules:
 def all_pins_give_way(step: Step, receiver_id: RequestId) -> bool:
     """One reclaimed pin may have been enough."""
     givers = list_givers(PINS.of(step), step.requests[receiver_id].request.job_id)
-    process_unpinning(step, givers)
+    process_unpin(step, givers)
     return bool(givers)
 
 

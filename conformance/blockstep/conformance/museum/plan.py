@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead
+from blockstep.conformance.museum.bug import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.endings import is_at_length
 from blockstep.spec.core.plans import get_plan, process_advance
@@ -14,9 +14,9 @@ from blockstep.spec.core.requests import FrameRow
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.idle import has_work
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.releases.endings import min_tokens_mask_length
+from blockstep.spec.releases.finish import min_tokens_mask_length
 from blockstep.spec.vocabulary import CachedRow, Config, NewRow, Plan, Status
 
 PAGE = Page()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead
+from blockstep.conformance.museum.bug import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.admission import get_verdict
 from blockstep.spec.core.async_ import publish_verified
@@ -39,7 +39,7 @@ from blockstep.spec.core.slots import (
 )
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step, Verdict
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.vocabulary import Aborted, BlockId, Config, KVGroup, RequestId
 
 PAGE = Page()

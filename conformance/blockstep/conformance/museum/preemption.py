@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead
+from blockstep.conformance.museum.bug import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.admission import get_open_queue, process_waiting_phase
 from blockstep.spec.core.block_pool import Pool, withdraw_blocks
@@ -23,8 +23,8 @@ from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.schedule import process_grant
 from blockstep.spec.core.slots import release_slots, revoke_slots
 from blockstep.spec.core.work import Step
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.releases.memory import unwritten_keys_stay
+from blockstep.spec.frozen_map import FrozenMap
+from blockstep.spec.releases.block_pool import unwritten_keys_stay
 from blockstep.spec.vocabulary import Config, FrameId, Plan, Policy, RequestId
 
 PAGE = Page()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import lcm
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead
+from blockstep.conformance.museum.bug import Page, Right, instead
 from blockstep.spec.copies import replace
 from blockstep.spec.core.parts import Note, Part
 from blockstep.spec.core.requests import FrameRow, RequestState, without_nulls
@@ -19,8 +19,8 @@ from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
 from blockstep.spec.features.admission_control import (
     ADMISSION_CLOSED,
-    is_closed,
-    process_pressure,
+    is_admission_closed,
+    process_admission_control,
 )
 from blockstep.spec.features.offload import SAVES, get_save, process_saving, tell_saves
 from blockstep.spec.features.resets import process_forced_preemption
@@ -170,9 +170,9 @@ def first_group_is_saved(rules: Rules, _config: Config) -> Rules:
 @PAGE.exhibit("admission opens again at the low threshold", PRESSURE, "P10", invisible=CLOSED)
 def one_threshold(rules: Rules, _config: Config) -> Rules:
     """Each admitted request is preempted in the next step."""
-    is_closed_rightly = rules[is_closed]
+    is_closed_rightly = rules[is_admission_closed]
     return rules.replacing(
-        is_closed, lambda _was_closed, *others: is_closed_rightly(False, *others)
+        is_admission_closed, lambda _was_closed, *others: is_closed_rightly(False, *others)
     )
 
 
@@ -185,16 +185,18 @@ def one_threshold(rules: Rules, _config: Config) -> Rules:
 )
 def high_threshold_alone(rules: Rules, _config: Config) -> Rules:
     """Admission has one threshold again, and running slots stay unused."""
-    is_closed_rightly = rules[is_closed]
-    return rules.replacing(is_closed, lambda _was_closed, *others: is_closed_rightly(True, *others))
+    is_closed_rightly = rules[is_admission_closed]
+    return rules.replacing(
+        is_admission_closed, lambda _was_closed, *others: is_closed_rightly(True, *others)
+    )
 
 
 @PAGE.exhibit("admission stays closed although nothing runs", PRESSURE, "P10")
 def closed_for_nobody(rules: Rules, _config: Config) -> Rules:
     """No running request is left that could free a block."""
-    is_closed_rightly = rules[is_closed]
+    is_closed_rightly = rules[is_admission_closed]
     return rules.replacing(
-        is_closed,
+        is_admission_closed,
         lambda was_closed, num_running, *others: (
             is_closed_rightly(was_closed, num_running, *others) if num_running else was_closed
         ),
@@ -208,7 +210,7 @@ def closed_for_nobody(rules: Rules, _config: Config) -> Rules:
     wrong_fix_of="closed-for-nobody",
     invisible=CLOSED,
 )
-@instead(process_pressure)
+@instead(process_admission_control)
 def open_without_rows(right: Right[bool], step: Step) -> bool:
     """Running requests may only wait for a commit, and continue after it."""
     closed = right() and bool(step.rows)
@@ -222,7 +224,7 @@ def open_without_rows(right: Right[bool], step: Step) -> bool:
     "P10",
     invisible=CLOSED,
 )
-@instead(process_pressure)
+@instead(process_admission_control)
 def counted_as_the_step_begins(right: Right[bool], step: Step) -> bool:
     """Running requests have not taken the blocks of this step yet."""
     pool, step.pool = step.pool, step.state.pool

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from blockstep.conformance.museum.exhibit import Page, Right, instead, replacing
+from blockstep.conformance.museum.bug import Page, Right, instead, replacing
 from blockstep.spec.copies import replace
 from blockstep.spec.core.admission import process_gates
 from blockstep.spec.core.block_pool import (
@@ -28,12 +28,12 @@ from blockstep.spec.features.groups import skip_slots
 from blockstep.spec.features.kv_transfer import (
     LOADS,
     get_failures,
-    get_gone_back,
     get_reported,
+    get_rolled_back_to_load,
     look_in_store,
-    process_parking,
+    process_async_load,
     process_unparking,
-    settle_slots,
+    publish_loaded,
 )
 from blockstep.spec.features.kv_transfer.transfers import (
     TRANSFERS,
@@ -48,11 +48,11 @@ from blockstep.spec.features.kv_transfer.transfers import (
 )
 from blockstep.spec.features.mamba import get_blocks_to_zero, is_zeroed
 from blockstep.spec.features.reclaim import list_queued
-from blockstep.spec.releases.flight import frames_hold_no_blocks as fences_are_missing
+from blockstep.spec.releases.in_flight import blocks_freed_while_frames_write as fences_are_missing
 from blockstep.spec.releases.transfers import (
-    groups_load_by_turns,
-    loaded_keep_their_blocks,
-    loaded_wait_behind_the_head,
+    external_blocks_per_group,
+    loaded_request_keeps_its_blocks,
+    loaded_request_waits_behind_the_head,
 )
 from blockstep.spec.vocabulary import (
     BlockId,
@@ -81,7 +81,9 @@ Reported = tuple[State, tuple[OutputRow, ...]]
 )
 def loaded_behind_the_head(rules: Rules, config: Config) -> Rules:
     """They hold the blocks that the head lacks, and are neither admitted nor reclaimed."""
-    return loaded_keep_their_blocks(loaded_wait_behind_the_head(rules, config), config)
+    return loaded_request_keeps_its_blocks(
+        loaded_request_waits_behind_the_head(rules, config), config
+    )
 
 
 @PAGE.exhibit(
@@ -93,7 +95,7 @@ def loaded_behind_the_head(rules: Rules, config: Config) -> Rules:
 )
 def loaded_give_way_alone(rules: Rules, config: Config) -> Rules:
     """Requests that could run at once lose their blocks as soon as nothing runs."""
-    return loaded_wait_behind_the_head(rules, config)
+    return loaded_request_waits_behind_the_head(rules, config)
 
 
 @PAGE.exhibit(
@@ -129,7 +131,7 @@ def published_though_not_let_in(
     num_loaded = request.num_computed_tokens if has_come else 0
     if num_loaded and verdict not in (Verdict.ADMITTED, Verdict.SUSPENDED):
         config, all_rules = step.state.config, step.state.rules
-        step.pool, after = settle_slots(config, step.pool, request, num_loaded, all_rules)
+        step.pool, after = publish_loaded(config, step.pool, request, num_loaded, all_rules)
         step.requests[request_id] = replace(request, holdings=after.holdings)
     return verdict
 
@@ -176,10 +178,10 @@ def publish_at_once(rules: Rules) -> Rules:
     """Return rules by which blocks are published before their load is confirmed."""
 
     def allocate(right: Right[Granted], request: RequestState) -> Granted:
-        granted = right(request=replace(request, is_unsettled=False))
+        granted = right(request=replace(request, has_unconfirmed_kv=False))
         if granted is None:
             return None
-        return granted[0], replace(granted[1], is_unsettled=request.is_unsettled)
+        return granted[0], replace(granted[1], has_unconfirmed_kv=request.has_unconfirmed_kv)
 
     return replacing(rules, allocate_slots, allocate)
 
@@ -205,9 +207,9 @@ def withdrawn_from_newcomers_only(rules: Rules, _config: Config) -> Rules:
         pool, sizes = state.pool, state.config.block_sizes
         for table, size in zip(request.block_tables, sizes, strict=True):
             pool = withdraw_blocks(pool, without_nulls(table[num_valid // size :]))
-        return rules[get_gone_back](replace(state, pool=pool), request, num_valid)
+        return rules[get_rolled_back_to_load](replace(state, pool=pool), request, num_valid)
 
-    return publish_at_once(rules).replacing(get_gone_back, go_back)
+    return publish_at_once(rules).replacing(get_rolled_back_to_load, go_back)
 
 
 # Reports of loads.
@@ -242,12 +244,12 @@ def late_report_is_kept(rules: Rules, _config: Config) -> Rules:
         return _EARLY.put(state, _EARLY.of(state).union(transfers.finished_recving)), rows
 
     def park(step: Step, request: RequestState, hit: Hit) -> Verdict:
-        verdict, name = rules[process_parking](step, request, hit), request.request_id
+        verdict, name = rules[process_async_load](step, request, hit), request.request_id
         if verdict is Verdict.SUSPENDED and name in _EARLY.of(step):
             TRANSFERS.set(step, end_transfer(TRANSFERS.of(step), name, True)[0])
         return verdict
 
-    return rules.replacing(get_reported, report).replacing(process_parking, park)
+    return rules.replacing(get_reported, report).replacing(process_async_load, park)
 
 
 @PAGE.exhibit("a request computes on after a failed load", "#49250, rule", "P19")
@@ -328,7 +330,7 @@ def aborted_load_is_kept(
     "#45357, #47728, #48481, vllm-ascend #14055",
     "P17",
 )
-def frames_hold_no_blocks(rules: Rules, config: Config) -> Rules:
+def blocks_freed_while_frames_write(rules: Rules, config: Config) -> Rules:
     """The load is not ordered after the frame, so the frame overwrites the loaded KV."""
     return fences_are_missing(rules, config)
 
@@ -337,7 +339,7 @@ def frames_hold_no_blocks(rules: Rules, config: Config) -> Rules:
     "blocks that wait for a frame are never freed",
     "rule P17",
     "P17 P1 P10",
-    wrong_fix_of="frames-hold-no-blocks",
+    wrong_fix_of="blocks-freed-while-frames-write",
 )
 def frame_holds_for_ever(rules: Rules, _config: Config) -> Rules:
     """The wait is recorded, but never ends."""
@@ -348,7 +350,7 @@ def frame_holds_for_ever(rules: Rules, _config: Config) -> Rules:
     "blocks that leave a sliding window are freed while a frame in flight reads them",
     "#45357, breaks P17",
     "P17",
-    wrong_fix_of="frames-hold-no-blocks",
+    wrong_fix_of="blocks-freed-while-frames-write",
 )
 @instead(skip_slots)
 def windows_leave_too_early(
@@ -366,7 +368,7 @@ def windows_leave_too_early(
 )
 def load_eats_a_hit(rules: Rules, config: Config) -> Rules:
     """Only requests without a load touch all of their hits first."""
-    return groups_load_by_turns(rules, config)
+    return external_blocks_per_group(rules, config)
 
 
 @GROUPS.exhibit("only the first KV group is checked for failed loads", "#35223", "P19")

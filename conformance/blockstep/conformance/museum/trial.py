@@ -2,7 +2,7 @@
 
 The engine is the specification with a wrong rule, so it can be compared with it. It can also be
 checked against the properties alone, as a foreign engine would be, with its state shown or hidden.
-A defect of policy or speed (`Exhibit.invisible`) must not be found then.
+A defect of policy or speed (`SeededBug.invisible`) must not be found then.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 from blockstep.conformance.engine import EXACT, EngineFactory, EngineTraits, Safety
 from blockstep.conformance.museum import build
-from blockstep.conformance.museum.exhibit import Exhibit
+from blockstep.conformance.museum.bug import SeededBug
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.search.call import open_processes
 from blockstep.conformance.search.check import InProcess, check
+from blockstep.conformance.search.engine_wrappers import hide_state
 from blockstep.conformance.search.options import CheckOptions, load
-from blockstep.conformance.search.wrapped import hide_state
 
 SURVIVED = "SURVIVED"
 DIVERGENCE = "divergence"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BugRunMode:
     """The equivalence at which seeded bugs are checked, and whether their state is shown."""
 
     equivalence: str = EXACT
@@ -40,14 +40,14 @@ class Standing:
         """The name of its column in a table."""
         return f"{self.equivalence}, state hidden" if self.is_hidden else self.equivalence
 
-    def tell_invisible(self, entry: Exhibit) -> str:
+    def tell_invisible(self, entry: SeededBug) -> str:
         """Return why a seeded bug must not be found; "" if it must be found."""
         if self.equivalence == EXACT:
             return ""
         return entry.invisible or (entry.invisible_if_hidden if self.is_hidden else "")
 
 
-STANDINGS = (Standing(), Standing(Safety.name), Standing(Safety.name, is_hidden=True))
+STANDINGS = (BugRunMode(), BugRunMode(Safety.name), BugRunMode(Safety.name, is_hidden=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class Fall:
 class Tried:
     """A seeded bug and its results, one per seed."""
 
-    exhibit: Exhibit
+    exhibit: SeededBug
     falls: tuple[Fall, ...]
-    standing: Standing = STANDINGS[0]
+    standing: BugRunMode = STANDINGS[0]
 
     @property
     def survived(self) -> bool:
@@ -106,13 +106,13 @@ class Trial:
     max_seconds: float | None = None
     jobs: int = 1
     """Number of parallel processes."""
-    standing: Standing = STANDINGS[0]
+    standing: BugRunMode = STANDINGS[0]
     shrinks: bool = True
     """Whether a finding's program is shrunk."""
 
 
 def run_trial(
-    exhibits: Sequence[Exhibit],
+    exhibits: Sequence[SeededBug],
     trial: Trial,
     on_progress: Callable[[float, str], None] = lambda _done, _text: None,
 ) -> list[Tried]:
@@ -225,7 +225,7 @@ def json_of(tried: Tried) -> dict[str, object]:
     }
 
 
-def describe(entry: Exhibit) -> dict[str, object]:
+def describe(entry: SeededBug) -> dict[str, object]:
     """Return the columns that every list of seeded bugs has."""
     fix = f"wrong fix of {entry.wrong_fix_of}: " if entry.wrong_fix_of else ""
     return {
@@ -277,7 +277,7 @@ def tabulate(about: Mapping[str, tuple[str, str]], columns: Mapping[str, Mapping
 
 def name_standing(row: Mapping[str, Any]) -> str:
     """Return the column of a row: exact, safety, or safety with the state hidden."""
-    return Standing(row["equivalence"], row["state"] == "hidden").name
+    return BugRunMode(row["equivalence"], row["state"] == "hidden").name
 
 
 def tell_fall(row: Mapping[str, Any]) -> str:

@@ -12,7 +12,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from blockstep.conformance.protocol.telling import FORMS, Links, from_forms, from_links, to_links
+from blockstep.conformance.protocol.kv_event_json import (
+    FORMS,
+    Links,
+    from_forms,
+    from_links,
+    to_links,
+)
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T")

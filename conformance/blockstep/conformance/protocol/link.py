@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from blockstep.conformance.engine import EngineFault
-from blockstep.conformance.protocol.lines import LINE_BYTES_MAX, shown
+from blockstep.conformance.protocol.trace_lines import LINE_BYTES_MAX, shown
 
 ANSWER_SECONDS = 60.0
 """The process has this long to answer a line. `check` and `hunt` stop waiting earlier."""

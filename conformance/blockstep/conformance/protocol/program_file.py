@@ -31,8 +31,8 @@ from typing import Any, get_args
 import msgspec
 
 from blockstep.conformance.protocol.codec import build, build_tagged, to_plain, to_tagged
-from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 from blockstep.conformance.protocol.program import Action, Hostile, Program, Propose
+from blockstep.conformance.protocol.trace_lines import TraceError, read_lines, shown
 from blockstep.spec.vocabulary import EVENT_TYPES, Config, config_problems
 
 PROGRAM_FORMAT = "blockstep-program"

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import msgspec
 
 from blockstep.conformance.protocol.codec import StateForm
-from blockstep.conformance.protocol.telling import FORMS
+from blockstep.conformance.protocol.kv_event_json import FORMS
 from blockstep.spec import vocabulary as v
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -16,7 +16,7 @@ from blockstep.spec.core.requests import Holding, RequestState
 from blockstep.spec.core.schedule import process_schedule
 from blockstep.spec.core.state import State
 from blockstep.spec.features import get_config_rules
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 
 MANY = 1_000_000
 """A number of output tokens that no request reaches."""

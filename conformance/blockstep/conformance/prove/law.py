@@ -27,7 +27,7 @@ from blockstep.conformance.protocol.changed_spec import Right, stand_in
 from blockstep.spec import features
 from blockstep.spec.core.rules import STRICT_RULES
 
-__all__ = ["Law", "Right", "Room", "Twin", "instead"]
+__all__ = ["Law", "LawModule", "Right", "WrongRule", "instead"]
 
 R = TypeVar("R")
 
@@ -38,7 +38,7 @@ PLACES = ("blockstep.spec", "blockstep.conformance.prove")
 
 
 @dataclass(frozen=True, slots=True)
-class Twin:
+class WrongRule:
     """A mistake: one function replaced by a wrong one."""
 
     right: Any = field(repr=False)
@@ -82,9 +82,9 @@ def _importers(value: object, attribute: str) -> list[ModuleType]:
     ]
 
 
-def instead(right: Callable[..., R], theirs: str = "") -> Callable[[Callable[..., R]], Twin]:
+def instead(right: Callable[..., R], theirs: str = "") -> Callable[[Callable[..., R]], WrongRule]:
     """Return a decorator that makes a mistake, which replaces `right` wherever it is used."""
-    return lambda wrong: Twin(
+    return lambda wrong: WrongRule(
         right, stand_in(right, wrong), sentence_of(wrong), right.__name__, theirs=theirs
     )
 
@@ -103,7 +103,7 @@ class Law:
     property_ids: tuple[str, ...]
     witness: tuple[int, ...]
     """Arguments that satisfy the assumptions; they show that some do."""
-    twins: tuple[Twin, ...]
+    twins: tuple[WrongRule, ...]
     """Mistakes that no mutant says as well."""
     is_slow: bool = False
     """Whether it is left out of the default selection."""
@@ -119,7 +119,7 @@ class Law:
         return sentence_of(self.check)
 
 
-class Room:
+class LawModule:
     """The laws of one theme."""
 
     def __init__(self, name: str) -> None:
@@ -127,7 +127,7 @@ class Room:
         self.laws: list[Law] = []
 
     def law(
-        self, property_ids: str, witness: tuple[int, ...], *twins: Twin, is_slow: bool = False
+        self, property_ids: str, witness: tuple[int, ...], *twins: WrongRule, is_slow: bool = False
     ) -> Callable[[Claim], Claim]:
         """Return a decorator that registers a law; the function's name is `check_` and the
         statement.

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any, Final
 
 from blockstep.conformance.prove.changes import CannotPlantError, Change, find_changes, planted
+from blockstep.conformance.prove.counterexamples import Arguments, Outcome, try_law
 from blockstep.conformance.prove.law import Law
-from blockstep.conformance.prove.smallest import Arguments, Outcome, try_law
 
 SEED: Final = 0
 """The seed of the drawn changes and arguments."""
@@ -39,7 +39,9 @@ SMALL: Final = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64)
 
 _HERE = str(Path(__file__).parent)
 _MUTATED = ("blockstep.spec.", "blockstep.impl.")
-_SHARED = tuple(f"blockstep.spec.{name}" for name in ("vocabulary", "maps", "copies", "invariants"))
+_SHARED = tuple(
+    f"blockstep.spec.{name}" for name in ("vocabulary", "frozen_map", "copies", "invariants")
+)
 """Modules that are not mutated: both sides share them, or they only check."""
 
 

@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
 
-from blockstep.conformance.prove.law import Claim, Law
-from blockstep.conformance.prove.mutants import EndlessError, Mutant, limit_seconds, try_mutants
-from blockstep.conformance.prove.smallest import (
+from blockstep.conformance.prove.counterexamples import (
     Arguments,
     Outcome,
     find_first_line,
     find_smallest,
     try_law,
 )
+from blockstep.conformance.prove.law import Claim, Law
+from blockstep.conformance.prove.mutants import EndlessError, Mutant, limit_seconds, try_mutants
 from blockstep.conformance.search.call import open_processes
 
 SECONDS_MAX = 300.0
@@ -75,7 +75,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class TwinProof:
+class WrongRuleProof:
     """A mistake written by hand, or a mutant, and its result."""
 
     name: str
@@ -90,7 +90,7 @@ class MutantProof:
 
     num_tried: int = 0
     num_refuted: int = 0
-    first: TwinProof | None = None
+    first: WrongRuleProof | None = None
     """The first mutant that breaks the law."""
 
 
@@ -103,12 +103,12 @@ class Proof:
     property_ids: tuple[str, ...]
     witness: str
     answer: Answer
-    twins: tuple[TwinProof, ...]
+    twins: tuple[WrongRuleProof, ...]
     """The mistakes written by hand."""
     mutants: MutantProof = MutantProof()
 
     @property
-    def wrong(self) -> tuple[TwinProof, ...]:
+    def wrong(self) -> tuple[WrongRuleProof, ...]:
         """The mistakes, and the first mutant that breaks the law."""
         first = self.mutants.first
         return self.twins if first is None else (*self.twins, first)
@@ -214,7 +214,7 @@ def prove_law(law: Law, seconds_max: float = SECONDS_MAX) -> Proof:
     if answer.verdict is Verdict.BROKEN:
         return Proof(*told, ())
     twins = tuple(
-        TwinProof(twin.name, twin.theirs, _ask(law.check, seconds_max, twin.planted()))
+        WrongRuleProof(twin.name, twin.theirs, _ask(law.check, seconds_max, twin.planted()))
         for twin in law.twins
     )
     return Proof(*told, twins, _prove_mutants(law))
@@ -236,7 +236,7 @@ def _prove_mutants(law: Law) -> MutantProof:
         mutant, answer = asked, _ask_about_mutant(law, asked)
         if answer.verdict is Verdict.REFUTED:
             break
-    first = TwinProof(mutant.name, "", answer)
+    first = WrongRuleProof(mutant.name, "", answer)
     return MutantProof(tried.num_tried, len(tried.refuted), first)
 
 

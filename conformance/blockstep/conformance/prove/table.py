@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from blockstep.conformance.prove.law import Law
-from blockstep.conformance.prove.runner import Proof, TwinProof, Verdict, show_call
+from blockstep.conformance.prove.runner import Proof, Verdict, WrongRuleProof, show_call
 
 SOLVERS = ("crosshair-tool", "z3-solver")
 
@@ -46,12 +46,12 @@ def list_their_rows(proofs: Sequence[Proof]) -> list[dict[str, object]]:
     ]
 
 
-def list_theirs(proofs: Sequence[Proof]) -> list[tuple[Proof, TwinProof]]:
+def list_theirs(proofs: Sequence[Proof]) -> list[tuple[Proof, WrongRuleProof]]:
     """Return each mutant that is a rule of vLLM 0.19.1, with its law."""
     return [(proof, twin) for proof in proofs for twin in proof.twins if twin.theirs]
 
 
-def show_break(twin: TwinProof) -> str:
+def show_break(twin: WrongRuleProof) -> str:
     """Return the arguments that break the law with this mutant."""
     return twin.answer.detail.removeprefix("broken by ")
 
@@ -102,7 +102,7 @@ def _law_to_json(proof: Proof) -> dict[str, object]:
     }
 
 
-def _wrong_to_json(wrong: TwinProof) -> dict[str, object]:
+def _wrong_to_json(wrong: WrongRuleProof) -> dict[str, object]:
     return {
         "name": wrong.name,
         "upstream": wrong.theirs or None,

@@ -258,7 +258,8 @@ class Campaign:
 
         A program that cannot be played counts as wrong, except if the engine lacks its config.
         """
-        from blockstep.conformance.protocol import lines, program_file, registry  # noqa: PLC0415
+        from blockstep.conformance.protocol import program_file, registry  # noqa: PLC0415
+        from blockstep.conformance.protocol import trace_lines as lines  # noqa: PLC0415
         from blockstep.conformance.report.failure import tell_failure  # noqa: PLC0415
         from blockstep.conformance.search import isolation  # noqa: PLC0415
 
@@ -297,7 +298,7 @@ CAMPAIGN = pytest.StashKey[Campaign]()
 
 def _read_known(config: pytest.Config, settings: Settings | None) -> Mapping[str, Program]:
     """Return the known programs, if any are named. Raises UsageError if they cannot be read."""
-    from blockstep.conformance.protocol.lines import TraceError  # noqa: PLC0415
+    from blockstep.conformance.protocol.trace_lines import TraceError  # noqa: PLC0415
     from blockstep.conformance.search.known import read_known  # noqa: PLC0415
 
     path: str | Path | None = config.getoption("blockstep_known")
@@ -311,7 +312,7 @@ def _read_known(config: pytest.Config, settings: Settings | None) -> Mapping[str
 
 def _find_programs(corpus: str | Path | None, known: Collection[str]) -> dict[str, Path]:
     """Return the programs of a corpus that are not known. Raises UsageError if there are none."""
-    from blockstep.conformance.protocol.lines import TraceError  # noqa: PLC0415
+    from blockstep.conformance.protocol.trace_lines import TraceError  # noqa: PLC0415
     from blockstep.conformance.search.known import find_programs  # noqa: PLC0415
 
     if corpus is None:
@@ -329,7 +330,7 @@ def _read_options(
 ) -> dict[str, CheckOptions]:
     """Return the options of each check. Raises UsageError with the messages of the command line."""
     from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
-    from blockstep.conformance.protocol.wishes import parse_features  # noqa: PLC0415
+    from blockstep.conformance.protocol.feature_selection import parse_features  # noqa: PLC0415
     from blockstep.conformance.search import options as checking  # noqa: PLC0415
     from blockstep.conformance.search.options import read_budget  # noqa: PLC0415
 
@@ -394,7 +395,7 @@ class PresetNode(pytest.Collector):
     def collect(self) -> Iterator[SubjectItem]:
         """Yield the tests, in the order of the properties."""
         from blockstep.conformance.judge.checks import PROPERTIES  # noqa: PLC0415 - only if wanted
-        from blockstep.conformance.report.subjects import ASPECTS  # noqa: PLC0415
+        from blockstep.conformance.report.per_property import ASPECTS  # noqa: PLC0415
 
         for entry in PROPERTIES:
             name = f"{entry.id} {entry.name}"
@@ -470,7 +471,7 @@ class SubjectItem(EngineItem):
 
     def runtest(self) -> None:
         """Pass, fail with the report of the failure, or be skipped if nothing was checked."""
-        from blockstep.conformance.report.subjects import verdict_on  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.report.per_property import verdict_on  # noqa: PLC0415 - only if wanted
 
         check, text = self._outcome["check"], self._outcome["text"]
         known = check["findings_known"].get(self._subject, 0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import get_start
+from blockstep.conformance.lockstep.start_run import get_start
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Program
 from blockstep.conformance.protocol.registry import load_engine

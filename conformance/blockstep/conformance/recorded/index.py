@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.protocol.features import UsageError
-from blockstep.conformance.protocol.lines import shown
 from blockstep.conformance.protocol.link import Link
 from blockstep.conformance.protocol.registry import COMMAND
+from blockstep.conformance.protocol.trace_lines import shown
 from blockstep.conformance.recorded.stream import (
     CLEARED,
     Batch,

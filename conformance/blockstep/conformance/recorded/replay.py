@@ -35,9 +35,9 @@ from blockstep.conformance.protocol.findings import (
     of_request,
     violated,
 )
-from blockstep.conformance.recorded.figures import ReplayReport
-from blockstep.conformance.recorded.pace import Arrivals, Pace
-from blockstep.conformance.recorded.sides import FoundError, Side, open_side
+from blockstep.conformance.recorded.arrival_rate import Arrivals, Pace
+from blockstep.conformance.recorded.replay_counts import ReplayReport
+from blockstep.conformance.recorded.replay_targets import FindingRaised, Side, open_side
 from blockstep.spec import vocabulary as v
 
 OUTPUT_TOKENS = 1 << 30
@@ -89,7 +89,7 @@ def replay(
         side = open_side(make_engine, config, report, with_spec, snapshot_every)
         run = _Replay(iter(requests), report, side, steps_max, on_progress, follows or {})
         run.drive()
-    except FoundError as error:
+    except FindingRaised as error:
         found = error.finding
         report.finding = replace(found, differences=found.differences[:DIFFERENCES_MAX])
         report.finding_step = report.steps
@@ -164,7 +164,7 @@ class _Replay:
         self._blocks_sum = 0
 
     def drive(self) -> None:
-        """Run until every request is finished or rejected. Raises `FoundError`."""
+        """Run until every request is finished or rejected. Raises `FindingRaised`."""
         while True:
             self._submit_due()
             if not self._live:
@@ -379,15 +379,15 @@ class _Replay:
             raise self._stall("an empty plan, and no output, load or arrival is due")
         self._ticks = max(self._ticks, at)
 
-    def _stall(self, what: str) -> FoundError:
+    def _stall(self, what: str) -> FindingRaised:
         oldest = next(iter(self._live), "none")
         message = f"{what}; {len(self._live)} requests are unfinished, the oldest {oldest!r}"
         sentence = "unfinished_requests_make_progress"
         subjects = Subjects(tuple(self._live)[:1])
-        return FoundError(Finding(FindingKind.LIVENESS, "P10", sentence, message, (), subjects))
+        return FindingRaised(Finding(FindingKind.LIVENESS, "P10", sentence, message, (), subjects))
 
 
 def _broken(
     property_id: str, sentence: str, message: str, subjects: Subjects = NO_SUBJECTS
-) -> FoundError:
-    return FoundError(violated(property_id, sentence, message, subjects=subjects))
+) -> FindingRaised:
+    return FindingRaised(violated(property_id, sentence, message, subjects=subjects))

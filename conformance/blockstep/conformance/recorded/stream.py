@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
+from blockstep.conformance.protocol.trace_lines import TraceError, read_lines, shown
 
 BlockHash: TypeAlias = int | str
 """Hash of a block: a number, or bytes in hexadecimal."""

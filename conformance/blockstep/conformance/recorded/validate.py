@@ -25,15 +25,20 @@ from blockstep.conformance.engine import (
     SamePlans,
 )
 from blockstep.conformance.judge.worker import Worker
-from blockstep.conformance.judge.worker.counting import CountingWorker
-from blockstep.conformance.judge.worker.view import FrameRow, RequestView
+from blockstep.conformance.judge.worker.blockless_worker import CountingWorker
+from blockstep.conformance.judge.worker.request_view import FrameRow, RequestView
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import get_start
+from blockstep.conformance.lockstep.start_run import get_start
 from blockstep.conformance.protocol.compare import observation_differences
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.recorded.steps import Snapshot, StepJudge, is_step_file, read_steps
+from blockstep.conformance.recorded.step_records import (
+    Snapshot,
+    StepJudge,
+    is_step_file,
+    read_steps,
+)
 from blockstep.conformance.recorded.traces import Trace, TraceStep, read_trace
 from blockstep.spec import vocabulary as v
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from blockstep.conformance.protocol.program import describe, describe_config
 from blockstep.conformance.report.failure import show_options, show_path
+from blockstep.conformance.report.finding_text import render_finding
 from blockstep.conformance.report.jsonform import finding_to_json
-from blockstep.conformance.report.wording import render_finding
 from blockstep.conformance.search.bisect import Bisection, Commit, Mark, Step
 
 

@@ -20,15 +20,15 @@ from blockstep.conformance.protocol.findings import (
     shown_apart,
 )
 from blockstep.conformance.protocol.program import describe, describe_event, describe_request
-from blockstep.conformance.recorded.figures import ReplayReport
+from blockstep.conformance.recorded.replay_counts import ReplayReport
 from blockstep.conformance.recorded.validate import Validation
-from blockstep.conformance.report.arms import reproduce_arms, tell_difference
 from blockstep.conformance.report.failure import NOT_AGAIN, headline, reproduce
+from blockstep.conformance.report.finding_text import HEADLINES, tell_known_programs
 from blockstep.conformance.report.hunt import hunt_summary, reproduce_defect, title_of
-from blockstep.conformance.report.wording import HEADLINES, tell_known_programs
-from blockstep.conformance.search.arms import ArmsResult
+from blockstep.conformance.report.metamorphic import reproduce_arms, tell_difference
 from blockstep.conformance.search.check import CheckResult
-from blockstep.conformance.search.found import Defect, HuntResult, name_of
+from blockstep.conformance.search.defects import Defect, HuntResult, name_of
+from blockstep.conformance.search.metamorphic import MetamorphicResult
 from blockstep.conformance.search.options import CheckOptions
 
 CHARS_MAX = 160
@@ -149,7 +149,7 @@ def _program_of(defect: Defect) -> Sequence[str]:
     return () if defect.loss is None else defect.loss.events
 
 
-def brief_arms(result: ArmsResult, options: CheckOptions) -> str:
+def brief_metamorphic(result: MetamorphicResult, options: CheckOptions) -> str:
     """Return a request that two configs answer differently, or what was raised."""
     where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
     contrast, fault = result.contrast, result.fault

@@ -16,17 +16,18 @@ import blockstep.spec
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.engine import EQUIVALENCES, Capability
 from blockstep.conformance.judge.checks import ASKED_OF_ANSWERS, PROPERTIES
-from blockstep.conformance.judge.properties.sentence import Sentence
-from blockstep.conformance.judge.witnesses import WITNESSES
-from blockstep.conformance.museum import EXHIBITS, Exhibit
+from blockstep.conformance.judge.coverage_goals import WITNESSES
+from blockstep.conformance.judge.properties.property_check import PropertyCheck
+from blockstep.conformance.museum import EXHIBITS, SeededBug
 from blockstep.conformance.protocol.feature import Feature
 from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import WIDTH
 from blockstep.conformance.protocol.registry import MUSEUM
+from blockstep.conformance.report.check_texts import SENTENCES
+from blockstep.conformance.report.finding_text import HEADLINES
 from blockstep.conformance.report.glossary import get_terms, read_page
 from blockstep.conformance.report.headlines import CHECK_HEADLINES
-from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.conformance.report.vocabulary import (
     Part,
     Word,
@@ -36,8 +37,7 @@ from blockstep.conformance.report.vocabulary import (
     make_page,
     tell_word,
 )
-from blockstep.conformance.report.wording import HEADLINES
-from blockstep.conformance.search.lookouts import LOOKOUTS, Lookout
+from blockstep.conformance.search.watchpoints import WATCHPOINTS, Watchpoint
 from blockstep.spec.profiles import PROFILES, QUIRKS, Profile, QuirkStory, get_profile
 from blockstep.spec.vocabulary import RejectCode
 
@@ -134,8 +134,8 @@ def _list_judged() -> Iterator[tuple[str, str, Tell]]:
         yield "situation", situation, partial(_tell_situation, situation)
     for exhibit in EXHIBITS.values():
         yield "exhibit", exhibit.name, partial(_tell_exhibit, exhibit)
-    for lookout in LOOKOUTS:
-        yield "watchpoint", lookout.name, partial(_tell_watchpoint, lookout)
+    for watchpoint in WATCHPOINTS:
+        yield "watchpoint", watchpoint.name, partial(_tell_watchpoint, watchpoint)
 
 
 def _list_configured() -> Iterator[tuple[str, str, Tell]]:
@@ -214,7 +214,7 @@ def _tell_property(number: str) -> str:
     )
 
 
-def _tell_check(check: Sentence) -> str:
+def _tell_check(check: PropertyCheck) -> str:
     entry = next(entry for entry in PROPERTIES if entry.id == check.property_id)
     kinds = [kind.__name__ for kind in check.kinds]
     return _show(
@@ -227,7 +227,7 @@ def _tell_check(check: Sentence) -> str:
     )
 
 
-def _tell_where(check: Sentence) -> str:
+def _tell_where(check: PropertyCheck) -> str:
     if check.sentence in ASKED_OF_ANSWERS:
         return "checked at safety, also for an engine that shows no state"
     if check.is_asked_at_safety:
@@ -256,7 +256,7 @@ def _tell_situation(name: str) -> str:
     )
 
 
-def _tell_exhibit(exhibit: Exhibit) -> str:
+def _tell_exhibit(exhibit: SeededBug) -> str:
     repaired = f"a wrong repair of: {exhibit.wrong_fix_of}" if exhibit.wrong_fix_of else ""
     return _show(
         f"seeded bug {exhibit.name}",
@@ -268,12 +268,12 @@ def _tell_exhibit(exhibit: Exhibit) -> str:
     )
 
 
-def _tell_watchpoint(lookout: Lookout) -> str:
+def _tell_watchpoint(watchpoint: Watchpoint) -> str:
     return _show(
-        f"watchpoint {lookout.name}",
-        f"Breaks nothing, but may surprise: {lookout.title}. `hunt` reports a program with it.",
-        f"upstream: {lookout.upstream}",
-        f"needs the capability: {lookout.capability}",
+        f"watchpoint {watchpoint.name}",
+        f"Breaks nothing, but may surprise: {watchpoint.title}. `hunt` reports a program with it.",
+        f"upstream: {watchpoint.upstream}",
+        f"needs the capability: {watchpoint.capability}",
     )
 
 
@@ -432,5 +432,5 @@ def _explain_rule(name: str, rule: object) -> str:
     return _show(f"{name}{inspect.signature(rule)}", inspect.getdoc(rule) or "")
 
 
-def _first_paragraph(check: Sentence) -> str:
+def _first_paragraph(check: PropertyCheck) -> str:
     return " ".join(check.explanation.strip().partition("\n\n")[0].split())

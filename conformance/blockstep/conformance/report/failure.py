@@ -13,8 +13,7 @@ from dataclasses import replace
 from blockstep.conformance.draw.presets import MAX_DEPTH
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
-from blockstep.conformance.report.headlines import make_headline
-from blockstep.conformance.report.wording import (
+from blockstep.conformance.report.finding_text import (
     HEADLINES,
     render_divergence,
     render_finding,
@@ -22,6 +21,7 @@ from blockstep.conformance.report.wording import (
     tell_known_programs,
     tell_settings,
 )
+from blockstep.conformance.report.headlines import make_headline
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.options import CheckOptions

@@ -51,7 +51,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "block_still_to_be_written_has_one_holder": (
         "CORRUPTION: {request} will write {block}, which it does not own alone"
     ),
-    "nobody_writes_in_what_another_holds": (
+    "shared_block_is_not_written": (
         "CORRUPTION: {request} writes {block}, which is shared or cached"
     ),
     "written_block_is_in_one_place": "CORRUPTION: {block} is written at two places in one step",
@@ -62,10 +62,10 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "verified_full_blocks_are_published": (
         "CACHE: {request} has another number of cached blocks than its verified tokens fill"
     ),
-    "held_block_carries_the_name_of_its_tokens": (
+    "held_block_key_matches_its_tokens": (
         "CACHE: {block} is cached under a key of other tokens than {request} has there"
     ),
-    "full_blocks_of_a_parent_are_named": (
+    "full_blocks_of_a_parent_are_published": (
         "CACHE: after a fork, the full blocks of the parent are not exactly the cached ones"
     ),
     "saved_slot_holds_the_text_of_its_request": (
@@ -78,7 +78,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
         "CORRUPTION: attention of {request} reads other slots than its block table names"
     ),
     "slot_holds_what_the_plan_writes": "CORRUPTION: a kernel wrote a wrong slot",
-    "moved_block_is_the_one_meant": "CORRUPTION: a copied block holds other KV than its source",
+    "copied_block_arrives_unchanged": "CORRUPTION: a copied block holds other KV than its source",
     "token_is_written_to_its_slot": "CORRUPTION: the KV of a token is written to a wrong slot",
     "attended_slot_holds_the_right_prefix": (
         "CORRUPTION: {request} reads {block}, which holds KV of another prefix"
@@ -106,14 +106,14 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "hit_is_whole_blocks_and_leaves_a_token": (
         "HIT: {request} has a prefix hit of a length that it must not have"
     ),
-    "hit_is_the_longest_there_is": (
+    "hit_is_the_longest_possible": (
         "HIT: the prefix hit of {request} is shorter than the cache allows"
     ),
     "attended_blocks_are_held": "HIT: {request} lacks a block that it still attends to",
-    "branch_begins_with_all_that_it_can_share": (
+    "branch_shares_all_common_blocks": (
         "HIT: {request} is a branch, and does not share exactly the blocks that it can"
     ),
-    "hit_is_taken_only_where_one_may_be": (
+    "hit_only_with_prefix_caching": (
         "HIT: {request} has a prefix hit although it may not read the cache"
     ),
     "draft_head_has_run_the_token_behind_a_hit": (
@@ -121,7 +121,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
     ),
     "attended_position_has_a_block": "HIT: {request} attends to a position without a block",
     # P6 key partition
-    "held_block_carries_the_extra_keys_of_its_request": (
+    "held_block_key_has_adapter_salt_and_items": (
         "LEAK: {block} of {request} is cached under another adapter, salt or item"
     ),
     "token_runs_with_the_adapter_of_its_request": (
@@ -136,8 +136,8 @@ CHECK_HEADLINES: Mapping[str, str] = {
     # P7 failed admission is a no-op
     "rejected_event_changes_nothing": "STATE: a rejected event changed the state",
     "request_without_a_row_stays_the_same": "STATE: {request} has no row, and the plan changed it",
-    "plan_for_nobody_leaves_no_trace": "STATE: an empty plan changed pool, queues or statistics",
-    "fork_changes_nobody_else": "STATE: a fork changed another request: {request}",
+    "empty_plan_changes_nothing": "STATE: an empty plan changed pool, queues or statistics",
+    "fork_changes_no_other_request": "STATE: a fork changed another request: {request}",
     # P8 estimate = consumption
     "row_gains_exactly_the_blocks_it_needs": (
         "MEMORY: {request} gets another number of blocks than the step needs"
@@ -145,9 +145,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "admission_leaves_room_for_the_whole_prompt": (
         "MEMORY: {request} was admitted although its whole prompt does not fit"
     ),
-    "row_has_given_back_what_it_attends_to_no_more": (
-        "MEMORY: {request} keeps blocks that it no longer attends to"
-    ),
+    "row_has_freed_skipped_blocks": ("MEMORY: {request} keeps blocks that it no longer attends to"),
     "shared_blocks_are_copied_where_they_are_written": (
         "MEMORY: shared blocks that are written are not exactly those that the plan copies"
     ),
@@ -158,7 +156,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
         "LIMIT: {request} runs no token, or more than long_prefill_token_threshold"
     ),
     "row_stays_within_max_model_len": "LIMIT: {request} runs past max_model_len",
-    "paused_scheduler_admits_nobody": (
+    "paused_scheduler_admits_no_request": (
         "LIMIT: {request} was scheduled while the scheduler is paused"
     ),
     "prompt_is_not_cut_without_chunking": (
@@ -174,26 +172,22 @@ CHECK_HEADLINES: Mapping[str, str] = {
         "LIMIT: the worker has to keep more embeddings than encoder_cache_size"
     ),
     # P10 progress
-    "preemption_leaves_somebody_running": "LIVENESS: a step preempted every running request",
-    "nobody_is_preempted_again_without_progress": (
+    "preemption_leaves_a_running_request": "LIVENESS: a step preempted every running request",
+    "no_repeated_preemption_without_progress": (
         "LIVENESS: {request} is preempted again and again without progress"
     ),
     "admission_leaves_the_watermark": (
         "LIVENESS: an admission left fewer free blocks than the watermark"
     ),
-    "nobody_is_admitted_while_admission_is_closed": (
-        "LIVENESS: a request was admitted while admission is closed"
-    ),
+    "no_admission_while_closed": ("LIVENESS: a request was admitted while admission is closed"),
     "admission_closes_and_opens_at_its_thresholds": (
         "LIVENESS: admission does not close or open at its thresholds"
     ),
-    "loop_goes_on_while_there_is_work": (
+    "loop_runs_while_there_is_work": (
         "LIVENESS: the engine says that no work is left, and some is"
     ),
-    "loop_sleeps_where_nothing_is_to_be_done": (
-        "LIVENESS: the engine says that work is left, and none is"
-    ),
-    "every_request_ends_once_all_is_healed": "LIVENESS: {request} never finishes",
+    "loop_sleeps_without_work": ("LIVENESS: the engine says that work is left, and none is"),
+    "every_request_finishes_after_faults_stop": "LIVENESS: {request} never finishes",
     "unfinished_requests_make_progress": "LIVENESS: no request gets a token, not even {request}",
     # P11 servability
     "accepted_request_fits_an_empty_pool": (
@@ -232,16 +226,16 @@ CHECK_HEADLINES: Mapping[str, str] = {
         "OUTPUT: {request} got wrong tokens: lost, repeated, invented or after its stop"
     ),
     "finish_reason_is_the_one_that_holds": ("OUTPUT: {request} has a wrong finish reason, or none"),
-    "finished_request_is_forgotten_and_others_stay": (
+    "finished_requests_leave_the_state": (
         "OUTPUT: a commit ended other requests than those with a finish reason"
     ),
     "outputs_in_the_state_are_those_delivered": (
         "OUTPUT: the state has other outputs of {request} than were delivered"
     ),
-    "session_goes_on_behind_all_but_its_last_token": (
+    "session_keeps_all_but_its_last_token": (
         "OUTPUT: {request} is a session, and does not continue with its next input as it should"
     ),
-    "end_of_its_input_ends_who_rests": (
+    "end_of_input_finishes_an_idle_session": (
         "OUTPUT: the end of its input ended {request}, a session, wrongly or not at all"
     ),
     "row_waits_for_the_token_of_its_request": (
@@ -267,7 +261,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "running_request_gets_all_it_can": (
         "SCHEDULING: {request} runs, and got another number of tokens than it could"
     ),
-    "nobody_runs_past_its_last_token": (
+    "no_row_after_the_last_token": (
         "SCHEDULING: {request} runs although its last output may be in flight"
     ),
     "tokens_of_a_preempted_row_are_given_back": (
@@ -276,15 +270,15 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "head_of_the_queue_is_admitted_when_it_fits": (
         "SCHEDULING: {request} was left waiting although budget and blocks suffice"
     ),
-    "received_one_is_not_left_behind_a_head_that_does_not_fit": (
+    "loaded_request_passes_a_blocked_head": (
         "SCHEDULING: {request} was left waiting although its load is done and it fits"
     ),
-    "victims_are_saved_as_far_as_they_are_settled": (
+    "victims_are_saved_up_to_confirmed_blocks": (
         "SCHEDULING: the store is not given exactly the confirmed tokens of the preempted"
     ),
     # P16 policy order
-    "every_request_stands_in_one_queue": "ORDER: {request} is in a wrong queue, in none or in two",
-    "newcomer_goes_to_the_end_of_its_queue": "ORDER: a new request is queued at a wrong place",
+    "every_request_is_in_one_queue": "ORDER: {request} is in a wrong queue, in none or in two",
+    "new_request_joins_the_end_of_its_queue": "ORDER: a new request is queued at a wrong place",
     "admissions_follow_the_policy": "ORDER: requests are admitted out of policy order",
     "queues_keep_their_order": "ORDER: a waiting queue is out of order after the plan",
     "running_list_keeps_its_order": (
@@ -294,7 +288,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "preempted_priority_never_outrank_survivors": (
         "ORDER: not the requests of lowest priority were preempted"
     ),
-    "nobody_is_admitted_after_a_preemption": (
+    "no_admission_after_a_preemption": (
         "ORDER: a step admitted a request although running ones lack blocks"
     ),
     "new_blocks_come_from_the_head_of_the_free_queue": (
@@ -318,7 +312,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "every_hold_has_an_owner_and_an_end": (
         "TRANSFER: the blocks held for a transfer are not those of {request}"
     ),
-    "held_block_is_given_to_nobody": (
+    "block_in_transfer_is_not_reused": (
         "TRANSFER: a plan ended a hold, or gave {request} a block that a transfer uses"
     ),
     "deferred_free_ends_with_the_answer_to_its_frame": (
@@ -333,16 +327,16 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "block_in_transfer_is_not_written": ("TRANSFER: {block} is written while a transfer uses it"),
     "block_under_way_is_not_read": "TRANSFER: {request} reads {block} while it is being loaded",
     # P18 idempotent signals
-    "refusal_names_what_is_wrong": "PROTOCOL: an event was rejected with a wrong code",
-    "stale_or_wrong_event_is_refused": (
+    "rejection_names_the_problem": "PROTOCOL: an event was rejected with a wrong code",
+    "stale_or_wrong_event_is_rejected": (
         "PROTOCOL: a malformed, late, repeated or unknown event was accepted"
     ),
-    "event_leaves_alone_what_it_is_not_about": (
+    "event_changes_only_what_it_is_about": (
         "PROTOCOL: an event changed something that it is not about"
     ),
     "event_leaves_other_requests_alone": "PROTOCOL: an event changed another request: {request}",
     "signal_is_remembered": "PROTOCOL: a signal was accepted, and the state does not show it",
-    "abort_ends_exactly_the_unfinished_it_names": (
+    "abort_finishes_exactly_the_named_requests": (
         "PROTOCOL: an abort did not end exactly the unfinished requests that it names"
     ),
     "offers_are_those_made_last": "PROTOCOL: the state does not have the last offers of the store",
@@ -352,7 +346,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "report_changes_only_what_it_is_about": (
         "PROTOCOL: a report of transfers changed another request: {request}"
     ),
-    "nothing_is_known_of_what_the_config_lacks": (
+    "disabled_features_leave_no_state": (
         "PROTOCOL: the state shows a feature that the config does not have"
     ),
     "answer_is_of_the_kind_of_the_event": "PROTOCOL: an event was answered with a wrong type",
@@ -361,19 +355,19 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "load_ends_where_the_store_has_the_states": (
         "LOAD: {request} is loaded to a position at which the store has no state"
     ),
-    "parked_request_is_what_its_load_says": (
+    "loading_request_matches_its_load": (
         "LOAD: {request} does not wait for its load, or waits with wrong blocks or counters"
     ),
-    "what_may_not_have_come_is_nobody_elses": (
+    "unconfirmed_blocks_are_not_shared": (
         "LOAD: {block} of {request} is shared or cached before its load is confirmed"
     ),
-    "unsettled_are_those_of_frames_in_flight": (
+    "unconfirmed_loads_are_those_in_flight": (
         "LOAD: the unconfirmed loads in the state are not those of the frames in flight"
     ),
     "failed_load_counts_no_further_than_it_came": (
         "LOAD: {request} counts tokens as computed that failed to load"
     ),
-    "report_ends_exactly_those_whose_load_failed": (
+    "failed_loads_finish_exactly_their_requests": (
         "LOAD: a failed load did not end exactly the requests that it is of"
     ),
     "block_is_shared_once_its_load_has_come": (
@@ -382,9 +376,9 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "attended_slot_was_loaded": "LOAD: {request} reads {block}, which failed to load",
     "published_block_was_loaded": "LOAD: {block} is cached, and failed to load",
     # P20 faithful events
-    "log_tells_what_can_be_found": "EVENTS: the KV event log disagrees with the prefix cache",
-    "log_removes_what_was_there": "EVENTS: a KV event removes a block that was not stored",
-    "stored_blocks_are_told_as_they_are": (
+    "kv_events_rebuild_the_cache": "EVENTS: the KV event log disagrees with the prefix cache",
+    "kv_events_remove_only_stored_blocks": "EVENTS: a KV event removes a block that was not stored",
+    "stored_events_match_their_blocks": (
         "EVENTS: a KV event tells stored blocks with wrong tokens, parent or keys"
     ),
     # P21 statistics
@@ -392,10 +386,10 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "first_hit_is_remembered": (
         "METRICS: the state has a wrong number of cached tokens of {request}"
     ),
-    "told_cached_tokens_are_those_of_the_first_hit": (
+    "reported_cached_tokens_are_of_the_first_hit": (
         "METRICS: the client gets a wrong number of cached tokens of {request}"
     ),
-    "told_external_tokens_are_those_that_were_loaded": (
+    "reported_external_tokens_are_those_loaded": (
         "METRICS: the client gets a wrong number of loaded tokens of {request}"
     ),
     # P22 encoder cache
@@ -411,14 +405,14 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "row_ends_inside_of_no_whole_item": (
         "ENCODER: the row of {request} ends inside an item that may not be split"
     ),
-    "items_beside_are_dropped_with_the_next_plan": (
+    "encoder_decoder_items_are_dropped_with_the_next_plan": (
         "ENCODER: the plan does not drop what the plan before encoded"
     ),
     # P23 grammar in step
-    "grammar_stands_where_the_outputs_led_it": (
+    "grammar_state_follows_outputs": (
         "GRAMMAR: the grammar state of {request} does not follow from its outputs"
     ),
-    "plan_tells_that_it_has_a_mask": (
+    "plan_flags_structured_output": (
         "GRAMMAR: the plan says wrongly whether its rows need a bitmask"
     ),
     "failed_grammar_ends_its_request": (
@@ -465,7 +459,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "reset_succeeds_unless_blocks_are_held": (
         "RESET: a reset succeeded that had to fail, or the other way round"
     ),
-    "forced_reset_preempts_all_who_run": (
+    "forced_reset_preempts_all_running_requests": (
         "RESET: a reset did not preempt exactly the running requests"
     ),
     "refused_reset_changes_nothing": "RESET: a reset that failed changed the state",
@@ -476,15 +470,15 @@ CHECK_HEADLINES: Mapping[str, str] = {
         "RESET: {block} with KV from before the reset can still be hit"
     ),
     # P26 worker view
-    "plan_tells_who_ended": "WORKER: the plan does not name exactly the finished requests",
-    "ended_are_kept_for_the_next_plan": (
+    "plan_names_the_finished": "WORKER: the plan does not name exactly the finished requests",
+    "finished_ids_wait_for_the_next_plan": (
         "WORKER: a finished request is not kept to be named in the next plan"
     ),
-    "plan_tells_who_was_preempted": "WORKER: the plan does not name exactly the preempted requests",
+    "plan_names_the_preempted": "WORKER: the plan does not name exactly the preempted requests",
     "new_row_carries_the_request_as_submitted": (
         "WORKER: the new row of {request} is not the request that was submitted"
     ),
-    "table_across_holds_the_embeddings": (
+    "cross_attention_table_holds_the_embeddings": (
         "WORKER: the cross-attention blocks of {request} are too few for its items"
     ),
     "request_has_one_row": "WORKER: {request} has two rows in one plan",
@@ -537,8 +531,8 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "block_of_a_state_is_zeroed_for_attention": (
         "WORKER: {block} held a recurrent state, and the plan does not zero it"
     ),
-    "step_is_told_in_order": "TRACE: the records of the steps are out of order",
-    "rows_are_of_who_ran_or_waited": (
+    "step_records_are_in_order": "TRACE: the records of the steps are out of order",
+    "rows_are_of_running_or_waiting_requests": (
         "TRACE: rows are of requests that neither ran nor waited, or run no token"
     ),
     "pass_runs_the_rows_of_the_plan": "WORKER: the forward pass runs other rows than the plan",

@@ -10,15 +10,15 @@ from dataclasses import replace
 from blockstep.conformance.engine import Safety
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.report.failure import LINES_MAX, reproduce
-from blockstep.conformance.report.headlines import make_headline
-from blockstep.conformance.report.jsonform import finding_to_json
-from blockstep.conformance.report.wording import (
+from blockstep.conformance.report.finding_text import (
     tell_known_programs,
     tell_settings,
     tell_stale,
 )
-from blockstep.conformance.search.forgiving import Cause, Means, follow
-from blockstep.conformance.search.found import Defect, HuntResult, name_of
+from blockstep.conformance.report.headlines import make_headline
+from blockstep.conformance.report.jsonform import finding_to_json
+from blockstep.conformance.search.defects import Defect, HuntResult, name_of
+from blockstep.conformance.search.suppressions import KnownCause, SuppressionKind, follow
 from blockstep.spec.profiles import QUIRKS, STRICT
 
 UNEXPLAINED = "nothing known accounts for it"
@@ -49,8 +49,8 @@ def render_hunt(result: HuntResult) -> str:
     lines += [tell_settings("run", settings)] if settings else []
     for number, defect in enumerate(result.defects, 1):
         lines += ["", f"{number}. {title_of(defect, result)}", *_body(defect, result)]
-    for lookout, defect in result.policies:
-        lines += ["", f"policy: {lookout.title} ({lookout.upstream})", *_program(defect)]
+    for watchpoint, defect in result.policies:
+        lines += ["", f"policy: {watchpoint.title} ({watchpoint.upstream})", *_program(defect)]
     return "\n".join(lines) + "\n"
 
 
@@ -74,8 +74,8 @@ def render_hunt_page(result: HuntResult, command: str) -> str:
     if result.policies:
         lines += ["", "## Decisions that may surprise", ""]
         lines += ["Both sides take them, so nothing diverges and no property is broken."]
-    for lookout, defect in result.policies:
-        lines += ["", f"{lookout.title} ({lookout.upstream}):", ""]
+    for watchpoint, defect in result.policies:
+        lines += ["", f"{watchpoint.title} ({watchpoint.upstream}):", ""]
         lines += ["```text", *_program(defect), "```"]
     return "\n".join(lines) + "\n"
 
@@ -101,9 +101,9 @@ def hunt_to_json(result: HuntResult) -> dict[str, object]:
         "stopped": result.stopped,
         "defects": [_defect_to_json(defect, result) for defect in result.defects],
         "policies": [
-            {"name": lookout.name, "title": lookout.title, "upstream": lookout.upstream}
+            {"name": watchpoint.name, "title": watchpoint.title, "upstream": watchpoint.upstream}
             | _program_to_json(defect)
-            for lookout, defect in result.policies
+            for watchpoint, defect in result.policies
         ],
     }
 
@@ -118,11 +118,15 @@ def title_of(defect: Defect, result: HuntResult) -> str:
     return f"{head} ({UNEXPLAINED})" if can_be_known else head
 
 
-def _cause_in_words(cause: Cause, result: HuntResult) -> str:
-    if cause.means is Means.QUIRK:
+def _cause_in_words(cause: KnownCause, result: HuntResult) -> str:
+    if cause.means is SuppressionKind.QUIRK:
         story = next(story for story in QUIRKS if story.quirk == cause.name)
         return f"{story.title} ({story.upstream})"
-    return result.ground.workarounds[cause.name] if cause.means is Means.WORKAROUND else cause.name
+    return (
+        result.ground.workarounds[cause.name]
+        if cause.means is SuppressionKind.WORKAROUND
+        else cause.name
+    )
 
 
 def reproduce_defect(defect: Defect, result: HuntResult) -> str:

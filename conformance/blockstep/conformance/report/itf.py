@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Program, describe_event
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v

@@ -12,17 +12,17 @@ from blockstep.conformance.engine import EXACT, Safety
 from blockstep.conformance.protocol.codec import get_fields, to_plain
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import describe_event
-from blockstep.conformance.recorded.figures import ReplayReport, get_ratio
-from blockstep.conformance.recorded.pace import Pace
+from blockstep.conformance.recorded.arrival_rate import Pace
 from blockstep.conformance.recorded.replay import cut
+from blockstep.conformance.recorded.replay_counts import ReplayReport, get_ratio
 from blockstep.conformance.recorded.validate import Validation
+from blockstep.conformance.report.finding_text import HEADLINES, render_finding
 from blockstep.conformance.report.headlines import make_headline
 from blockstep.conformance.report.jsonform import (
     difference_to_json,
     finding_to_json,
     subjects_to_json,
 )
-from blockstep.conformance.report.wording import HEADLINES, render_finding
 from blockstep.spec.vocabulary import Config
 
 MAX_DIFFERENCES = 5

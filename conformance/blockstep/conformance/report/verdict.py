@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Safety, SamePlans
-from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.judge.coverage_goals import WITNESSES
 from blockstep.conformance.lockstep.quirks import tell_goal
 from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.conformance.report.colour import show
-from blockstep.conformance.report.wording import tell_known_programs, tell_settings, tell_stale
+from blockstep.conformance.report.finding_text import tell_known_programs, tell_settings, tell_stale
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.options import ExitCode, get_wish
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.search.engine_wrappers import hide_state
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.conformance.search.wrapped import hide_state
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

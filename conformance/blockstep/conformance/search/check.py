@@ -19,7 +19,7 @@ from blockstep.conformance.engine import (
     get_capabilities,
     get_traits,
 )
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE
 from blockstep.conformance.protocol.features import BY_NAME, find_lacking, get_missing
 from blockstep.conformance.protocol.findings import Finding, FindingKind
@@ -31,17 +31,6 @@ from blockstep.conformance.search.episodes import (
     Loss,
     run_episode,
 )
-from blockstep.conformance.search.floor import (
-    CANARIES,
-    Facts,
-    list_notes,
-    list_quirk_goals,
-    list_required_pairs,
-    look,
-    missing_witnesses,
-    release_canary,
-    require_wish,
-)
 from blockstep.conformance.search.options import (
     CheckOptions,
     ExitCode,
@@ -51,6 +40,17 @@ from blockstep.conformance.search.options import (
     load,
 )
 from blockstep.conformance.search.shrink import Shrunk, conclude, get_symptom, shrink
+from blockstep.conformance.search.verdict_requirements import (
+    CANARIES,
+    EngineFacts,
+    list_notes,
+    list_quirk_goals,
+    list_required_pairs,
+    missing_goals,
+    read_engine_facts,
+    require_wish,
+    run_canary,
+)
 
 EPISODES_PER_BATCH = 8
 LONG_EPISODE = 150
@@ -166,7 +166,7 @@ class Known(Protocol):
 class Place(Protocol):
     """Place where an engine runs: this process, or one that a crash may end."""
 
-    def look(self, options: CheckOptions) -> Facts:
+    def read_engine_facts(self, options: CheckOptions) -> EngineFacts:
         """Return the facts about the engine that a check needs."""
         ...
 
@@ -187,9 +187,9 @@ class InProcess:
     load: Callable[[CheckOptions], EngineFactory] = load
     """Finds the engine of the options."""
 
-    def look(self, options: CheckOptions) -> Facts:
+    def read_engine_facts(self, options: CheckOptions) -> EngineFacts:
         """Return the facts about the engine that a check needs."""
-        return look(options, self.load(options))
+        return read_engine_facts(options, self.load(options))
 
     def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
         """Run some consecutive episodes, up to the first that fails."""
@@ -248,7 +248,7 @@ def search(
     """
     started = time.perf_counter()
     get_wish(options)
-    facts = place.look(options)
+    facts = place.read_engine_facts(options)
     require_wish(options, facts)
     wanted, options = options, replace(options, max_depth=facts.max_depth)
     result = CheckResult(options, equivalence=facts.equivalence, not_asked=facts.not_asked)
@@ -258,7 +258,7 @@ def search(
         lacking = (BY_NAME[name] for name in facts.lacking if name in SEVERAL_AT_ONCE)
         result.skipped.update(str(feature.capability) for feature in lacking)
     if options.episode is None:
-        result.canary_killed_after = release_canary(options, CANARIES[facts.equivalence])
+        result.canary_killed_after = run_canary(options, CANARIES[facts.equivalence])
     with closing(_run_batches(options, place, lambda: _spent(options, result, started))) as batches:
         for batch in batches:
             for episode in batch if known is None else _pass_over(options, place, batch, known):
@@ -268,7 +268,7 @@ def search(
             if result.first is not None:
                 break
     counts = result.witnesses | result.quirks
-    result.missing = missing_witnesses(counts, options, facts)
+    result.missing = missing_goals(counts, options, facts)
     if options.episode is None:
         goals = list_quirk_goals(options, facts)
         result.num_quirk_sides = len(goals)

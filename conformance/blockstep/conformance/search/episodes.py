@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from blockstep.conformance.draw.actions import SeededDraw, next_action
-from blockstep.conformance.draw.memory import Draw
+from blockstep.conformance.draw.client_view import Draw
 from blockstep.conformance.draw.presets import PRESETS, Swarm
 from blockstep.conformance.draw.swarms import draw_swarm
 from blockstep.conformance.draw.view import View
@@ -22,7 +22,7 @@ from blockstep.conformance.engine import (
     get_traits,
 )
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import get_start
+from blockstep.conformance.lockstep.start_run import get_start
 from blockstep.conformance.protocol.features import find_lacking, fit
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Drain, Program
@@ -49,7 +49,7 @@ class Loss:
     @property
     def finding(self) -> Finding:
         """Return the finding of kind FAULT that reports this loss."""
-        return Finding(FindingKind.FAULT, "", "engine_answers_every_call", self.message)
+        return Finding(FindingKind.FAULT, "", "engine_returns_from_every_call", self.message)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockstep.conformance.engine import Capability, EngineFactory
-from blockstep.conformance.lockstep.runs import start_program
+from blockstep.conformance.lockstep.start_run import start_program
 from blockstep.conformance.protocol.program import Program, describe
 from blockstep.conformance.search.options import CheckOptions, find_profile
 from blockstep.spec import vocabulary as v

@@ -24,32 +24,32 @@ from blockstep.conformance.draw.presets import SMALL, TINY
 from blockstep.conformance.engine import Capability, Safety
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Program
-from blockstep.conformance.search import digging
+from blockstep.conformance.search import hunt_jobs
 from blockstep.conformance.search.call import Call
-from blockstep.conformance.search.distinct import (
-    Mark,
+from blockstep.conformance.search.dedup import (
+    FailureSignature,
     Symptoms,
     can_follow,
+    describe_crash,
+    describe_failure,
     list_masked,
-    saying,
-    saying_of_loss,
 )
-from blockstep.conformance.search.episodes import EPISODES_WITHOUT_EVENTS, EpisodeResult
-from blockstep.conformance.search.floor import require_wish
-from blockstep.conformance.search.forgiving import Cause, follow
-from blockstep.conformance.search.found import (
+from blockstep.conformance.search.defects import (
     Defect,
     Group,
     HuntResult,
     describe_loss,
-    gather,
+    group_failures,
     name_of,
 )
+from blockstep.conformance.search.episodes import EPISODES_WITHOUT_EVENTS, EpisodeResult
 from blockstep.conformance.search.isolation import LostError
-from blockstep.conformance.search.isolation.place import lose_episode
+from blockstep.conformance.search.isolation.executor import lose_episode
 from blockstep.conformance.search.known import play_known, tell_counts, tell_untried
-from blockstep.conformance.search.lookouts import LOOKOUTS, Lookout, can_take
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish
+from blockstep.conformance.search.suppressions import KnownCause, follow
+from blockstep.conformance.search.verdict_requirements import require_wish
+from blockstep.conformance.search.watchpoints import WATCHPOINTS, Watchpoint, can_take
 from blockstep.spec.profiles import Quirk
 
 SCOPES = (TINY.name, SMALL.name)
@@ -57,7 +57,7 @@ EPISODES_PER_BATCH = 32
 SHORT = 10
 """A cause is suppressed at once if its shrunk program has at most this number of actions."""
 PATIENCE = 6
-"""Most failures of one cause, or in a row of one saying without a new defect, that are shrunk."""
+"""Most failures of one cause, or in a row of one message without a new defect, that are shrunk."""
 LOOKOUT_EPISODES = 1000
 """Most episodes that are played to find one surprising decision."""
 LOSSES_MAX = 12
@@ -73,7 +73,7 @@ class Hunter:
         call: Call,
         on_progress: Callable[[float, str], None] = lambda _done, _text: None,
         scopes: Sequence[str] = SCOPES,
-        forgiven: frozenset[Cause] = frozenset(),
+        forgiven: frozenset[KnownCause] = frozenset(),
         pool: Executor | None = None,
         known: Mapping[str, Program] = MappingProxyType({}),
         on_found: Callable[[Defect], None] = lambda _defect: None,
@@ -81,7 +81,7 @@ class Hunter:
     ) -> None:
         get_wish(options)
         self._call = call
-        ground = call(digging.ask, options)
+        ground = call(hunt_jobs.read_hunt_context, options)
         require_wish(options, ground.facts)
         self.options = replace(options, max_depth=ground.facts.max_depth)
         self.ground = ground
@@ -98,22 +98,22 @@ class Hunter:
         self._quirks = tuple(sorted(profile.quirks) if profile.quirks else Quirk)
         if ground.facts.equivalence == Safety().name:
             self._quirks = ()  # the specification's decisions are not asked for
-        self._named: dict[tuple[Cause, ...], list[Defect]] = {}
+        self._named: dict[tuple[KnownCause, ...], list[Defect]] = {}
         """Defects by the causes that account for them."""
         self._failures: list[Defect] = []
         """Failures that no known defect accounts for, in the order in which they were seen."""
         self._groups: list[Group] = []
         """The same failures, those of one defect in one group."""
         self._in_vain: Counter[str] = Counter()
-        """Shrunk failures in a row that were no new defect, by their first saying."""
+        """Shrunk failures in a row that were no new defect, by their first message."""
         self._last: dict[str, int] = {}
-        """Index of the failure that the last failure of each saying was counted with."""
+        """Index of the failure that the last failure of each message was counted with."""
         self._num_lost = 0
         self._end = 0
         """Events after which the hunt ends."""
         self._known = play_known(self.options, call, known, forgiven, self._quirks)
         self._failures += [it.defect for it in self._known if it.defect and not it.defect.causes]
-        self._groups = gather(self._failures)
+        self._groups = group_failures(self._failures)
 
     def hunt(self) -> HuntResult:
         """Play the budget at each scope, then look for surprising decisions."""
@@ -133,9 +133,9 @@ class Hunter:
         else:
             self._play_budget(self.options.max_events or 0)
         self._conclude()
-        for lookout in LOOKOUTS if self.options.episode is None else ():
-            if can_take(lookout, self.ground.capabilities, self.ground.facts.equivalence):
-                self._look_out(lookout)
+        for watchpoint in WATCHPOINTS if self.options.episode is None else ():
+            if can_take(watchpoint, self.ground.capabilities, self.ground.facts.equivalence):
+                self._watch(watchpoint)
 
     def _conclude(self) -> None:
         """Set the defects of the result, from the failures so far."""
@@ -146,7 +146,7 @@ class Hunter:
             for defect in found
             if len(defect.causes) < 2 or not all((cause,) in alone for cause in defect.causes)
         ]
-        self.result.defects = self._leave_out_known(found, gather(self._failures))
+        self.result.defects = self._leave_out_known(found, group_failures(self._failures))
 
     def _leave_out_known(self, found: list[Defect], groups: list[Group]) -> list[Defect]:
         """Return the defects that no known program shows; failures of the others are counted."""
@@ -240,7 +240,7 @@ class Hunter:
         episodes: list[EpisodeResult] = []
         wanted = (self.forgiven, indices, max_events)
         try:
-            self._call(digging.play, options, *wanted, on_part=episodes.append)
+            self._call(hunt_jobs.play_episode_job, options, *wanted, on_part=episodes.append)
         except LostError as lost:
             episodes.append(lose_episode(indices[len(episodes)], lost.loss))
         return episodes
@@ -251,7 +251,7 @@ class Hunter:
             self._lose(self._describe(options, episode))
             return False
         assert episode.first is not None
-        said = saying(episode.first)
+        said = describe_failure(episode.first)
         if self._in_vain[said] >= PATIENCE:
             self._count_again(said)
             self._dig_masked(options, episode)
@@ -261,7 +261,9 @@ class Hunter:
             self._told.add(said)
             self._on_found(defect)
         try:
-            dug = self._call(digging.dig, options, self.forgiven, self._quirks, episode)
+            dug = self._call(
+                hunt_jobs.analyse_failure, options, self.forgiven, self._quirks, episode
+            )
         except LostError as lost:
             self._lose(replace(defect, loss=lost.loss))
             return False
@@ -273,7 +275,7 @@ class Hunter:
             self._dig_masked(options, episode)
         return should_play_again
 
-    def _take_back(self, refuted: Collection[Cause]) -> None:
+    def _take_back(self, refuted: Collection[KnownCause]) -> None:
         """Drop quirks from the profile, and look for other causes of the failures of each."""
         self.forgiven = self.forgiven.difference(refuted)
         names = {cause.name for cause in refuted}
@@ -283,7 +285,7 @@ class Hunter:
                 assert defect.shrunk is not None, "what is accounted for was shrunk"
                 try:
                     dug = self._call(
-                        digging.dig_program,
+                        hunt_jobs.dig_program,
                         defect.options,
                         self.forgiven,
                         self._quirks,
@@ -292,13 +294,13 @@ class Hunter:
                 except LostError as lost:
                     self._lose(replace(defect, loss=lost.loss))
                     continue
-                if isinstance(dug, digging.Dug) and not dug.refuted:
+                if isinstance(dug, hunt_jobs.FailureAnalysis) and not dug.refuted:
                     options = replace(defect.options, profile=follow(self.forgiven).name)
                     self._name(replace(defect, options=options, forgiven=self.forgiven), dug)
 
-    def _name(self, defect: Defect, dug: digging.Dug) -> bool:
+    def _name(self, defect: Defect, dug: hunt_jobs.FailureAnalysis) -> bool:
         """Store a failure under its causes; return whether its episode should be played again."""
-        said = saying(defect.first)
+        said = describe_failure(defect.first)
         defect = replace(defect, shrunk=dug.shrunk, causes=dug.causes)
         defect = replace(defect, first=dug.first, raised_at=dug.raised_at)
         if not dug.causes:
@@ -318,7 +320,7 @@ class Hunter:
         """Shrink other findings at the event that may be defects of their own."""
         assert episode.first is not None
         for finding in list_masked(episode.first, episode.beside):
-            said = saying(finding)
+            said = describe_failure(finding)
             if self._in_vain[said] >= PATIENCE:
                 self._count_again(said)
                 continue
@@ -326,7 +328,9 @@ class Hunter:
             masked = replace(episode, first=finding)
             defect = self._describe(wanted, masked)
             try:
-                dug = self._call(digging.dig, options, self.forgiven, self._quirks, masked)
+                dug = self._call(
+                    hunt_jobs.analyse_failure, options, self.forgiven, self._quirks, masked
+                )
             except LostError as lost:
                 self._lose(replace(defect, loss=lost.loss))
                 return
@@ -344,7 +348,7 @@ class Hunter:
             episode=episode.index,
             num_actions=0 if episode.program is None else len(episode.program.actions),
             num_events=self.result.num_events,
-            symptoms=Symptoms(Mark(saying(episode.first))),
+            symptoms=Symptoms(FailureSignature(describe_failure(episode.first))),
             forgiven=self.forgiven,
             loss=episode.loss,
         )
@@ -352,8 +356,8 @@ class Hunter:
     def _lose(self, defect: Defect) -> None:
         """Note a crash or a hang of the engine, and end the hunt after `LOSSES_MAX` of them."""
         assert defect.loss is not None
-        said = saying_of_loss(defect.loss.message)
-        symptoms = Symptoms(Mark(said))
+        said = describe_crash(defect.loss.message)
+        symptoms = Symptoms(FailureSignature(said))
         self._group(said, replace(defect, first=defect.loss.finding, symptoms=symptoms))
         self._num_lost += 1
         if self._num_lost >= LOSSES_MAX:
@@ -372,7 +376,7 @@ class Hunter:
         }
         self._failures.append(replace(defect, follows=frozenset(follows)))
         self._last[said] = len(self._failures) - 1
-        groups = gather(self._failures)
+        groups = group_failures(self._failures)
         if len(groups) > len(self._groups):
             self._in_vain[said] = 0
         else:
@@ -381,18 +385,18 @@ class Hunter:
         self._groups = groups
 
     def _count_again(self, said: str) -> None:
-        """Count a failure that is not shrunk with the last one of its saying."""
+        """Count a failure that is not shrunk with the last one of its message."""
         last = self._failures[self._last[said]]
         self._failures[self._last[said]] = replace(last, num_seen=last.num_seen + 1)
         self.result.num_again[said] += 1
 
-    def _show_state(self, defect: Defect) -> Sequence[tuple[Finding, Mark]]:
+    def _show_state(self, defect: Defect) -> Sequence[tuple[Finding, FailureSignature]]:
         """Return the findings of a program with its state judged, if it was hidden before."""
         if not defect.options.hide_state or defect.shrunk is None:
             return ()
         shown = replace(defect.options, hide_state=False)
         try:
-            return self._call(digging.show, shown, self.forgiven, defect.shrunk.program)
+            return self._call(hunt_jobs.show, shown, self.forgiven, defect.shrunk.program)
         except LostError:
             return ()
 
@@ -406,28 +410,28 @@ class Hunter:
                 continue
             hidden = replace(defect.options, hide_state=True)
             try:
-                seen = self._call(digging.show, hidden, self.forgiven, defect.shrunk.program)
+                seen = self._call(hunt_jobs.show, hidden, self.forgiven, defect.shrunk.program)
             except LostError:
                 continue
             if all(finding.sentence != defect.first.sentence for finding, _ in seen):
                 return True
         return False
 
-    def _look_out(self, lookout: Lookout) -> None:
+    def _watch(self, watchpoint: Watchpoint) -> None:
         """Play tiny episodes until the decision is seen, at most `LOOKOUT_EPISODES`."""
         options = replace(self.options, preset=TINY.name)
         for start in range(0, LOOKOUT_EPISODES, EPISODES_PER_BATCH):
             indices = range(start, min(start + EPISODES_PER_BATCH, LOOKOUT_EPISODES))
             try:
                 num_events, episode, shrunk = self._call(
-                    digging.look_for, options, self.forgiven, lookout.name, indices
+                    hunt_jobs.find_watchpoint, options, self.forgiven, watchpoint.name, indices
                 )
             except LostError:
                 continue
             self.result.num_events += num_events
             if episode is not None:
                 seen = replace(self._describe(options, episode), shrunk=shrunk)
-                self.result.policies.append((lookout, seen))
+                self.result.policies.append((watchpoint, seen))
                 return
 
 
@@ -436,7 +440,7 @@ def hunt(
     call: Call,
     on_progress: Callable[[float, str], None] = lambda _done, _text: None,
     scopes: Sequence[str] = SCOPES,
-    forgiven: frozenset[Cause] = frozenset(),
+    forgiven: frozenset[KnownCause] = frozenset(),
     pool: Executor | None = None,
     known: Mapping[str, Program] = MappingProxyType({}),
     on_found: Callable[[Defect], None] = lambda _defect: None,
@@ -452,7 +456,7 @@ def hunt(
         on_progress: Given the share that is done, 0 to 1, and a line about it.
         scopes: Presets whose episodes are played.
         forgiven: Known causes that are suppressed from the start.
-        on_found: Given the first failure of each saying, before it is shrunk.
+        on_found: Given the first failure of each message, before it is shrunk.
         on_interrupted: Given the result so far if a signal or an error ends the hunt and it has
             defects.
         known: Programs whose defects are counted and not reported, by file.
@@ -467,5 +471,5 @@ def hunt(
         told = on_progress, scopes, forgiven, pool, known, on_found, on_interrupted
         hunter = Hunter(options, call, *told)
     except LostError as lost:  # the engine was lost before the first event
-        return HuntResult(options, digging.UNKNOWN, [describe_loss(options, lost.loss)])
+        return HuntResult(options, hunt_jobs.UNKNOWN, [describe_loss(options, lost.loss)])
     return hunter.hunt()

@@ -2,7 +2,7 @@
 
 Each program is played at the start. A program that does not fail any more is reported.
 A later failure is shrunk, and it is known if `found.gather` counts it as one defect with one of the
-programs. After `PATIENCE` known failures in a row of one saying, further failures of that saying
+programs. After `PATIENCE` known failures in a row of one message, further failures of that message
 count as known and are not shrunk.
 """
 
@@ -13,18 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import SUFFIX, read_program
-from blockstep.conformance.search import digging
+from blockstep.conformance.protocol.trace_lines import TraceError
+from blockstep.conformance.search import hunt_jobs
 from blockstep.conformance.search.call import Call
 from blockstep.conformance.search.check import CheckResult
-from blockstep.conformance.search.distinct import Mark, Symptoms, saying, saying_of_loss
+from blockstep.conformance.search.dedup import (
+    FailureSignature,
+    Symptoms,
+    describe_crash,
+    describe_failure,
+)
+from blockstep.conformance.search.defects import Defect, group_failures
 from blockstep.conformance.search.episodes import EpisodeResult, Loss
-from blockstep.conformance.search.forgiving import Cause
-from blockstep.conformance.search.found import Defect, gather
 from blockstep.conformance.search.isolation import LostError, RefusedError
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.suppressions import KnownCause
 from blockstep.spec.profiles import Quirk
 from blockstep.spec.vocabulary import ConfigError
 
@@ -45,7 +50,7 @@ def find_programs(folder: Path) -> list[Path]:
 
 
 PATIENCE = 6
-"""Known failures in a row of one saying after which the next is not shrunk."""
+"""Known failures in a row of one message after which the next is not shrunk."""
 
 
 def read_known(path: Path) -> dict[str, Program]:
@@ -80,7 +85,7 @@ def play_known(
     options: CheckOptions,
     call: Call,
     programs: Mapping[str, Program],
-    forgiven: frozenset[Cause] | None = None,
+    forgiven: frozenset[KnownCause] | None = None,
     quirks: Sequence[Quirk] = (),
 ) -> list[KnownProgram]:
     """Play known programs and return the results; other arguments as of `digging.dig`."""
@@ -88,27 +93,27 @@ def play_known(
     for name, program in programs.items():
         asked = replace(options, program=name)
         try:
-            dug = call(digging.dig_program, asked, forgiven, quirks, program)
+            dug = call(hunt_jobs.dig_program, asked, forgiven, quirks, program)
         except LostError as lost:
             played.append(KnownProgram(name, describe(asked, loss=lost.loss)))
         except (ConfigError, RefusedError) as error:
             played.append(KnownProgram(name, None, str(error)))
         else:
             why = dug if isinstance(dug, str) else ""
-            found = describe(asked, dug) if isinstance(dug, digging.Dug) else None
+            found = describe(asked, dug) if isinstance(dug, hunt_jobs.FailureAnalysis) else None
             played.append(KnownProgram(name, found, why))
     return played
 
 
 def describe(
-    options: CheckOptions, dug: digging.Dug | None = None, loss: Loss | None = None
+    options: CheckOptions, dug: hunt_jobs.FailureAnalysis | None = None, loss: Loss | None = None
 ) -> Defect:
-    """Return a failure as a defect for `gather`; `loss` is given if the engine was lost."""
+    """Return a failure as a defect for `group_failures`; `loss` is given if the engine was lost."""
     if dug is None:
         assert loss is not None
-        symptoms = Symptoms(Mark(saying_of_loss(loss.message)))
+        symptoms = Symptoms(FailureSignature(describe_crash(loss.message)))
         return Defect((), loss.finding, options, 0, 0, len(loss.events), symptoms, loss=loss)
-    symptoms = dug.symptoms or Symptoms(Mark(saying(dug.first)))
+    symptoms = dug.symptoms or Symptoms(FailureSignature(describe_failure(dug.first)))
     length = len(dug.shrunk.program.actions)
     found = Defect(dug.causes, dug.first, options, 0, length, dug.shrunk.num_events, symptoms)
     return replace(found, shrunk=dug.shrunk, raised_at=dug.raised_at)
@@ -138,9 +143,9 @@ class KnownFindings:
         self.counts: Counter[str] = Counter()
         """Suppressed failures, by the name of the program."""
         self._in_a_row: Counter[str] = Counter()
-        """Known failures in a row, by their saying."""
+        """Known failures in a row, by their message."""
         self._last: dict[str, str] = {}
-        """The known program of the last failure of each saying."""
+        """The known program of the last failure of each message."""
 
     def conclude(self, result: CheckResult) -> None:
         """Put into a result the suppressed failures of each program, and why programs were not
@@ -150,7 +155,7 @@ class KnownFindings:
 
     def find(self, options: CheckOptions, episode: EpisodeResult) -> str | None:
         """Return and count the known program whose defect made an episode fail, if there is one."""
-        said = _saying_of(episode)
+        said = _get_message(episode)
         is_taken_for_known = self._in_a_row[said] >= PATIENCE
         name = self._last[said] if is_taken_for_known else self._find(options, episode)
         if name is None:
@@ -166,19 +171,19 @@ class KnownFindings:
             found = describe(options, loss=episode.loss)
         else:
             try:
-                dug = self._call(digging.dig, options, None, (), episode)
+                dug = self._call(hunt_jobs.analyse_failure, options, None, (), episode)
             except LostError as lost:
                 found = describe(options, loss=lost.loss)
             else:
                 found = describe(options, dug)
-        for group in gather([*(it.defect for it in self.played if it.defect), found]):
+        for group in group_failures([*(it.defect for it in self.played if it.defect), found]):
             if any(it is found for it in group.defects):
                 return next((it.name for it in self.played if it.is_one_of(group.defects)), None)
         return None
 
 
-def _saying_of(episode: EpisodeResult) -> str:
+def _get_message(episode: EpisodeResult) -> str:
     if episode.loss is not None:
-        return saying_of_loss(episode.loss.message)
+        return describe_crash(episode.loss.message)
     assert episode.first is not None
-    return saying(episode.first)
+    return describe_failure(episode.first)

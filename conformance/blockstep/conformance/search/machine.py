@@ -13,7 +13,7 @@ from hypothesis import note, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from blockstep.conformance.draw.actions import SeededDraw, is_enabled, list_actions
-from blockstep.conformance.draw.memory import Draw
+from blockstep.conformance.draw.client_view import Draw
 from blockstep.conformance.draw.view import View
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.driver import LockStep

@@ -10,6 +10,7 @@ from enum import IntEnum
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE
+from blockstep.conformance.protocol.feature_selection import FeatureSelection, make_wish
 from blockstep.conformance.protocol.features import (
     PRIORITY,
     UsageError,
@@ -19,8 +20,7 @@ from blockstep.conformance.protocol.features import (
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import EQUIVALENCE_NAMES, load_engine
 from blockstep.conformance.protocol.settings import TABLE, Settings
-from blockstep.conformance.protocol.wishes import Wish, make_wish
-from blockstep.conformance.search.wrapped import hide_state
+from blockstep.conformance.search.engine_wrappers import hide_state
 from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
 from blockstep.spec.vocabulary import Policy
 
@@ -102,7 +102,7 @@ class CheckOptions:
         return self.episode is not None or self.program is not None
 
 
-def get_wish(options: CheckOptions) -> Wish:
+def get_wish(options: CheckOptions) -> FeatureSelection:
     """Return the features that the options require and exclude.
 
     Raises:

@@ -23,7 +23,6 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Drain, Program
 from blockstep.conformance.search.call import Call, call_here
 from blockstep.conformance.search.episodes import Loss, draw_options, fit_config
-from blockstep.conformance.search.floor import look, require_wish
 from blockstep.conformance.search.isolation import LostError
 from blockstep.conformance.search.options import (
     CheckOptions,
@@ -33,6 +32,7 @@ from blockstep.conformance.search.options import (
     load,
 )
 from blockstep.conformance.search.shrink import Shrunk, shrink
+from blockstep.conformance.search.verdict_requirements import read_engine_facts, require_wish
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Profile
 
@@ -175,7 +175,7 @@ def score(
         on_progress(result)
 
     try:
-        facts = call(look, options)
+        facts = call(read_engine_facts, options)
         require_wish(options, facts)
         result.options = options = replace(options, max_depth=facts.max_depth)
         result.engine_version = call(get_version, options)

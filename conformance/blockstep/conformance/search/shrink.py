@@ -12,7 +12,7 @@ from blockstep.conformance.draw.requests import request_name
 from blockstep.conformance.engine import EngineFactory, get_traits
 from blockstep.conformance.lockstep.driver import put_causes_first
 from blockstep.conformance.lockstep.exchange import Exchange
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.features import (
     ASYNC,
     FEATURES,
@@ -29,7 +29,7 @@ from blockstep.conformance.protocol.program import (
     Propose,
     describe_observation,
 )
-from blockstep.conformance.search.brought import (
+from blockstep.conformance.search.shrink_candidates import (
     get_request,
     rename_brought,
     rename_requests,

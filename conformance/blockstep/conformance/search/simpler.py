@@ -16,7 +16,11 @@ from blockstep.conformance.protocol.program import (
     Propose,
     Report,
 )
-from blockstep.conformance.search.brought import simpler_grammars, simpler_items, with_requests
+from blockstep.conformance.search.shrink_candidates import (
+    simpler_grammars,
+    simpler_items,
+    with_requests,
+)
 from blockstep.spec import vocabulary as v
 
 

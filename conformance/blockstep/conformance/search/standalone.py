@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 
 from blockstep.conformance.engine import Capability, EngineFactory, get_traits
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.story import Script, Story, UnwritableError
-from blockstep.conformance.search.forgiving import Cause, Forgiving, follow
 from blockstep.conformance.search.options import CheckOptions, find_profile
+from blockstep.conformance.search.suppressions import KnownCause, SuppressingFactory, follow
 
 SECONDS_MAX = 300
 """Time in which a script must end."""
@@ -25,7 +25,7 @@ def tell_story(
     make_engine: EngineFactory,
     program: Program,
     title: str,
-    forgiven: frozenset[Cause] | None = None,
+    forgiven: frozenset[KnownCause] | None = None,
 ) -> Script | str:
     """Play a program up to its first finding; return the adapter's script, or why there is none.
 
@@ -36,7 +36,7 @@ def tell_story(
         return f"the adapter of {options.engine} writes no scripts"
     profile = find_profile(options.profile)
     if forgiven is not None:
-        make_engine, profile = Forgiving(make_engine, forgiven), follow(forgiven)
+        make_engine, profile = SuppressingFactory(make_engine, forgiven), follow(forgiven)
     run, findings = run_program(program, make_engine, profile)
     if not findings or not run.exchanges:
         return "the program does not fail again"

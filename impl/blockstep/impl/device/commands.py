@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from blockstep.impl.device import layout
-from blockstep.impl.device.contents import extend_path, withdraw_listed
-from blockstep.impl.device.lives import append, end, preempt
+from blockstep.impl.device.prefix_cache import extend_path, withdraw_listed
+from blockstep.impl.device.queues import append, end, preempt
 
 NONE = tl.constexpr(layout.NONE)
 IS_WAITING = tl.constexpr(layout.IS_WAITING)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
+from blockstep.impl.array_engine import ArrayEngine
 from blockstep.impl.capabilities import DEVICE
 from blockstep.impl.device import layout
 from blockstep.impl.device.dims import LANES, count_most_blocks
@@ -15,8 +16,7 @@ from blockstep.impl.device.frames import Frame, read_frame, read_outputs
 from blockstep.impl.device.inbox import Inbox
 from blockstep.impl.device.launch import Launch, get_numpied
 from blockstep.impl.device.view import take_snapshot, take_stats
-from blockstep.impl.doors import Doors
-from blockstep.impl.refusals import most_slots, schedule_problem
+from blockstep.impl.rejections import most_slots, schedule_problem
 from blockstep.spec.vocabulary import (
     Config,
     Drafts,
@@ -35,7 +35,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-class DeviceEngine(Doors[Frame]):
+class DeviceEngine(ArrayEngine[Frame]):
     """The scheduler and its paged KV memory as tensors, changed by one kernel per step.
 
     Args:

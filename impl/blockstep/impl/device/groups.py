@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockstep.impl.device.contents import take_blocks
 from blockstep.impl.device.pool import find_first_read, let_go, make_ring_room
+from blockstep.impl.device.prefix_cache import take_blocks
 
 
 @triton.jit

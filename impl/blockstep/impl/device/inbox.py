@@ -14,7 +14,7 @@ from blockstep.impl.device import layout
 from blockstep.impl.device.dims import LANES, count_span, make_dims
 from blockstep.impl.device.growth import check_reach, grow
 from blockstep.impl.device.launch import Launch
-from blockstep.impl.names import NOTHING, Extras, Labels, list_extras
+from blockstep.impl.interning import NOTHING, Extras, Labels, list_extras
 from blockstep.spec.vocabulary import MAX_INT, Config, FrameId, Policy, Request, RequestId
 
 _COLUMNS: Final = layout.INBOX_COLUMNS

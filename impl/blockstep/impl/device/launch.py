@@ -16,8 +16,8 @@ Launch: TypeAlias = Callable[[str, State, Dims], None]
 """Runs a kernel of `step`, by its name, on a state of numpy arrays, which it changes."""
 FOLDER: Final = Path(__file__).parent
 MODULES: Final = (
-    "pool", "contents", "groups", "lives", "commands", "running", "waiting", "results", "sweep",
-    "inputs", "steady", "step",
+    "pool", "prefix_cache", "groups", "queues", "commands", "running", "waiting", "results",
+    "node_gc", "inputs", "steady", "step",
 )  # fmt: skip
 """The modules of the kernels; each calls those before it."""
 GPU_KERNELS: Final = ("loop_kernel", "settle_kernel", "sweep_kernel")

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from blockstep.impl.device import layout
-from blockstep.impl.device.contents import extend_listed, publish_listed
 from blockstep.impl.device.groups import add_doubt
-from blockstep.impl.device.lives import end
+from blockstep.impl.device.prefix_cache import extend_listed, publish_listed
+from blockstep.impl.device.queues import end
 
 NONE = tl.constexpr(layout.NONE)
 IS_RUNNING = tl.constexpr(layout.IS_RUNNING)

@@ -6,12 +6,6 @@ import triton
 import triton.language as tl
 
 from blockstep.impl.device import layout
-from blockstep.impl.device.contents import (
-    count_filled,
-    publish,
-    publish_listed,
-    withdraw_listed,
-)
 from blockstep.impl.device.groups import (
     append_in_groups,
     count_in_groups,
@@ -21,8 +15,14 @@ from blockstep.impl.device.groups import (
     leave_together,
     take_in_groups,
 )
-from blockstep.impl.device.lives import preempt
 from blockstep.impl.device.pool import pop_free
+from blockstep.impl.device.prefix_cache import (
+    count_filled,
+    publish,
+    publish_listed,
+    withdraw_listed,
+)
+from blockstep.impl.device.queues import preempt
 
 FAR = tl.constexpr(layout.FAR)
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from blockstep.impl.device import layout
-from blockstep.impl.device.contents import link_listed, name_blocks, withdraw
+from blockstep.impl.device.prefix_cache import link_listed, name_blocks, withdraw
 
 NONE = tl.constexpr(layout.NONE)
 FAR = tl.constexpr(layout.FAR)

@@ -9,10 +9,10 @@ from blockstep.impl.device import layout
 from blockstep.impl.device.commands import take_commands
 from blockstep.impl.device.groups import add_doubt, write_plan_blocks
 from blockstep.impl.device.inputs import write_inputs
+from blockstep.impl.device.node_gc import sweep
 from blockstep.impl.device.results import commit
 from blockstep.impl.device.running import schedule_running
 from blockstep.impl.device.steady import catch_up, note_plan, step_steadily
-from blockstep.impl.device.sweep import sweep
 from blockstep.impl.device.waiting import schedule_waiting
 
 FRAME_ID = tl.constexpr(layout.FRAME_ID)

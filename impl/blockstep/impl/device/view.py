@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from blockstep.impl.array_engine import ArrayEngine
 from blockstep.impl.device import layout
 from blockstep.impl.device.frames import Frame, get_tokens
 from blockstep.impl.device.inbox import Inbox
 from blockstep.impl.device.layout import State
-from blockstep.impl.doors import Doors
-from blockstep.impl.names import STATUSES
+from blockstep.impl.interning import STATUSES
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockKey,
@@ -23,7 +23,7 @@ from blockstep.spec.vocabulary import (
 
 
 def take_snapshot(
-    doors: Doors[Frame], inbox: Inbox, previous_names: Iterable[RequestId]
+    doors: ArrayEngine[Frame], inbox: Inbox, previous_names: Iterable[RequestId]
 ) -> Snapshot:
     """Return the canonical state: nodes become structural keys, slots become request ids.
 
@@ -53,7 +53,7 @@ def take_snapshot(
     )
 
 
-def _has_work(doors: Doors[Frame], inbox: Inbox) -> bool:
+def _has_work(doors: ArrayEngine[Frame], inbox: Inbox) -> bool:
     """Whether planning again may do anything before the next event."""
     if doors.finished_req_ids:
         return True

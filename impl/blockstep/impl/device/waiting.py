@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from blockstep.impl.device import layout
-from blockstep.impl.device.contents import count_hits, publish, take_blocks
-from blockstep.impl.device.lives import QUEUE_SPAN, leave_queue
 from blockstep.impl.device.pool import count_unheld, find_first_read, touch_hits
+from blockstep.impl.device.prefix_cache import count_hits, publish, take_blocks
+from blockstep.impl.device.queues import QUEUE_SPAN, leave_queue
 
 FAR = tl.constexpr(layout.FAR)
 IS_WAITING = tl.constexpr(layout.IS_WAITING)

@@ -21,7 +21,7 @@ from blockstep.impl.engine.llm import LLM
 from blockstep.impl.engine.observer import MakeObserver, Observer, Pass, Ran
 from blockstep.impl.engine.outputs import Chunk, Completion
 from blockstep.impl.engine.params import BeamSearchParams, SamplingParams
-from blockstep.impl.engine.remote import RemoteStore, StoreServer
+from blockstep.impl.engine.remote_store import RemoteStore, StoreServer
 from blockstep.impl.engine.sessions import Session
 from blockstep.impl.engine.settings import Settings
 from blockstep.impl.engine.store import HostStore, KVStore, StoreError

@@ -18,7 +18,7 @@ import torch
 from blockstep.impl.engine.config import ModelConfig
 from blockstep.impl.engine.errors import SettingsError
 from blockstep.impl.engine.groups import LayerGroup, count_stacked
-from blockstep.impl.engine.transfer import to_device
+from blockstep.impl.engine.host_to_device import to_device
 from blockstep.impl.tiers import KVShape
 from blockstep.kernels import copy_blocks
 from blockstep.spec.vocabulary import BlockCopy

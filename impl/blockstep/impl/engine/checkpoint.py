@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from blockstep.impl.engine.config import ModelConfig
+from blockstep.impl.engine.config_json import read_json
 from blockstep.impl.engine.errors import CheckpointError
-from blockstep.impl.engine.fields import read_json
 from blockstep.kernels.arguments import FLOATS
 
 INDEX = "model.safetensors.index.json"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from blockstep.impl.engine.config_json import Fields, read_json
 from blockstep.impl.engine.errors import CheckpointError
-from blockstep.impl.engine.fields import Fields, read_json
 from blockstep.impl.engine.rope import Rope, get_rope
 from blockstep.kernels.arguments import HEAD_SIZES
 

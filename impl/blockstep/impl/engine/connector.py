@@ -22,8 +22,8 @@ from enum import StrEnum
 from functools import partial
 
 from blockstep.impl.digests import name_blocks
-from blockstep.impl.engine.batch import Batch
-from blockstep.impl.engine.moves import Jobs, Mover
+from blockstep.impl.engine.block_transfers import Jobs, Mover
+from blockstep.impl.engine.input_batch import Batch
 from blockstep.impl.engine.store import BlockKV, BlockName, KVStore, StoreError
 from blockstep.spec.vocabulary import (
     NO_TRANSFERS,

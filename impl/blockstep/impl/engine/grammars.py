@@ -26,8 +26,8 @@ import torch
 from tokenizers import Tokenizer
 
 from blockstep.impl.engine.errors import RequestError
+from blockstep.impl.engine.host_to_device import to_device
 from blockstep.impl.engine.params import SamplingParams
-from blockstep.impl.engine.transfer import to_device
 
 
 class Matcher:

@@ -20,8 +20,8 @@ from blockstep.impl.engine.adapters import NO_ADAPTER, LayerAdapters
 from blockstep.impl.engine.cache import PagedCache
 from blockstep.impl.engine.checkpoint import ModelWeights
 from blockstep.impl.engine.config import ModelConfig
+from blockstep.impl.engine.host_to_device import Layout
 from blockstep.impl.engine.model import Inputs, Model
-from blockstep.impl.engine.transfer import Layout
 
 NUM_WARM_UPS = 1
 """Passes before a capture: the first one compiles the kernels and sets up cuBLAS."""

@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from blockstep.impl.engine.beams import BeamSearch, BeamSequence
-from blockstep.impl.engine.branches import Branches, Sampling, Searching
+from blockstep.impl.engine.detokenizer import Detokenizer
 from blockstep.impl.engine.errors import RequestError, SettingsError
+from blockstep.impl.engine.forks import Branches, Sampling, Searching
 from blockstep.impl.engine.grammars import Grammars
 from blockstep.impl.engine.loading import load_engine
 from blockstep.impl.engine.observer import MakeObserver
@@ -34,7 +35,6 @@ from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.sessions import Session
 from blockstep.impl.engine.settings import Settings
 from blockstep.impl.engine.store import KVStore
-from blockstep.impl.engine.text import Detokenizer
 from blockstep.spec.vocabulary import (
     FinishReason,
     Request,

@@ -17,22 +17,22 @@ from tokenizers import Tokenizer
 
 from blockstep.impl.capabilities import list_config_problems
 from blockstep.impl.engine.adapters import LayerAdapters, stack_adapters
+from blockstep.impl.engine.block_transfers import Mover, ThreadJobs
 from blockstep.impl.engine.cache import PagedCache, compute_num_blocks, get_block_bytes
 from blockstep.impl.engine.checkpoint import ModelWeights, load_weights
 from blockstep.impl.engine.config import DTYPES, ModelConfig, load_config
 from blockstep.impl.engine.connector import Connector, KVRole
+from blockstep.impl.engine.detokenizer import load_tokenizer
 from blockstep.impl.engine.errors import SettingsError
 from blockstep.impl.engine.graphs import GraphedModel
 from blockstep.impl.engine.groups import LayerGroup, get_kv_groups, group_layers
 from blockstep.impl.engine.lora import get_modules, load_lora
 from blockstep.impl.engine.model import Model
-from blockstep.impl.engine.moves import Mover, ThreadJobs
 from blockstep.impl.engine.runner import Runner
 from blockstep.impl.engine.schedulers import SCHEDULERS
 from blockstep.impl.engine.settings import Settings
 from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
 from blockstep.impl.engine.store import KVStore, identify_folder
-from blockstep.impl.engine.text import load_tokenizer
 from blockstep.impl.host.state import count_most_blocks, make_groups
 from blockstep.spec.vocabulary import (
     Config,

@@ -21,8 +21,8 @@ import torch
 
 from blockstep.impl.engine.checkpoint import TensorReader
 from blockstep.impl.engine.config import ModelConfig
+from blockstep.impl.engine.config_json import Fields, read_json
 from blockstep.impl.engine.errors import CheckpointError
-from blockstep.impl.engine.fields import Fields, read_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

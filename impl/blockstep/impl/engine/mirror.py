@@ -15,7 +15,7 @@ import torch
 
 from blockstep.impl.device import layout
 from blockstep.impl.device.inbox import Inbox
-from blockstep.impl.engine.transfer import copy_over, to_device
+from blockstep.impl.engine.host_to_device import copy_over, to_device
 
 
 class Mirror:

@@ -13,10 +13,10 @@ from typing import overload
 import msgspec
 from tokenizers import Tokenizer
 
-from blockstep.impl.arrays import ArrayOutputs
+from blockstep.impl.array_plans import ArrayOutputs
+from blockstep.impl.engine.detokenizer import Detokenizer
 from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.runner import Logprobs
-from blockstep.impl.engine.text import Detokenizer
 from blockstep.spec.vocabulary import (
     FinishReason,
     OutputRow,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blockstep.impl.engine.fields import Fields
+from blockstep.impl.engine.config_json import Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 

@@ -19,18 +19,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from blockstep.impl.arrays import ArrayPlan
-from blockstep.impl.engine.batch import Batch, BatchRow, StepRow
+from blockstep.impl.array_plans import ArrayPlan
 from blockstep.impl.engine.connector import Connector
 from blockstep.impl.engine.errors import EngineError
 from blockstep.impl.engine.grammars import mask_logits
+from blockstep.impl.engine.host_to_device import Incoming, to_device
+from blockstep.impl.engine.input_batch import Batch, BatchRow, StepRow
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.observer import Pass, Ran
 from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.sampler import NO_TOKEN, get_logprobs, sample
 from blockstep.impl.engine.speculation import DraftModelProposer, Proposer
 from blockstep.impl.engine.staging import ArrayStep, Staged
-from blockstep.impl.engine.transfer import Incoming, to_device
 from blockstep.kernels import sample_tokens
 from blockstep.spec.vocabulary import (
     NO_TRANSFERS,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from blockstep.impl.engine.host_to_device import to_device
 from blockstep.impl.engine.params import SamplingParams
-from blockstep.impl.engine.transfer import to_device
 from blockstep.kernels import NO_TOKEN, sample_tokens
 
 __all__ = ["NO_TOKEN", "Draw", "get_columns", "get_logprobs", "sample"]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from blockstep.impl.engine.adapters import NO_ADAPTER
+from blockstep.impl.engine.host_to_device import to_device
 from blockstep.impl.engine.rows import Wanted
-from blockstep.impl.engine.transfer import to_device
 from blockstep.spec.vocabulary import Request, RequestId
 
 SEED, TOP_K, ADAPTER = range(3)

@@ -18,10 +18,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from blockstep.impl.engine.batch import Batch, BatchRow, StepRow
+from blockstep.impl.engine.host_to_device import to_device
+from blockstep.impl.engine.input_batch import Batch, BatchRow, StepRow
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.sampler import Draw, sample
-from blockstep.impl.engine.transfer import to_device
 
 NGRAM_MAX = 4
 NGRAM_MIN = 1

@@ -20,9 +20,9 @@ import torch
 
 from blockstep.impl.engine.adapters import NO_ADAPTER
 from blockstep.impl.engine.graphs import PADDING, DecodeGraph, GraphedModel
+from blockstep.impl.engine.host_to_device import Layout, send
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.rows import RowArrays
-from blockstep.impl.engine.transfer import Layout, send
 from blockstep.kernels import keep_tokens, stage_step
 
 

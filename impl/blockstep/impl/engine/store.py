@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 
 from blockstep.impl.engine.errors import EngineError
-from blockstep.impl.tiers.announced import Announced
+from blockstep.impl.tiers.pending_saves import Announced
 
 BlockName: TypeAlias = bytes
 BlockKV: TypeAlias = tuple[torch.Tensor, ...]

@@ -8,16 +8,16 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from blockstep.impl.arrays import ArrayOutputs
+from blockstep.impl.array_plans import ArrayOutputs
 from blockstep.impl.host import state as c
-from blockstep.impl.host.encodings import Encodings
+from blockstep.impl.host.encoder_inputs import EncoderInputs
 from blockstep.impl.host.frames import Frame
-from blockstep.impl.host.masks import Masks
+from blockstep.impl.host.grammar_bitmask import Masks
+from blockstep.impl.host.kv_transfers import Transfers
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.results import FITS, check_answer, commit_step, take_rows
 from blockstep.impl.host.state import Int32s
-from blockstep.impl.host.transfers import Transfers
-from blockstep.impl.refusals import bad_result
+from blockstep.impl.rejections import bad_result
 from blockstep.spec.vocabulary import FrameId, KVTransfers, Rejected, RequestId
 
 _NO_COUNTS: Final = np.empty(0, np.int32)
@@ -39,7 +39,7 @@ class Commits:
     note_ends: NoteEnds
     requests: Requests
     masks: Masks
-    encodings: Encodings | None
+    encodings: EncoderInputs | None
     transfers: Transfers | None
     failed: list[RequestId] = field(default_factory=list)
     """Requests that fail by their load in the commit that was taken last; not ended by it."""

@@ -8,27 +8,27 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from blockstep.impl import refusals as r
-from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
+from blockstep.impl import rejections as r
+from blockstep.impl.array_engine import ArrayEngine
+from blockstep.impl.array_plans import ArrayOutputs, ArrayPlan, SlotNames
 from blockstep.impl.capabilities import HOST
-from blockstep.impl.doors import Doors
 from blockstep.impl.host import state as c
+from blockstep.impl.host.agent_turns import AgentTurns
 from blockstep.impl.host.blocks import forget_log, withdraw_all
 from blockstep.impl.host.commits import Commits
-from blockstep.impl.host.encodings import Encodings
+from blockstep.impl.host.encoder_inputs import EncoderInputs
 from blockstep.impl.host.forks import Forks
 from blockstep.impl.host.frames import Frame
+from blockstep.impl.host.grammar_bitmask import Masks
 from blockstep.impl.host.jit import SLOW_BECAUSE, warn_if_slow
 from blockstep.impl.host.keys import Keys
+from blockstep.impl.host.kv_transfers import Transfers
 from blockstep.impl.host.lives import end, find_giver, preempt_one, take_back
-from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.plans import Plans
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.results import BY_EOS, BY_LENGTH, BY_REPETITION, BY_STOP_TOKEN
 from blockstep.impl.host.sessions import Sessions
 from blockstep.impl.host.state import Int32s, Int64s
-from blockstep.impl.host.transfers import Transfers
-from blockstep.impl.host.turns import Turns
 from blockstep.impl.host.view import View
 from blockstep.spec import vocabulary as v
 
@@ -41,7 +41,7 @@ _ENDS: Final[dict[int, tuple[v.FinishReason, int | None]]] = {
 _NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 
 
-class HostEngine(Doors[Frame]):
+class HostEngine(ArrayEngine[Frame]):
     """The scheduler and its paged KV memory on one CPU core, compiled by numba.
 
     Without numba the same functions run as plain Python: the same decisions, slowly, with a
@@ -65,9 +65,9 @@ class HostEngine(Doors[Frame]):
         """Requests of the last plan's rows."""
         self.masks = Masks(config, self.requests, self.frames)
         self.sessions = Sessions(config, self.requests, self.masks)
-        self.encodings = Encodings(config, self.requests) if config.encoder_cache_size else None
+        self.encodings = EncoderInputs(config, self.requests) if config.encoder_cache_size else None
         """The encoder outputs that requests need; None if the config models no encoder."""
-        self.turns = Turns(self.requests) if config.has_pins else None
+        self.turns = AgentTurns(self.requests) if config.has_pins else None
         """The blocks that turns of jobs keep; None if the config has no pins."""
         ended, common = self._last_frame_of_ended, (config, self.requests, self.masks)
         self.transfers = Transfers(*common, ended) if config.kv_connector else None

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from blockstep.impl.arrays import ArrayPlan
+from blockstep.impl.array_plans import ArrayPlan
 from blockstep.impl.grammars import Matcher, make_matcher
 from blockstep.impl.host import state as c
 from blockstep.impl.host.frames import Frame
+from blockstep.impl.host.grammar_bitmask import Masks
 from blockstep.impl.host.lives import branch
-from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.requests import Requests
-from blockstep.impl.refusals import bad_fork, fork_problem
+from blockstep.impl.rejections import bad_fork, fork_problem
 from blockstep.spec.vocabulary import Ack, BlockCopy, Config, Fork, FrameId, Rejected, RequestId
 
 

@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from blockstep.impl.arrays import RowDrafts, SlotNames
+from blockstep.impl.array_plans import RowDrafts, SlotNames
 from blockstep.impl.host import state as c
 from blockstep.impl.host.results import NEGATIVE_TOKEN, WRONG_COUNTS, WRONG_NUMBER, WRONG_ROW
 from blockstep.impl.host.state import Int32s, Int64s

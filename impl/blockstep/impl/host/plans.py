@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blockstep.impl.arrays import ArrayPlan, RowDrafts, SlotNames
+from blockstep.impl.array_plans import ArrayPlan, RowDrafts, SlotNames
 from blockstep.impl.host import state as c
-from blockstep.impl.host.encodings import Encodings
+from blockstep.impl.host.agent_turns import AgentTurns
+from blockstep.impl.host.encoder_inputs import EncoderInputs
 from blockstep.impl.host.forks import Forks
 from blockstep.impl.host.frames import Frame
+from blockstep.impl.host.grammar_bitmask import Masks
 from blockstep.impl.host.groups import count_common
-from blockstep.impl.host.masks import Masks
+from blockstep.impl.host.kv_transfers import Transfers
 from blockstep.impl.host.planning import BEGIN, plan_step
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.state import Int32s
 from blockstep.impl.host.steps import Steps
-from blockstep.impl.host.transfers import Transfers
-from blockstep.impl.host.turns import Turns
 from blockstep.spec.vocabulary import Config, FrameId, GroupKind, RequestId
 
 
@@ -27,8 +27,8 @@ class Plans:
     config: Config
     requests: Requests
     masks: Masks
-    encodings: Encodings | None
-    turns: Turns | None
+    encodings: EncoderInputs | None
+    turns: AgentTurns | None
     transfers: Transfers | None
     forks: Forks | None
 

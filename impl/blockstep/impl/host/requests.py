@@ -14,7 +14,7 @@ from blockstep.impl.host.jit import compile_entries
 from blockstep.impl.host.lives import end, get_tokens, store_input, store_prompt
 from blockstep.impl.host.queues import append, prepend
 from blockstep.impl.host.results import append_outputs
-from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
+from blockstep.impl.interning import NOTHING, ExtrasTable, Labels, list_extras
 from blockstep.spec.vocabulary import BlockTables, Config, Policy, Request, RequestId, TokenIds
 
 _NO_ITEM: Final = 1 << 40

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from blockstep.impl.chunks import append_chunk, chunk_problem
 from blockstep.impl.host import state as c
+from blockstep.impl.host.grammar_bitmask import Masks
 from blockstep.impl.host.lives import get_tokens
-from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.queues import append, leave_queue
 from blockstep.impl.host.requests import Requests
-from blockstep.impl.refusals import update_problem
+from blockstep.impl.rejections import update_problem
 from blockstep.spec import vocabulary as v
 
 

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 from blockstep.impl.host import planning as p
 from blockstep.impl.host import state as c
-from blockstep.impl.host.encodings import Encodings
+from blockstep.impl.host.agent_turns import AgentTurns
+from blockstep.impl.host.encoder_inputs import EncoderInputs
+from blockstep.impl.host.kv_transfers import Transfers
 from blockstep.impl.host.queues import pass_over
 from blockstep.impl.host.state import State
-from blockstep.impl.host.transfers import Transfers
-from blockstep.impl.host.turns import Turns
 
 
 @dataclass(eq=False)
 class Steps:
     """Makes plans with the managers of the resources that machine code does not know."""
 
-    encodings: Encodings | None
-    turns: Turns | None
+    encodings: EncoderInputs | None
+    turns: AgentTurns | None
     transfers: Transfers | None
 
     def plan_step(

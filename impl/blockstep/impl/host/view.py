@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, Final, TypeAlias
 
-from blockstep.impl.doors import Doors
+from blockstep.impl.array_engine import ArrayEngine
 from blockstep.impl.grammars import Matcher
 from blockstep.impl.host import state as c
 from blockstep.impl.host.frames import Frame
+from blockstep.impl.host.grammar_bitmask import Masks
 from blockstep.impl.host.keys import Keys
+from blockstep.impl.host.kv_transfers import Transfers
 from blockstep.impl.host.lives import get_tokens
-from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.sessions import Sessions
-from blockstep.impl.host.transfers import Transfers
-from blockstep.impl.names import STATUSES
+from blockstep.impl.interning import STATUSES
 from blockstep.spec import vocabulary as v
 
 WIDE: Final = 256
@@ -36,7 +36,7 @@ class View:
 
     def __init__(
         self,
-        doors: Doors[Frame],
+        doors: ArrayEngine[Frame],
         requests: Requests,
         keys: Keys,
         masks: Masks,

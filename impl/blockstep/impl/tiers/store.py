@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import RLock
 
-from blockstep.impl.tiers.announced import Announced
 from blockstep.impl.tiers.files import BlockFiles, BlockKV
 from blockstep.impl.tiers.order import Move, TierOrder
+from blockstep.impl.tiers.pending_saves import Announced
 
 HOST, FILE = 0, 1
 

@@ -65,11 +65,11 @@ def process_passed_over(step: Step) -> None:
 
 def has_room(step: Step) -> bool:
     """Whether tokens and a running slot are left. Source: seed 001 "Unified Token Budget"; P9."""
-    num_seats = step.state.rules[count_seats](step)
+    num_seats = step.state.rules[count_running_slots](step)
     return step.budget > 0 and num_seats < step.state.config.max_num_seqs
 
 
-def count_seats(step: Step) -> int:
+def count_running_slots(step: Step) -> int:
     """Return the running slots that are taken: those of running requests. Source: P9."""
     return len(step.running)
 

@@ -48,7 +48,7 @@ def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
     return any(row.samples for row in list_rows_in_flight(frames, request.request_id))
 
 
-def process_promises(step: Step, rows: Sequence[FrameRow]) -> None:
+def process_placeholders(step: Step, rows: Sequence[FrameRow]) -> None:
     """Add placeholders for the tokens that the step will sample, and for the drafts after them.
 
     A row that samples adds one for the token and one per draft. Only the worker knows what it then

@@ -23,7 +23,7 @@ from typing import TypeAlias
 from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.core.requests import Frame, without_nulls
 from blockstep.spec.core.rules import Rules
-from blockstep.spec.maps import FrozenMap, freeze
+from blockstep.spec.frozen_map import FrozenMap, freeze
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     AllBlocksCleared,

@@ -18,7 +18,7 @@ from blockstep.spec.core.speculation import (
     is_accepted_prefix,
 )
 from blockstep.spec.core.state import State
-from blockstep.spec.maps import freeze
+from blockstep.spec.frozen_map import freeze
 from blockstep.spec.vocabulary import (
     Commit,
     OutputRow,

@@ -11,7 +11,7 @@ from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.slots import release_slots
 from blockstep.spec.core.state import State
-from blockstep.spec.maps import freeze
+from blockstep.spec.frozen_map import freeze
 from blockstep.spec.vocabulary import FinishReason, OutputRow, Request, RequestId, TokenIds
 
 Stop: TypeAlias = tuple[FinishReason | None, int | None]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from blockstep.spec.copies import replace
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 
 T = TypeVar("T")
 Parts: TypeAlias = FrozenMap[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.spec.copies import replace
-from blockstep.spec.core.async_ import process_promises
+from blockstep.spec.core.async_ import process_placeholders
 from blockstep.spec.core.requests import Frame, FrameRow
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
@@ -88,7 +88,7 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
             request, num_computed_tokens=num_computed, is_prefill_chunk=not frame_row.samples
         )
     if step.state.config.async_scheduling:
-        process_promises(step, frame_rows)
+        process_placeholders(step, frame_rows)
     frames, frame_id = step.state.frames, step.state.next_frame_id
     if frame_rows:
         frame = Frame(frame_id, frame_rows)

@@ -122,5 +122,5 @@ def get_preempted(request: RequestState) -> RequestState:
         spec_token_ids=(),
         holdings=NOTHING_HELD * len(request.holdings),
         num_preemptions=request.num_preemptions + 1,
-        is_unsettled=False,
+        has_unconfirmed_kv=False,
     )

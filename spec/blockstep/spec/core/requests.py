@@ -81,7 +81,7 @@ class RequestState:
     """Keys of its full blocks of known tokens: they follow from the tokens (see `hashing`)."""
     num_cached_tokens: int = -1
     num_preemptions: int = 0
-    is_unsettled: bool = False
+    has_unconfirmed_kv: bool = False
     """Whether some of its KV is unconfirmed: until it is confirmed, no block is published (P19)."""
     parts: Parts = NO_PARTS
     """Values of features and releases."""

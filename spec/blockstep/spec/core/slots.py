@@ -217,7 +217,7 @@ def allocate_slots(
                 holding = Holding(table, holding.num_cached_blocks + num_settled)
             holdings.append(holding)
         request = replace(request, holdings=tuple(holdings))
-    if not config.enable_prefix_caching or request.is_unsettled:
+    if not config.enable_prefix_caching or request.has_unconfirmed_kv:
         return pool, request
     num_known = request.num_known_tokens
     nums_full = [

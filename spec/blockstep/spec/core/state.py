@@ -9,7 +9,7 @@ from blockstep.spec.core.block_pool import Pool, create_pool
 from blockstep.spec.core.parts import NO_PARTS, Parts
 from blockstep.spec.core.requests import Frame, RequestState
 from blockstep.spec.core.rules import Rules
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.vocabulary import (
     Config,
     ConfigError,

@@ -11,7 +11,7 @@ from blockstep.spec.core.block_pool import Pool, get_fence
 from blockstep.spec.core.parts import NO_PARTS
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.vocabulary import BlockTables, FrameId, RequestId, Stats, Status, TokenIds
 
 

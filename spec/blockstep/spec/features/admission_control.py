@@ -24,7 +24,7 @@ ADMISSION_CLOSED: Final = Part("admission_closed", False)
 """Whether admission is closed, in a state or a step."""
 
 
-def is_closed(
+def is_admission_closed(
     was_closed: bool, num_running: int, has_victims: bool, num_free: int, low: int, high: int
 ) -> bool:
     """Whether admission is closed in a step, after its running phase.
@@ -39,13 +39,13 @@ def is_closed(
     return has_victims or num_free < (high if was_closed else low)
 
 
-def process_pressure(step: Step) -> bool:
+def process_admission_control(step: Step) -> bool:
     """Close or open admission for this step; return whether it is closed.
 
     Source: seed 002 "Memory Pressure Signals"; P10.
     """
     config = step.state.config
-    closed = is_closed(
+    closed = is_admission_closed(
         ADMISSION_CLOSED.of(step),
         len(step.running),
         bool(step.preempted),
@@ -85,7 +85,7 @@ FEATURES: Final = (
     Feature(
         "admission_control",
         has_limit,
-        Hooks(closes=(process_pressure,)),
+        Hooks(closes=(process_admission_control,)),
         shows={"admission_closed": ADMISSION_CLOSED.of},
         invariants=(is_closed_only_with_a_limit,),
     ),

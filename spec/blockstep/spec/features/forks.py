@@ -33,7 +33,7 @@ from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.structured_output import GRAMMAR_READY, get_advanced
-from blockstep.spec.features.structured_output.grammar import STAND, get_first_stand
+from blockstep.spec.features.structured_output.grammar import STAND, get_first_state
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Ack,
@@ -123,7 +123,7 @@ def get_branch(state: State, fork: Fork) -> RequestState | None:
     if row.finish_reason is not None:
         return None
     if asked.grammar is not None:
-        stand = get_first_stand(config, asked.prompt_token_ids)
+        stand = get_first_state(config, asked.prompt_token_ids)
         advanced = get_advanced(state, STAND.put(branch, stand), outputs)
         if advanced is None:
             return None

@@ -44,7 +44,7 @@ def process_adapter_gate(step: Step, request: RequestState) -> Verdict | None:
         return None
     names = step.state.rules[list_seated](step)
     in_use = [step.requests[name].request.adapter for name in names]
-    has_one = has_seat(adapter, in_use, step.state.config.max_loras)
+    has_one = has_lora_slot(adapter, in_use, step.state.config.max_loras)
     return None if has_one else Verdict.PASSED_OVER
 
 
@@ -53,7 +53,7 @@ def list_seated(step: Step) -> list[RequestId]:
     return step.running
 
 
-def has_seat(adapter: str | None, in_use: Collection[str | None], max_loras: int) -> bool:
+def has_lora_slot(adapter: str | None, in_use: Collection[str | None], max_loras: int) -> bool:
     """Whether a request of this adapter may join the running ones; None needs no slot.
 
     Source: vLLM 0.19.1 `schedule`; P9, P15.

@@ -113,8 +113,8 @@ def get_extended_states(
     return table[:num_kept] + moved + new_blocks
 
 
-def compute_num_certain(group: KVGroup, num_computed: int, num_in_doubt: int) -> int:
-    """Return the computed tokens that are certain for a group, with `num_in_doubt` drafts in
+def compute_num_certain(group: KVGroup, num_computed: int, num_unverified: int) -> int:
+    """Return the computed tokens that are certain for a group, with `num_unverified` drafts in
     flight.
 
     A recurrent group subtracts at least its number of states after drafts: a boundary among drafts
@@ -122,8 +122,8 @@ def compute_num_certain(group: KVGroup, num_computed: int, num_in_doubt: int) ->
     `MambaManager.remove_skipped_blocks`; P14.
     """
     if group.kind is GroupKind.RECURRENT:
-        num_in_doubt = max(num_in_doubt, group.num_speculative_blocks)
-    return max(num_computed - num_in_doubt, 0)
+        num_unverified = max(num_unverified, group.num_speculative_blocks)
+    return max(num_computed - num_unverified, 0)
 
 
 def compute_max_held_states(group: KVGroup, num_all: int, max_reach: int, max_doubt: int) -> int:

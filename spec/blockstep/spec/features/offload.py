@@ -68,7 +68,7 @@ def get_save(config: Config, victim: RequestState) -> KVSave | None:
         config.block_sizes,
         config.swap_min_tokens,
     )
-    if num_tokens == 0 or victim.is_unsettled:
+    if num_tokens == 0 or victim.has_unconfirmed_kv:
         return None
     tables = zip(victim.block_tables, config.block_sizes, strict=True)
     saved = tuple([table[: num_tokens // size] for table, size in tables])

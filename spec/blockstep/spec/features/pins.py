@@ -22,7 +22,7 @@ from blockstep.spec.core.queues import Requests
 from blockstep.spec.core.requests import RequestState, without_nulls
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.vocabulary import (
     Ack,
     BlockTables,
@@ -181,10 +181,10 @@ def process_estimate(state: State, estimate: PinEstimate) -> tuple[State, Ack]:
     """
     if not state.config.has_pins:
         return state, Ack()
-    return without_strange_jobs(PINS.put(state, take_estimate(PINS.of(state), estimate))), Ack()
+    return without_unknown_jobs(PINS.put(state, take_estimate(PINS.of(state), estimate))), Ack()
 
 
-def get_turn_ended(state: State, request_id: RequestId) -> State:
+def get_after_turn(state: State, request_id: RequestId) -> State:
     """Pin the blocks of a turn that has finished by its outputs, for its job's next turn.
 
     The pin is one more holder of each block, so the request then finishes like any other: with a
@@ -215,10 +215,10 @@ def without_pins(state: State) -> State:
     if not pins.pins:
         return state
     pool, pins = free_pins(state.pool, pins, pins.pins)
-    return without_strange_jobs(PINS.put(replace(state, pool=pool), pins))
+    return without_unknown_jobs(PINS.put(replace(state, pool=pool), pins))
 
 
-def without_strange_jobs(state: State) -> State:
+def without_unknown_jobs(state: State) -> State:
     """Drop the estimates of jobs that have neither a pin nor an unfinished turn. Source: P17."""
     pins = PINS.of(state)
     if not pins.estimates:
@@ -229,16 +229,16 @@ def without_strange_jobs(state: State) -> State:
 # A step.
 
 
-def process_expiry(step: Step) -> None:
+def process_pin_expiry(step: Step) -> None:
     """End pins whose time is over, before any allocation; then sort jobs with a pin to the front.
 
     Source: seed 001 "Change 5"; P16, P17.
     """
-    process_unpinning(step, list_expired(PINS.of(step)))
-    step.waiting = get_warm_first(step.waiting, step.requests, list_jobs(PINS.of(step)))
+    process_unpin(step, list_expired(PINS.of(step)))
+    step.waiting = get_pinned_jobs_first(step.waiting, step.requests, list_jobs(PINS.of(step)))
 
 
-def get_warm_first(
+def get_pinned_jobs_first(
     waiting: Iterable[RequestId], requests: Requests, warm: Collection[str]
 ) -> list[RequestId]:
     """Return the queue with preempted requests first, then those of jobs with a pin; stable.
@@ -246,10 +246,10 @@ def get_warm_first(
     A preempted request has waited longest, and computes its tokens again. Source: seed 001 "Change
     5"; P16.
     """
-    return sorted(waiting, key=lambda name: compute_coldness(requests[name], warm))
+    return sorted(waiting, key=lambda name: compute_queue_class(requests[name], warm))
 
 
-def compute_coldness(request: RequestState, warm: Collection[str]) -> int:
+def compute_queue_class(request: RequestState, warm: Collection[str]) -> int:
     """Return the request's class in the queue; the least goes first.
 
     Source: seed 001 "Change 5"; P16.
@@ -264,11 +264,11 @@ def process_yielding(step: Step, receiver_id: RequestId) -> bool:
     there was one. Source: P10, P17.
     """
     givers = list_givers(PINS.of(step), step.requests[receiver_id].request.job_id)
-    process_unpinning(step, givers[:1])
+    process_unpin(step, givers[:1])
     return bool(givers)
 
 
-def process_unpinning(step: Step, gone: list[Pin]) -> None:
+def process_unpin(step: Step, gone: list[Pin]) -> None:
     """End these pins now. Source: seed 001 "Change 4"; P17."""
     if gone:
         step.pool, pins = free_pins(step.pool, PINS.of(step), gone)
@@ -341,9 +341,9 @@ FEATURE: Final = Feature(
     has_pins,
     Hooks(
         givers=(process_yielding,),
-        begins=(process_expiry,),
-        stops=(get_turn_ended,),
-        ends=(without_strange_jobs,),
+        begins=(process_pin_expiry,),
+        stops=(get_after_turn,),
+        ends=(without_unknown_jobs,),
         resets=(without_pins,),
     ),
     instead={get_victim_index: get_cold_victim_index},

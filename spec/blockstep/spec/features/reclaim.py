@@ -27,7 +27,7 @@ from blockstep.spec.core.work import Step
 from blockstep.spec.vocabulary import Policy, RequestId, Status
 
 
-def process_giving(step: Step, receiver_id: RequestId) -> bool:
+def process_reclaim(step: Step, receiver_id: RequestId) -> bool:
     """Reclaim the blocks of a request that does not run; return whether one was found.
 
     Blocks that would be free only after a commit of a frame in flight are not reclaimed: the step
@@ -50,7 +50,7 @@ def find_giver(step: Step, receiver_id: RequestId | None = None) -> RequestId | 
     Source: upstream #49439; P10, P17.
     """
     queued = step.state.rules[list_queued](step)
-    givers = get_givers(step.state.config.policy, queued, step.requests)
+    givers = get_reclaimable(step.state.config.policy, queued, step.requests)
     return next((name for name in givers if name != receiver_id), None)
 
 
@@ -68,7 +68,9 @@ def list_queued(step: Step) -> list[RequestId]:
     return [*step.passed_over, *step.skipped, *step.waiting]
 
 
-def get_givers(policy: Policy, queued: Iterable[RequestId], requests: Requests) -> list[RequestId]:
+def get_reclaimable(
+    policy: Policy, queued: Iterable[RequestId], requests: Requests
+) -> list[RequestId]:
     """Return the queued requests that hold blocks, in the order of reclaim. Source: P10, P17."""
     holders = [name for name in queued if any(requests[name].block_tables)]
     if policy is Policy.PRIORITY:
@@ -91,5 +93,5 @@ def process_clearing(step: Step) -> None:
 
 
 FEATURE: Final = Feature(
-    "reclaim", is_always, Hooks(givers=(process_giving,), clears=(process_clearing,))
+    "reclaim", is_always, Hooks(givers=(process_reclaim,), clears=(process_clearing,))
 )

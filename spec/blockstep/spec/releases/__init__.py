@@ -14,19 +14,19 @@ from dataclasses import replace
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.features import get_config_rules
 from blockstep.spec.releases import (
-    adapters,
+    block_keys,
+    block_pool,
     drafts,
     encoder,
-    endings,
-    flight,
+    finish,
     grammars,
     groups,
-    identity,
-    memory,
-    order,
+    in_flight,
+    kv_events,
+    lora,
+    mamba_state,
+    policy_order,
     sessions,
-    states,
-    telling,
     transfers,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
@@ -37,20 +37,20 @@ __all__ = ["QUIRKS", "Quirk", "QuirkStory", "get_rules"]
 _STORIES: Mapping[Quirk, QuirkStory] = {
     story.quirk: story
     for theme in (
-        memory,
+        block_pool,
         groups,
-        states,
-        identity,
-        order,
-        adapters,
+        mamba_state,
+        block_keys,
+        policy_order,
+        lora,
         encoder,
         drafts,
-        flight,
+        in_flight,
         sessions,
         grammars,
-        endings,
+        finish,
         transfers,
-        telling,
+        kv_events,
     )
     for story in theme.STORIES
 }

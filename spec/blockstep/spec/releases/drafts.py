@@ -26,7 +26,7 @@ def _is_padded(
     return bool(running or has_company) and not any(other.is_prefill_chunk for other in running)
 
 
-def placeholders_outlive_a_gap(rules: Rules, _config: Config) -> Rules:
+def stale_draft_placeholders(rules: Rules, _config: Config) -> Rules:
     """Draft placeholders of a request that a plan leaves out stay, and are scheduled later."""
 
     def get_promising(
@@ -71,19 +71,19 @@ def chunks_take_drafts(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(speculation.can_take_drafts, can_take_drafts)
 
 
-def admitted_with_padding(rules: Rules, _config: Config) -> Rules:
+def padding_on_admission(rules: Rules, _config: Config) -> Rules:
     """A request admitted with one token to compute is padded with placeholder drafts, or waits."""
 
     def get_waiting_share(step: Step, request: RequestState, num_start: int) -> int | Verdict:
         config, num_known = step.state.config, request.num_known_tokens
         num_drafts = config.num_speculative_tokens
-        has_company = Quirk.HIT_IS_COMPANY_ENOUGH in rules.changes and num_start > 0
+        has_company = Quirk.PADDING_ON_HIT_WITHOUT_OTHER_REQUESTS in rules.changes and num_start > 0
         rows = [row for row in step.rows if row.status is Status.RUNNING]
         running = [step.requests[row.request_id] for row in rows]
         if not _is_padded(num_drafts, num_known - num_start, has_company, running):
             return rules[admission.get_waiting_share](step, request, num_start)
         end, has_budget = num_known + num_drafts, 1 + num_drafts <= step.budget
-        if Quirk.PADDING_WAITS_AT_THE_END in rules.changes:
+        if Quirk.PADDING_WAITS_AT_MAX_MODEL_LEN in rules.changes:
             if not has_budget or end > config.max_model_len:
                 return Verdict.NO_ROOM
         elif end >= config.max_model_len:
@@ -96,20 +96,20 @@ def admitted_with_padding(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(admission.get_waiting_share, get_waiting_share)
 
 
-def padding_waits_at_the_end(rules: Rules, _config: Config) -> Rules:
+def padding_waits_at_max_model_len(rules: Rules, _config: Config) -> Rules:
     """A request whose padding goes beyond the model length is not admitted."""
-    return rules  # `admitted_with_padding` checks this quirk
+    return rules  # `padding_on_admission` checks this quirk
 
 
-def hit_is_company_enough(rules: Rules, _config: Config) -> Rules:
+def padding_on_hit_without_other_requests(rules: Rules, _config: Config) -> Rules:
     """A request with a hit is padded even if no other request runs."""
-    return rules  # `admitted_with_padding` checks this quirk
+    return rules  # `padding_on_admission` checks this quirk
 
 
 STORIES = (
     QuirkStory(
-        Quirk.PLACEHOLDERS_OUTLIVE_A_GAP,
-        placeholders_outlive_a_gap,
+        Quirk.STALE_DRAFT_PLACEHOLDERS,
+        stale_draft_placeholders,
         "draft placeholders of a request that a plan leaves out stay, and are scheduled later",
         ("P24",),
         "#46899",
@@ -138,8 +138,8 @@ STORIES = (
         "is scheduled after the second",
     ),
     QuirkStory(
-        Quirk.ADMITTED_WITH_PADDING,
-        admitted_with_padding,
+        Quirk.PADDING_ON_ADMISSION,
+        padding_on_admission,
         "a request admitted with one token to compute is padded with placeholder drafts, or waits",
         ("P15", "P24"),
         "#45237 (merged)",
@@ -148,25 +148,25 @@ STORIES = (
         "with 3 tokens, of which 2 are placeholders; with a budget of 2 left it is not admitted",
     ),
     QuirkStory(
-        Quirk.PADDING_WAITS_AT_THE_END,
-        padding_waits_at_the_end,
+        Quirk.PADDING_WAITS_AT_MAX_MODEL_LEN,
+        padding_waits_at_max_model_len,
         "a request whose padding goes beyond the model length is not admitted",
         ("P15",),
         "#53962 (fixed in 0.29.0)",
         "0.27.0",
         "max_model_len 4, two drafts; one request decodes, and one with 2 of its 3 tokens cached "
         "is submitted: it is not admitted while the other one runs",
-        upon=(Quirk.ADMITTED_WITH_PADDING,),
+        upon=(Quirk.PADDING_ON_ADMISSION,),
     ),
     QuirkStory(
-        Quirk.HIT_IS_COMPANY_ENOUGH,
-        hit_is_company_enough,
+        Quirk.PADDING_ON_HIT_WITHOUT_OTHER_REQUESTS,
+        padding_on_hit_without_other_requests,
         "a request with a hit is padded even if no other request runs",
         ("P10", "P15", "P24"),
         "#55126 (merged)",
         "0.33.0",
         "two drafts, a budget of 2, blocks of 1; a prompt of 2 tokens, the first one cached: it "
         "needs a budget of 3, and is never admitted",
-        upon=(Quirk.ADMITTED_WITH_PADDING,),
+        upon=(Quirk.PADDING_ON_ADMISSION,),
     ),
 )

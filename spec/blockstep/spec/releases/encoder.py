@@ -12,7 +12,7 @@ from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features import encoder as encoding
-from blockstep.spec.features.encoder import Chunk, Claim
+from blockstep.spec.features.encoder import Chunk, EncoderShare
 from blockstep.spec.features.encoder import cache as items
 from blockstep.spec.features.encoder.cache import (
     ENCODER,
@@ -25,7 +25,7 @@ from blockstep.spec.features.encoder.cache import (
     let_go,
 )
 from blockstep.spec.features.sessions import goes_on
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.vocabulary import (
     Config,
@@ -37,7 +37,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-def lacks_items(claim: Claim) -> bool:
+def lacks_items(claim: EncoderShare) -> bool:
     """Return whether a row gets no token because an item has no room."""
     return claim.num_tokens == 0 and claim.encoder is not NO_ENCODER
 
@@ -48,7 +48,7 @@ def get_first_holder(request: Request, index: int) -> Holder:
     return request.request_id, names.index(names[index])
 
 
-def places_of_items_are_one(rules: Rules, _config: Config) -> Rules:
+def repeated_item_is_released_at_its_first_place(rules: Rules, _config: Config) -> Rules:
     """A request with one item at two places releases it after the first place."""
 
     def take_item(encoder: Encoder, request: Request, index: int) -> Encoder:
@@ -73,7 +73,7 @@ def places_of_items_are_one(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(items.take_item, take_item).replacing(items.free_items, free_items)
 
 
-def asking_evicts_and_holds(rules: Rules, _config: Config) -> Rules:
+def encoder_cache_changes_before_admission(rules: Rules, _config: Config) -> Rules:
     """Entries that a row would evict or share are evicted or held before the row is certain."""
 
     def limit_to_items(step: Step, request: RequestState, num_computed: int, num_new: int) -> int:
@@ -108,7 +108,7 @@ def process_items_missing(step: Step, request: RequestState) -> None:
     """Modified `encoder.process_items_missing`: it keeps them."""
 
 
-def withdrawn_items_stay(rules: Rules, _config: Config) -> Rules:
+def withdrawn_items_count_as_encoded(rules: Rules, _config: Config) -> Rules:
     """Items to be encoded for a row that is removed from the step count as encoded."""
 
     return rules.replacing(items.withdraw_items, withdraw_items)
@@ -126,7 +126,7 @@ def withdraw_items(encoder: Encoder, order: Sequence[RequestId]) -> Encoder:
     )
 
 
-def restored_compute_is_forgotten(rules: Rules, _config: Config) -> Rules:
+def encoder_budget_of_withdrawn_rows_is_lost(rules: Rules, _config: Config) -> Rules:
     """The encoder budget of a removed row is lost if the preempting request has items itself."""
 
     def process_items_taken(step: Step, request: RequestState) -> None:
@@ -139,11 +139,11 @@ def restored_compute_is_forgotten(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(encoding.process_items_taken, process_items_taken)
 
 
-def room_is_asked_before_need(rules: Rules, _config: Config) -> Rules:
+def chunk_ends_before_an_unneeded_item(rules: Rules, _config: Config) -> Rules:
     """A chunk ends before an item that does not fit, even if it would read none of its
     embeddings."""
 
-    def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> Claim:
+    def get_claim_at_item(chunk: Chunk, index: int, claim: EncoderShare) -> EncoderShare:
         item, all_rules = chunk.request.items[index], chunk.state.rules
         if chunk.reads(item, claim.num_tokens):
             return rules[encoding.get_claim_at_item](chunk, index, claim)
@@ -157,7 +157,7 @@ def room_is_asked_before_need(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(encoding.get_claim_at_item, get_claim_at_item)
 
 
-def head_reads_ahead_of_the_encoder(rules: Rules, _config: Config) -> Rules:
+def draft_head_reads_an_unencoded_item(rules: Rules, _config: Config) -> Rules:
     """An item that only the draft head reads, one token ahead, is not encoded.
 
     An item whose embeddings are all masked is encoded in any case.
@@ -183,7 +183,7 @@ cache, computed tokens, tokens of the chunk)."""
 def _with_stops(rules: Rules, stops_before_item: StopsBefore) -> Rules:
     """Return the rules in which chunks end before some items, if they must not end inside one."""
 
-    def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> Claim:
+    def get_claim_at_item(chunk: Chunk, index: int, claim: EncoderShare) -> EncoderShare:
         item, num_computed = chunk.request.items[index], chunk.num_computed
         is_there = item.identifier in claim.encoder.entries
         if chunk.is_whole and stops_before_item(item, is_there, num_computed, claim.num_tokens):
@@ -217,7 +217,7 @@ def compute_end_between_items(items: Sequence[MultiModalItem], num_computed: int
     return end
 
 
-def rests_of_items_are_split(rules: Rules, _config: Config) -> Rules:
+def remainder_of_an_item_is_split(rules: Rules, _config: Config) -> Rules:
     """A chunk that begins inside an item may end inside it, also with disable_chunked_mm_input.
 
     A chunk begins inside an item where a hit ended there.
@@ -232,7 +232,7 @@ def rests_of_items_are_split(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(items.compute_end_between_items, compute_end_between_items)
 
 
-def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
+def draft_head_stops_before_whole_items(rules: Rules, _config: Config) -> Rules:
     """A chunk ends one token before a whole item if there is a draft head, even with no token left.
 
     This is with `disable_chunked_mm_input`, and for an item whose end the chunk does not reach. The
@@ -259,7 +259,7 @@ def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
     )
 
 
-def loaded_items_need_compute(rules: Rules, _config: Config) -> Rules:
+def loaded_items_need_encoder_budget(rules: Rules, _config: Config) -> Rules:
     """An item that a connector can load is loaded only if the encoder budget would allow encoding
     it."""
     return rules.replacing(items.has_room, has_room)
@@ -270,7 +270,7 @@ def has_room(encoder: Encoder, item: MultiModalItem) -> bool:
     return item.num_embeds <= min(count_freeable(encoder), encoder.budget)
 
 
-def remade_items_are_dropped(rules: Rules, _config: Config) -> Rules:
+def reencoded_items_are_dropped(rules: Rules, _config: Config) -> Rules:
     """The worker has to drop an evicted entry even if the same step encodes the item again."""
     return rules.replacing(items.list_freed, list_freed)
 
@@ -280,13 +280,13 @@ def list_freed(encoder: Encoder) -> tuple[str, ...]:
     return tuple([name for name, _ in encoder.evicted]) if encoder.is_shared else encoder.freed
 
 
-def remade_items_beside_are_dropped(rules: Rules, config: Config) -> Rules:
+def reencoded_cross_attention_items_are_dropped(rules: Rules, config: Config) -> Rules:
     """An encoder-decoder model drops an item of the previous step even if this step encodes it
     again."""
     return rules.replacing(items.list_freed, list_freed) if config.is_encoder_decoder else rules
 
 
-def room_beside_grows(rules: Rules, _config: Config) -> Rules:
+def cross_attention_cache_overcounts_free_space(rules: Rules, _config: Config) -> Rules:
     """An encoder-decoder model counts an item's space as free again after each step, and at the
     end."""
 
@@ -301,13 +301,16 @@ def room_beside_grows(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(items.free_items, free_items)
 
 
-def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
+def items_held_until_the_commit(rules: Rules, _config: Config) -> Rules:
     """An item is released at the commit of the step that read its last token, not at the plan."""
 
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
         if num_computed is None:
             return rules[items.free_items](encoder, request, None)
-        if encoder.is_shared or Quirk.ROOM_BESIDE_GROWS not in rules.changes:
+        if (
+            encoder.is_shared
+            or Quirk.CROSS_ATTENTION_CACHE_OVERCOUNTS_FREE_SPACE not in rules.changes
+        ):
             return encoder
         name, planned = request.request_id, encoder.planned
         num_taken = sum([item.num_embeds for item in planned if item.holder[0] == name])
@@ -321,8 +324,8 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
             return everything if encoder.is_shared else encoder
         if not request.num_computed_tokens:
             return encoder
-        num_in_doubt = request.num_output_placeholders or num_rejected
-        num_read = request.num_computed_tokens - num_in_doubt
+        num_unverified = request.num_output_placeholders or num_rejected
+        num_read = request.num_computed_tokens - num_unverified
         return rules[items.free_items](encoder, request.request, num_read)
 
     def get_rows_committed(
@@ -346,18 +349,18 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
     )
 
 
-def head_reads_what_has_no_room(rules: Rules, _config: Config) -> Rules:
+def draft_head_reads_an_item_without_space(rules: Rules, _config: Config) -> Rules:
     """A chunk ends right before an item that does not fit, so that a draft head reads that item."""
     return rules.replacing(encoding.get_shorter_claim, get_shorter_claim)
 
 
-def get_shorter_claim(chunk: Chunk, index: int, claim: Claim) -> Claim:
+def get_shorter_claim(chunk: Chunk, index: int, claim: EncoderShare) -> EncoderShare:
     """Modified `encoder.get_shorter_claim`: the chunk ends right before the item."""
     offset = chunk.request.items[index].offset
     return claim._replace(num_tokens=compute_end_before(offset, chunk.num_computed, 0))
 
 
-def without_items_passed_over(rules: Rules, _config: Config) -> Rules:
+def request_without_encoder_space_is_skipped(rules: Rules, _config: Config) -> Rules:
     """A waiting request that gets no token because an item does not fit is skipped."""
 
     def process_shortage(step: Step, request: RequestState) -> Verdict:
@@ -369,8 +372,8 @@ def without_items_passed_over(rules: Rules, _config: Config) -> Rules:
 
 STORIES = (
     QuirkStory(
-        Quirk.PLACES_OF_ITEMS_ARE_ONE,
-        places_of_items_are_one,
+        Quirk.REPEATED_ITEM_IS_RELEASED_AT_ITS_FIRST_PLACE,
+        repeated_item_is_released_at_its_first_place,
         "a request with one item at two places releases it after the first place",
         ("P22",),
         "not found upstream",
@@ -379,8 +382,8 @@ STORIES = (
         "request holds the item any more",
     ),
     QuirkStory(
-        Quirk.ASKING_EVICTS_AND_HOLDS,
-        asking_evicts_and_holds,
+        Quirk.ENCODER_CACHE_CHANGES_BEFORE_ADMISSION,
+        encoder_cache_changes_before_admission,
         "entries that a row would evict or share are evicted or held before the row is certain",
         ("P7", "P22"),
         "#31857 (merged, for some exits)",
@@ -400,8 +403,8 @@ STORIES = (
         "ever",
     ),
     QuirkStory(
-        Quirk.WITHDRAWN_ITEMS_STAY,
-        withdrawn_items_stay,
+        Quirk.WITHDRAWN_ITEMS_COUNT_AS_ENCODED,
+        withdrawn_items_count_as_encoded,
         "items to be encoded for a row that is removed from the step count as encoded",
         ("P4", "P22"),
         "#23347 (merged, without the entry)",
@@ -410,8 +413,8 @@ STORIES = (
         " later one: resumed, it has no row that encodes the item",
     ),
     QuirkStory(
-        Quirk.RESTORED_COMPUTE_IS_FORGOTTEN,
-        restored_compute_is_forgotten,
+        Quirk.ENCODER_BUDGET_OF_WITHDRAWN_ROWS_IS_LOST,
+        encoder_budget_of_withdrawn_rows_is_lost,
         "the encoder budget of a removed row is lost if the preempting request has items itself",
         ("P15",),
         "not found upstream",
@@ -420,8 +423,8 @@ STORIES = (
         "another: a third running request has no budget left for its item",
     ),
     QuirkStory(
-        Quirk.ROOM_IS_ASKED_BEFORE_NEED,
-        room_is_asked_before_need,
+        Quirk.CHUNK_ENDS_BEFORE_AN_UNNEEDED_ITEM,
+        chunk_ends_before_an_unneeded_item,
         "a chunk ends before an item that does not fit, even if it would read none of its "
         "embeddings",
         ("P15",),
@@ -431,8 +434,8 @@ STORIES = (
         "embedding: a chunk that ends after that token is not scheduled",
     ),
     QuirkStory(
-        Quirk.HEAD_READS_AHEAD_OF_THE_ENCODER,
-        head_reads_ahead_of_the_encoder,
+        Quirk.DRAFT_HEAD_READS_AN_UNENCODED_ITEM,
+        draft_head_reads_an_unencoded_item,
         "an item that only the draft head reads, one token ahead, is not encoded",
         ("P22",),
         "not found upstream",
@@ -452,8 +455,8 @@ STORIES = (
         "two: the token left in the budget computes half of the item",
     ),
     QuirkStory(
-        Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
-        head_never_begins_a_whole_item,
+        Quirk.DRAFT_HEAD_STOPS_BEFORE_WHOLE_ITEMS,
+        draft_head_stops_before_whole_items,
         "with a draft head a chunk ends one token before a whole item, even if that leaves no "
         "token",
         ("P10", "P15"),
@@ -463,8 +466,8 @@ STORIES = (
         "never scheduled",
     ),
     QuirkStory(
-        Quirk.LOADED_ITEMS_NEED_COMPUTE,
-        loaded_items_need_compute,
+        Quirk.LOADED_ITEMS_NEED_ENCODER_BUDGET,
+        loaded_items_need_encoder_budget,
         "an item that a connector can load is loaded only if the encoder budget would allow "
         "encoding it",
         ("P15",),
@@ -474,8 +477,8 @@ STORIES = (
         "before it",
     ),
     QuirkStory(
-        Quirk.REMADE_ITEMS_ARE_DROPPED,
-        remade_items_are_dropped,
+        Quirk.REENCODED_ITEMS_ARE_DROPPED,
+        reencoded_items_are_dropped,
         "the worker has to drop an evicted entry even if the same step encodes the item again",
         ("P22", "P26"),
         "#52482 (merged)",
@@ -484,8 +487,8 @@ STORIES = (
         "later request: the plan names it among those to drop",
     ),
     QuirkStory(
-        Quirk.ROOM_BESIDE_GROWS,
-        room_beside_grows,
+        Quirk.CROSS_ATTENTION_CACHE_OVERCOUNTS_FREE_SPACE,
+        cross_attention_cache_overcounts_free_space,
         "an encoder-decoder model counts an item's space as free again after each step, and at the"
         " end",
         ("P9", "P22"),
@@ -495,8 +498,8 @@ STORIES = (
         "then the items of two new requests are encoded in one step",
     ),
     QuirkStory(
-        Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED,
-        remade_items_beside_are_dropped,
+        Quirk.REENCODED_CROSS_ATTENTION_ITEMS_ARE_DROPPED,
+        reencoded_cross_attention_items_are_dropped,
         "an encoder-decoder model drops an item of the previous step even if this step encodes it "
         "again",
         ("P22", "P26"),
@@ -506,8 +509,8 @@ STORIES = (
         "with that item is admitted: the plan names it among those to drop",
     ),
     QuirkStory(
-        Quirk.ITEMS_HELD_UNTIL_THE_ANSWER,
-        items_held_until_the_answer,
+        Quirk.ITEMS_HELD_UNTIL_THE_COMMIT,
+        items_held_until_the_commit,
         "an item is released at the commit of the step that read its last token, not at the plan",
         (),
         "#45347 (merged)",
@@ -515,8 +518,8 @@ STORIES = (
         "a prompt of one item, all in one step: until that step is committed, the item is held",
     ),
     QuirkStory(
-        Quirk.HEAD_READS_WHAT_HAS_NO_ROOM,
-        head_reads_what_has_no_room,
+        Quirk.DRAFT_HEAD_READS_AN_ITEM_WITHOUT_SPACE,
+        draft_head_reads_an_item_without_space,
         "a chunk ends right before an item that does not fit, so that a draft head reads that item",
         ("P22",),
         "not found upstream",
@@ -525,8 +528,8 @@ STORIES = (
         " before the second, which the head reads, and which is not encoded",
     ),
     QuirkStory(
-        Quirk.RESTS_OF_ITEMS_ARE_SPLIT,
-        rests_of_items_are_split,
+        Quirk.REMAINDER_OF_AN_ITEM_IS_SPLIT,
+        remainder_of_an_item_is_split,
         "with disable_chunked_mm_input a chunk that begins inside an item may end inside it",
         ("P22",),
         "left by #52306, #52412",
@@ -535,8 +538,8 @@ STORIES = (
         "is a hit, and another request leaves one token of the budget: it is computed",
     ),
     QuirkStory(
-        Quirk.WITHOUT_ITEMS_PASSED_OVER,
-        without_items_passed_over,
+        Quirk.REQUEST_WITHOUT_ENCODER_SPACE_IS_SKIPPED,
+        request_without_encoder_space_is_skipped,
         "a waiting request that gets no token because an item does not fit is skipped",
         ("P16",),
         "not found upstream (searched 2026-11-26: encoder budget, waiting, continue)",

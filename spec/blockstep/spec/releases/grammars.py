@@ -17,8 +17,8 @@ from blockstep.spec.features.structured_output import grammar as automaton
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
     Follow,
-    Stand,
-    get_stands,
+    GrammarState,
+    get_states,
     holds,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
@@ -33,20 +33,20 @@ from blockstep.spec.vocabulary import (
 )
 
 
-def padding_unmasks_what_follows(rules: Rules, _config: Config) -> Rules:
+def forbidden_draft_unmasks_later_positions(rules: Rules, _config: Config) -> Rules:
     """Positions after a draft that the grammar forbids have a full mask."""
 
     def get_mask(
-        config: Config, grammar: Grammar, stand: Stand, drafts: TokenIds, follow: Follow
+        config: Config, grammar: Grammar, stand: GrammarState, drafts: TokenIds, follow: Follow
     ) -> tuple[TokenIds | None, ...]:
         allowed = rules[automaton.get_mask](config, grammar, stand, drafts, follow)
-        num_read = len(get_stands(config, grammar, stand, drafts, follow))
+        num_read = len(get_states(config, grammar, stand, drafts, follow))
         return (*allowed[:num_read], *[None] * (len(allowed) - num_read))
 
     return rules.replacing(automaton.get_mask, get_mask)
 
 
-def mask_of_who_samples_by_now(rules: Rules, _config: Config) -> Rules:
+def mask_has_the_rows_that_sample_now(rules: Rules, _config: Config) -> Rules:
     """A bitmask has the rows that sample when it is made, not those of its frame's plan."""
     hooks = replace(rules.hooks, frames=(*rules.hooks.frames, fill_structured))
     return replace(rules, hooks=hooks).replacing(masks.list_masked, list_masked)
@@ -83,11 +83,11 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
     """
 
     def get_next_stand(
-        config: Config, grammar: Grammar, stand: Stand, token: TokenId
-    ) -> Stand | None:
+        config: Config, grammar: Grammar, stand: GrammarState, token: TokenId
+    ) -> GrammarState | None:
         if not holds(config, stand):
             return stand
-        return rules[automaton.get_next_stand](config, grammar, stand, token)
+        return rules[automaton.get_next_state](config, grammar, stand, token)
 
     def get_read(
         state: State, row: FrameRow, request: RequestState, tokens: TokenIds
@@ -95,7 +95,7 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
         after = rules[masks.get_read](state, row, request, tokens)
         return _get_reasoned(state.config, after, tokens) if masks.HAS_MASK.of(row) else after
 
-    return rules.replacing(automaton.get_next_stand, get_next_stand).replacing(
+    return rules.replacing(automaton.get_next_state, get_next_stand).replacing(
         masks.get_read, get_read
     )
 
@@ -104,7 +104,7 @@ def _get_reasoned(config: Config, request: RequestState, tokens: TokenIds) -> Re
     """Return the request with its reasoning ended, if one of these tokens ends it."""
     if holds(config, STAND.of(request)) or config.reasoning_end_token_id not in tokens:
         return request
-    return STAND.put(request, Stand(STAND.of(request).state, reasoning_ended=True))
+    return STAND.put(request, GrammarState(STAND.of(request).state, reasoning_ended=True))
 
 
 def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
@@ -114,7 +114,7 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
     """
     is_stepwise = Quirk.REASONING_ENDS_WITH_ITS_STEP in rules.changes
 
-    def get_seen(config: Config, request: RequestState, before: Stand) -> RequestState:
+    def get_seen(config: Config, request: RequestState, before: GrammarState) -> RequestState:
         seen = _list_seen(request, request.all_token_ids)
         after = _get_reasoned(config, request, seen) if is_stepwise else request
         is_seen = holds(config, before) or config.reasoning_end_token_id in seen
@@ -159,7 +159,7 @@ def _list_seen(request: RequestState, text: TokenIds) -> TokenIds:
     return text[first if first >= 0 else max(len(text) + first, 0) :]
 
 
-def reasoning_is_sought_in_the_next_chunk(rules: Rules, _config: Config) -> Rules:
+def reasoning_end_is_searched_in_the_next_input(rules: Rules, _config: Config) -> Rules:
     """The end of reasoning is searched for in the next input of a session, not in its outputs.
 
     This is at a stop that the session continues from: its text is searched as it is by then. The
@@ -186,15 +186,15 @@ def reasoning_is_sought_in_the_next_chunk(rules: Rules, _config: Config) -> Rule
             return rules[masks.get_read](state, row, request, tokens)
         text = request.all_token_ids[: rules[get_num_kept](request)] + chunk.prompt_token_ids
         is_seen = config.reasoning_end_token_id in _list_seen(request, text)
-        return STAND.put(request, Stand(before.state, is_seen))
+        return STAND.put(request, GrammarState(before.state, is_seen))
 
     return rules.replacing(masks.get_read, get_read)
 
 
 STORIES = (
     QuirkStory(
-        Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
-        padding_unmasks_what_follows,
+        Quirk.FORBIDDEN_DRAFT_UNMASKS_LATER_POSITIONS,
+        forbidden_draft_unmasks_later_positions,
         "positions after a draft that the grammar forbids have a full mask",
         ("P24",),
         "not found upstream",
@@ -203,8 +203,8 @@ STORIES = (
         " position follows the grammar, and those of the next two allow every token",
     ),
     QuirkStory(
-        Quirk.MASK_OF_WHO_SAMPLES_BY_NOW,
-        mask_of_who_samples_by_now,
+        Quirk.MASK_HAS_THE_ROWS_THAT_SAMPLE_NOW,
+        mask_has_the_rows_that_sample_now,
         "a bitmask has the rows that sample when it is made, not those of its frame's plan",
         (),
         "not found upstream",
@@ -233,8 +233,8 @@ STORIES = (
         "draft, and one token more: the grammar never applies",
     ),
     QuirkStory(
-        Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,
-        reasoning_is_sought_in_the_next_chunk,
+        Quirk.REASONING_END_IS_SEARCHED_IN_THE_NEXT_INPUT,
+        reasoning_end_is_searched_in_the_next_input,
         "the end of reasoning is searched for in the next input of a session, not in its outputs",
         ("P23",),
         "not found upstream",

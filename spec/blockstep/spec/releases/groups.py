@@ -92,24 +92,26 @@ class Search:
         """
         size, end = group.block_size, num_tokens // group.block_size
         if group.kind is GroupKind.SLIDING_WINDOW:
-            if Quirk.WINDOW_HIT_CUT_BLINDLY in self.quirks and self.num_behind:
+            if Quirk.WINDOW_HIT_CUT_WITHOUT_CHECK in self.quirks and self.num_behind:
                 num_wanted = -(-(group.sliding_window - 1) // size) + 1
                 top = (num_tokens + self.unit) // size
                 is_found = top < len(runs) and runs[top] >= min(num_wanted, top)
                 return (max(top - num_wanted, 0), end) if is_found else None
-            is_cut_twice = Quirk.HEAD_CUTS_SHORT_WINDOWS_TWICE in self.quirks and size < self.unit
+            is_cut_twice = (
+                Quirk.DRAFT_HEAD_CUTS_SHORT_WINDOWS_TWICE in self.quirks and size < self.unit
+            )
             if is_cut_twice and self.num_behind and num_tokens < group.sliding_window - 1:
                 is_found = end + 1 < len(runs) and runs[end + 1] == end + 1
                 return (0, end - self.unit // size) if is_found else None
             is_narrow = group.sliding_window == 1 and not self.num_behind
             if is_narrow and runs[end]:
                 return end - 1, end
-            if is_narrow and Quirk.NARROW_WINDOW_WANTS_A_BLOCK in self.quirks:
+            if is_narrow and Quirk.WINDOW_OF_ONE_NEEDS_A_CACHED_BLOCK in self.quirks:
                 return None
         if group.kind is GroupKind.CHUNKED_LOCAL:
             chunk = -(-num_tokens // group.attention_chunk_size) * group.attention_chunk_size
             is_begun = chunk < num_tokens + size and chunk <= limit
-            if Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK in self.quirks and is_begun:
+            if Quirk.FIRST_BLOCK_OF_AN_ATTENTION_CHUNK_IS_SKIPPED in self.quirks and is_begun:
                 return end, end
         if is_valid_hit(group, runs, num_tokens, self.num_behind):
             return compute_num_skipped_blocks(group, num_tokens), end
@@ -154,13 +156,13 @@ class Search:
         groups. Source: vLLM 0.33.0 `HybridKVCacheCoordinator.find_longest_cache_hit`, when run.
         """
         last = num_known - 1
-        if Quirk.HEAD_GIVES_BACK_BY_TURNS in self.quirks:
+        if Quirk.DRAFT_HEAD_DROP_PER_GROUP in self.quirks:
             return self, limit
-        if Quirk.HEAD_LOOKS_BEHIND_ONCE not in self.quirks:
+        if Quirk.DRAFT_HEAD_BLOCK_IS_LOOKED_UP_ONCE not in self.quirks:
             return self, last
         if has_looked:
             return replace(self, num_behind=0), limit
-        end = num_known if Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK in self.quirks else last
+        end = num_known if Quirk.DRAFT_HEAD_DROPS_THE_LAST_PROMPT_BLOCK in self.quirks else last
         is_state = one.group.kind is GroupKind.RECURRENT
         return self, limit if is_state else min(limit + one.group.block_size * self.num_behind, end)
 
@@ -178,10 +180,10 @@ class Search:
         for number, one in enumerate(alike):
             end = num_tokens // one.group.block_size
             is_whole = number > 0 and one.group.kind is GroupKind.FULL
-            if is_whole and Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT in self.quirks:
+            if is_whole and Quirk.ONLY_FIRST_FULL_ATTENTION_GROUP_IS_CUT in self.quirks:
                 end = ranges[number][1]
             first = ranges[number][0]
-            if Quirk.HIT_HOLDS_WHAT_IT_SKIPS not in self.quirks:
+            if Quirk.WINDOW_OF_ONE_HOLDS_A_SKIPPED_BLOCK not in self.quirks:
                 first = max(first, compute_num_skipped_blocks(one.group, num_tokens))
             for index, blocks in one.found.items():
                 held = [block_id for block_id in blocks[first:end] if block_id is not None]
@@ -193,7 +195,7 @@ class Search:
 def get_search(quirks: frozenset[str], config: Config) -> Search:
     """Return the search for hits with these quirks."""
     if len(config.groups) == 1:  # the last block is dropped, as in strict rules
-        quirks -= {Quirk.HEAD_LOOKS_BEHIND_ONCE}
+        quirks -= {Quirk.DRAFT_HEAD_BLOCK_IS_LOOKED_UP_ONCE}
     return Search(quirks, lcm(*config.block_sizes), int(config.drops_last_hit_block))
 
 
@@ -212,7 +214,7 @@ def count_needed(
     return num_taken + count_free(pool, hit)
 
 
-def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
+def window_reserves_the_full_request(rules: Rules, _config: Config) -> Rules:
     """The check of the full length counts a window as long as the whole request."""
 
     def count_reserved_blocks(
@@ -230,12 +232,12 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(full_isl.count_reserved_blocks, count_reserved_blocks)
 
 
-def windows_reserve_a_whole_step(rules: Rules, config: Config) -> Rules:
+def window_reserves_one_step(rules: Rules, config: Config) -> Rules:
     """The check of the full length counts a window, the budget of a step, and a block."""
     return windows_reserve(rules, config.max_num_batched_tokens)
 
 
-def windows_reserve_steps_in_flight(rules: Rules, config: Config) -> Rules:
+def window_reserves_steps_in_flight(rules: Rules, config: Config) -> Rules:
     """The check of the full length counts a window, all steps that may be in flight, and a
     block."""
     return windows_reserve(rules, config.max_num_batched_tokens * config.max_frames_in_flight)
@@ -265,7 +267,7 @@ def windows_reserve(rules: Rules, num_more: int) -> Rules:
     return rules.replacing(full_isl.count_reserved_blocks, count_reserved_blocks)
 
 
-def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
+def attention_chunk_keeps_a_published_block(rules: Rules, _config: Config) -> Rules:
     """The last published one of the skipped blocks before an attention chunk is kept."""
 
     def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
@@ -277,7 +279,7 @@ def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(groups.count_skipped_blocks, count_skipped_blocks)
 
 
-def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
+def window_moves_as_if_drafts_were_accepted(rules: Rules, _config: Config) -> Rules:
     """A window moves on as if all drafts in flight were accepted."""
     return rules.replacing(groups.get_num_in_doubt, get_num_in_doubt)
 
@@ -288,7 +290,7 @@ def get_num_in_doubt(row: Scheduled) -> int:
     return 0
 
 
-def all_in_flight_is_in_doubt(rules: Rules, _config: Config) -> Rules:
+def window_waits_for_commits(rules: Rules, _config: Config) -> Rules:
     """A window moves on only when steps in flight are committed, with drafts or without."""
 
     def get_num_in_doubt(row: Scheduled) -> int:
@@ -299,13 +301,13 @@ def all_in_flight_is_in_doubt(rules: Rules, _config: Config) -> Rules:
         return sum([groups.IN_DOUBT.of(row) for row in rows])
 
     return rules.replacing(groups.get_num_in_doubt, get_num_in_doubt).replacing(
-        groups.count_in_doubt, count_in_doubt
+        groups.count_unverified, count_in_doubt
     )
 
 
 STORIES = (
     QuirkStory(
-        Quirk.HEAD_GIVES_BACK_BY_TURNS,
+        Quirk.DRAFT_HEAD_DROP_PER_GROUP,
         hits_are_searched,
         "groups shorten a hit in turns, and each turn drops a block for the draft head",
         ("P5",),
@@ -315,7 +317,7 @@ STORIES = (
         "them are hit, not 5; with a second window none",
     ),
     QuirkStory(
-        Quirk.WINDOW_HIT_CUT_BLINDLY,
+        Quirk.WINDOW_HIT_CUT_WITHOUT_CHECK,
         hits_are_searched,
         "a window's hit is cut to whole blocks of every group, even if blocks before the cut are "
         "missing",
@@ -326,7 +328,7 @@ STORIES = (
         "only the last 2 of 8 are cached: 4 tokens are hit, and the window reads a null block",
     ),
     QuirkStory(
-        Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK,
+        Quirk.FIRST_BLOCK_OF_AN_ATTENTION_CHUNK_IS_SKIPPED,
         hits_are_searched,
         "a block in which an attention chunk begins counts as skipped",
         ("P5",),
@@ -336,7 +338,7 @@ STORIES = (
         "third reads a null block",
     ),
     QuirkStory(
-        Quirk.NARROW_WINDOW_WANTS_A_BLOCK,
+        Quirk.WINDOW_OF_ONE_NEEDS_A_CACHED_BLOCK,
         hits_are_searched,
         "a window of one token, which reads no earlier token, has no hit without a cached block",
         ("P5",),
@@ -345,7 +347,7 @@ STORIES = (
         "blocks of 1, full attention and a window of 1; the window's blocks were evicted: no hit",
     ),
     QuirkStory(
-        Quirk.HIT_HOLDS_WHAT_IT_SKIPS,
+        Quirk.WINDOW_OF_ONE_HOLDS_A_SKIPPED_BLOCK,
         hits_are_searched,
         "a window of one token holds the last block of a hit until the next step",
         ("P8",),
@@ -355,7 +357,7 @@ STORIES = (
         "second holds the block of the first",
     ),
     QuirkStory(
-        Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
+        Quirk.ONLY_FIRST_FULL_ATTENTION_GROUP_IS_CUT,
         hits_are_searched,
         "further groups with full attention keep blocks that they found beyond the hit",
         ("P4", "P5"),
@@ -365,8 +367,8 @@ STORIES = (
         " hit, but the request holds blocks of the second group",
     ),
     QuirkStory(
-        Quirk.WINDOWS_RESERVE_EVERYTHING,
-        windows_reserve_everything,
+        Quirk.WINDOW_RESERVES_THE_FULL_REQUEST,
+        window_reserves_the_full_request,
         "the check of the full length counts a window as long as the whole request",
         ("P10", "P11", "P15"),
         "#39734",
@@ -375,8 +377,8 @@ STORIES = (
         "holds more than 3 blocks, is never admitted",
     ),
     QuirkStory(
-        Quirk.CHUNK_KEEPS_A_NAMED_BLOCK,
-        chunk_keeps_a_named_block,
+        Quirk.ATTENTION_CHUNK_KEEPS_A_PUBLISHED_BLOCK,
+        attention_chunk_keeps_a_published_block,
         "of the skipped blocks before an attention chunk the last published one is kept",
         ("P8",),
         "#25431 (merged; fixed in 0.11.1)",
@@ -385,8 +387,8 @@ STORIES = (
         " first",
     ),
     QuirkStory(
-        Quirk.WINDOWS_FORGET_DOUBT,
-        windows_forget_doubt,
+        Quirk.WINDOW_MOVES_AS_IF_DRAFTS_WERE_ACCEPTED,
+        window_moves_as_if_drafts_were_accepted,
         "a window moves on as if all drafts in flight were accepted",
         ("P5", "P14"),
         "not found upstream",
@@ -395,7 +397,7 @@ STORIES = (
         "the token computed instead reads a null block",
     ),
     QuirkStory(
-        Quirk.HEAD_LOOKS_BEHIND_ONCE,
+        Quirk.DRAFT_HEAD_BLOCK_IS_LOOKED_UP_ONCE,
         hits_are_searched,
         "the block dropped for the draft head is looked up after a longer hit than the final one",
         ("P5",),
@@ -405,7 +407,7 @@ STORIES = (
         " fifth and sixth are evicted: 4 tokens are hit, and no block of that window follows them",
     ),
     QuirkStory(
-        Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK,
+        Quirk.DRAFT_HEAD_DROPS_THE_LAST_PROMPT_BLOCK,
         hits_are_searched,
         "the block dropped for the draft head may end with the prompt",
         ("P5",),
@@ -413,10 +415,10 @@ STORIES = (
         "0.33.0",
         "a draft head, two groups in blocks of 1; 5 tokens are cached, and submitted again: 4 of "
         "them are hit, not 3",
-        upon=(Quirk.HEAD_LOOKS_BEHIND_ONCE,),
+        upon=(Quirk.DRAFT_HEAD_BLOCK_IS_LOOKED_UP_ONCE,),
     ),
     QuirkStory(
-        Quirk.HEAD_CUTS_SHORT_WINDOWS_TWICE,
+        Quirk.DRAFT_HEAD_CUTS_SHORT_WINDOWS_TWICE,
         hits_are_searched,
         "a hit that does not fill a window is cut to whole blocks of every group before the block "
         "is dropped for the draft head, and again after it",
@@ -427,8 +429,8 @@ STORIES = (
         "are cached: none of them is hit, not 4",
     ),
     QuirkStory(
-        Quirk.WINDOWS_RESERVE_A_WHOLE_STEP,
-        windows_reserve_a_whole_step,
+        Quirk.WINDOW_RESERVES_ONE_STEP,
+        window_reserves_one_step,
         "the check of the full length counts a window, the budget of a step, and a block",
         ("P10", "P11", "P15"),
         "#39734 (named in its source)",
@@ -437,8 +439,8 @@ STORIES = (
         "holds more than 2 blocks, is never admitted",
     ),
     QuirkStory(
-        Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT,
-        windows_reserve_steps_in_flight,
+        Quirk.WINDOW_RESERVES_STEPS_IN_FLIGHT,
+        window_reserves_steps_in_flight,
         "the check of the full length counts a window, all steps that may be in flight, and a "
         "block",
         ("P10", "P11", "P15"),
@@ -448,8 +450,8 @@ STORIES = (
         "holds more than 2 blocks, is never admitted",
     ),
     QuirkStory(
-        Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT,
-        all_in_flight_is_in_doubt,
+        Quirk.WINDOW_WAITS_FOR_COMMITS,
+        window_waits_for_commits,
         "a window moves on only when steps in flight are committed, with drafts or without",
         ("P8",),
         "#47728 (merged)",

@@ -15,7 +15,7 @@ from blockstep.spec.core.work import Step
 from blockstep.spec.features import common_prefix, reclaim, sessions
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.structured_output.grammar import STAND
-from blockstep.spec.releases import memory
+from blockstep.spec.releases import block_pool as memory
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.vocabulary import (
     BlockId,
@@ -94,7 +94,7 @@ def sessions_keep_what_is_computed(rules: Rules, _config: Config) -> Rules:
     )
 
 
-def sessions_keep_their_promises(rules: Rules, _config: Config) -> Rules:
+def sessions_keep_placeholders(rules: Rules, _config: Config) -> Rules:
     """Tokens of frames in flight after a session's stop are delivered, and its drafts stay."""
 
     def get_stopped(
@@ -131,7 +131,7 @@ def sessions_admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(admission.allocate_first_slots, allocate_first_slots)
 
 
-def refused_sessions_give_back(rules: Rules, _config: Config) -> Rules:
+def refused_session_frees_skipped_blocks(rules: Rules, _config: Config) -> Rules:
     """A session that does not fit has already freed its skipped blocks."""
 
     def process_first_slots(
@@ -152,7 +152,7 @@ def get_skipped_at_admission(step: Step, request: RequestState) -> tuple[Pool, R
     return step.pool, request
 
 
-def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
+def session_keeps_blocks_without_check(rules: Rules, _config: Config) -> Rules:
     """A session keeps its blocks at a stop even if blocks that it must read are gone."""
 
     def get_stopped(
@@ -170,7 +170,7 @@ def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(sessions.get_stopped, get_stopped)
 
 
-def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
+def common_prefix_counts_idle_sessions(rules: Rules, _config: Config) -> Rules:
     """Common prefix blocks of running requests are counted only if idle sessions hold them, too."""
     return rules.replacing(common_prefix.list_common_prefixes, list_common_prefixes)
 
@@ -194,7 +194,7 @@ def count_held_by_all(step: Step, table: Sequence[BlockId]) -> int:
     return next((i for i, b in enumerate(table) if refs[b] != num_holders), len(table))
 
 
-def session_tells_its_last_stop_token(rules: Rules, _config: Config) -> Rules:
+def session_repeats_its_stop_token(rules: Rules, _config: Config) -> Rules:
     """Once a stop token has ended an input, it is reported with each output of the following
     inputs."""
 
@@ -267,8 +267,8 @@ STORIES = (
         "stops at the first of them, and the next input follows the second",
     ),
     QuirkStory(
-        Quirk.SESSIONS_KEEP_THEIR_PROMISES,
-        sessions_keep_their_promises,
+        Quirk.SESSIONS_KEEP_PLACEHOLDERS,
+        sessions_keep_placeholders,
         "tokens of frames in flight after a session's stop are delivered, and its drafts stay",
         ("P12", "P13", "P24"),
         "not found upstream",
@@ -277,8 +277,8 @@ STORIES = (
         "flight: it becomes idle, and then another token is delivered",
     ),
     QuirkStory(
-        Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
-        sessions_have_nothing_in_common,
+        Quirk.COMMON_PREFIX_COUNTS_IDLE_SESSIONS,
+        common_prefix_counts_idle_sessions,
         "common prefix blocks of running requests are counted only if idle sessions hold them, too",
         (),
         "not found upstream",
@@ -286,8 +286,8 @@ STORIES = (
         "a session is idle; another request runs, alone: the plan has no common block",
     ),
     QuirkStory(
-        Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN,
-        session_tells_its_last_stop_token,
+        Quirk.SESSION_REPEATS_ITS_STOP_TOKEN,
+        session_repeats_its_stop_token,
         "once a stop token has ended an input, it is reported with each output of the following "
         "inputs",
         ("P13",),
@@ -307,8 +307,8 @@ STORIES = (
         "given one block more",
     ),
     QuirkStory(
-        Quirk.REFUSED_SESSIONS_GIVE_BACK,
-        refused_sessions_give_back,
+        Quirk.REFUSED_SESSION_FREES_SKIPPED_BLOCKS,
+        refused_session_frees_skipped_blocks,
         "a session that does not fit has already freed its skipped blocks",
         ("P7", "P16"),
         "not found upstream",
@@ -317,8 +317,8 @@ STORIES = (
         "is not admitted, but the blocks outside its window are free",
     ),
     QuirkStory(
-        Quirk.SESSIONS_GO_BACK_BLINDLY,
-        sessions_go_back_blindly,
+        Quirk.SESSION_KEEPS_BLOCKS_WITHOUT_CHECK,
+        session_keeps_blocks_without_check,
         "a session keeps its blocks at a stop even if blocks that it must read are gone",
         ("P3", "P14"),
         "not found upstream",

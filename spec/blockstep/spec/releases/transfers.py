@@ -15,7 +15,7 @@ from blockstep.spec.core.slots import compute_num_blocks
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features import kv_transfer, reclaim, resets
-from blockstep.spec.features.groups import count_in_doubt, skip_slots
+from blockstep.spec.features.groups import count_unverified, skip_slots
 from blockstep.spec.features.groups.kinds import compute_num_skipped_tokens
 from blockstep.spec.features.kv_transfer import transfers as machine
 from blockstep.spec.features.kv_transfer.transfers import (
@@ -24,9 +24,9 @@ from blockstep.spec.features.kv_transfer.transfers import (
     Transfers,
     is_received,
 )
-from blockstep.spec.releases.failures import (
-    failed_tell_what_is_not_counted,
-    only_the_first_goes_back,
+from blockstep.spec.releases.load_failures import (
+    failed_request_reports_minus_one_cached_tokens,
+    invalid_block_rolls_back_one_request,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.vocabulary import (
@@ -42,9 +42,9 @@ from blockstep.spec.vocabulary import (
 )
 
 
-def skipped_reading_still_loads(rules: Rules, _config: Config) -> Rules:
+def skip_cache_still_loads(rules: Rules, _config: Config) -> Rules:
     """A request with skip_reading_prefix_cache loads KV from a store."""
-    return rules.replacing(kv_transfer.asks_store, asks_store)
+    return rules.replacing(kv_transfer.queries_store, asks_store)
 
 
 def asks_store(request: RequestState) -> bool:
@@ -52,7 +52,7 @@ def asks_store(request: RequestState) -> bool:
     return request.num_computed_tokens == 0
 
 
-def skipped_reading_counts_as_asked(rules: Rules, _config: Config) -> Rules:
+def skip_cache_counts_as_a_store_miss(rules: Rules, _config: Config) -> Rules:
     """A request with skip_reading_prefix_cache counts as a miss of the store."""
 
     def process_admitted(step: Step, request: RequestState, after: RequestState, hit: Hit) -> None:
@@ -76,17 +76,17 @@ def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
         return compute(offer, num_known + offer.is_async, num_local)
 
     def process_return(step: Step, request_id: RequestId) -> None:
-        rules[kv_transfer.process_return](step, request_id)
+        rules[kv_transfer.process_load_done](step, request_id)
         after = step.requests[request_id]
         num_computed = min(after.num_computed_tokens, after.num_known_tokens - 1)
         step.requests[request_id] = replace(after, num_computed_tokens=num_computed)
 
     return rules.replacing(machine.compute_num_external, compute_num_external).replacing(
-        kv_transfer.process_return, process_return
+        kv_transfer.process_load_done, process_return
     )
 
 
-def loads_publish_at_once(rules: Rules, _config: Config) -> Rules:
+def loads_are_published_before_they_are_loaded(rules: Rules, _config: Config) -> Rules:
     """Blocks that a store loads within a step are published before they are loaded."""
 
     def look_in_store(
@@ -95,12 +95,12 @@ def loads_publish_at_once(rules: Rules, _config: Config) -> Rules:
         found = rules[kv_transfer.look_in_store](step, request, hit)
         if isinstance(found, Verdict):
             return found
-        return replace(found[0], is_unsettled=False), found[1]
+        return replace(found[0], has_unconfirmed_kv=False), found[1]
 
     return rules.replacing(kv_transfer.look_in_store, look_in_store)
 
 
-def returned_though_refused(rules: Rules, _config: Config) -> Rules:
+def load_ends_without_admission(rules: Rules, _config: Config) -> Rules:
     """A request whose load has finished is unparked even if it is not admitted then.
 
     Its loaded tokens count as cached from then on, unless some of its load failed.
@@ -108,7 +108,7 @@ def returned_though_refused(rules: Rules, _config: Config) -> Rules:
 
     def process_return(step: Step, request_id: RequestId) -> None:
         config, before = step.state.config, step.requests[request_id]
-        rules[kv_transfer.process_return](step, request_id)
+        rules[kv_transfer.process_load_done](step, request_id)
         num_loaded = compute_num_blocks(before.num_computed_tokens, config.block_sizes[0])
         num_loaded += config.kv_groups[0].num_speculative_blocks
         is_whole = num_loaded >= len(before.block_tables[0])
@@ -119,15 +119,15 @@ def returned_though_refused(rules: Rules, _config: Config) -> Rules:
 
     def process_trial(step: Step, request_id: RequestId) -> Verdict:
         if is_received(TRANSFERS.of(step), request_id):
-            step.state.rules[kv_transfer.process_return](step, request_id)
+            step.state.rules[kv_transfer.process_load_done](step, request_id)
         return rules[admission.process_gates](step, request_id)
 
     return rules.replacing(admission.process_gates, process_trial).replacing(
-        kv_transfer.process_return, process_return
+        kv_transfer.process_load_done, process_return
     )
 
 
-def loaded_wait_behind_the_head(rules: Rules, _config: Config) -> Rules:
+def loaded_request_waits_behind_the_head(rules: Rules, _config: Config) -> Rules:
     """A request whose load has finished waits behind a head that does not fit, holding its
     blocks."""
     return rules.replacing(kv_transfer.process_received_behind, process_received_behind)
@@ -137,7 +137,7 @@ def process_received_behind(step: Step, head_id: RequestId) -> None:
     """Modified `kv_transfer.process_received_behind`: they wait."""
 
 
-def loaded_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
+def loaded_request_keeps_its_blocks(rules: Rules, _config: Config) -> Rules:
     """A request whose load has finished keeps its blocks until it runs, even under memory
     pressure."""
 
@@ -154,9 +154,9 @@ def compute_num_loaded(group: KVGroup, num_tokens: int, num_found: int) -> int:
     blocks.
 
     Returns 0 if the hit of this group is longer than that, as that of a second full group may be
-    (`only_the_first_full_group_is_cut`). There 0.19.1 takes a negative number of blocks: it gets
-    none, and its count of free blocks is too large from then on, which is not imitated. Source:
-    vLLM 0.19.1 `allocate_new_computed_blocks`, `FreeKVCacheBlockQueue.popleft_n`; P1.
+    (`only_first_full_attention_group_is_cut`). There 0.19.1 takes a negative number of blocks: it
+    gets none, and its count of free blocks is too large from then on, which is not imitated.
+    Source: vLLM 0.19.1 `allocate_new_computed_blocks`, `FreeKVCacheBlockQueue.popleft_n`; P1.
     """
     num_skipped = compute_num_skipped_tokens(group, num_tokens)
     if num_skipped == num_tokens and num_skipped >= group.block_size:
@@ -164,7 +164,7 @@ def compute_num_loaded(group: KVGroup, num_tokens: int, num_found: int) -> int:
     return max(compute_num_blocks(num_tokens, group.block_size) - num_found, 0)
 
 
-def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
+def external_blocks_per_group(rules: Rules, _config: Config) -> Rules:
     """A group takes blocks for a load before the next group holds its hit."""
 
     def take_blocks(
@@ -193,7 +193,7 @@ def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(slots.take_blocks, take_blocks)
 
 
-def holds_are_one(rules: Rules, _config: Config) -> Rules:
+def first_transfer_frees_the_blocks(rules: Rules, _config: Config) -> Rules:
     """The first transfer to finish frees the blocks of a finished request, even if another uses
     them."""
 
@@ -208,7 +208,7 @@ def holds_are_one(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(machine.end_transfer, end_transfer)
 
 
-def skipped_loads_are_settled(rules: Rules, _config: Config) -> Rules:
+def skipped_load_blocks_count_as_cached(rules: Rules, _config: Config) -> Rules:
     """Skipped blocks of a load, which are never loaded, count as cached."""
     return rules.replacing(slots.get_nums_settled, get_nums_settled)
 
@@ -218,7 +218,7 @@ def get_nums_settled(config: Config, hit: Hit) -> tuple[int, ...]:
     return tuple(map(len, hit.block_tables or ((),) * len(config.kv_groups)))
 
 
-def ended_leave_their_windows_first(rules: Rules, config: Config) -> Rules:
+def finished_request_first_frees_blocks_outside_windows(rules: Rules, config: Config) -> Rules:
     """A request that finishes with a store first frees the blocks outside its windows, loads or
     not.
 
@@ -235,7 +235,7 @@ def ended_leave_their_windows_first(rules: Rules, config: Config) -> Rules:
     return rules.replacing(endings.get_released, get_released) if config.kv_connector else rules
 
 
-def ended_leave_what_is_answered_first(rules: Rules, config: Config) -> Rules:
+def finished_request_first_frees_committed_blocks(rules: Rules, config: Config) -> Rules:
     """A request that finishes with a store first frees the blocks outside its windows, but for
     steps in flight.
 
@@ -243,14 +243,14 @@ def ended_leave_what_is_answered_first(rules: Rules, config: Config) -> Rules:
     """
 
     def get_released(state: State, request: RequestState) -> State:
-        num_in_doubt = state.rules[count_in_doubt](state.frames, request.request_id)
-        pool, request = skip_slots(state.config, state.pool, request, num_in_doubt, state.rules)
+        num_unverified = state.rules[count_unverified](state.frames, request.request_id)
+        pool, request = skip_slots(state.config, state.pool, request, num_unverified, state.rules)
         return rules[endings.get_released](replace(state, pool=pool), request)
 
     return rules.replacing(endings.get_released, get_released) if config.kv_connector else rules
 
 
-def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
+def cached_tokens_as_the_store_offered(rules: Rules, _config: Config) -> Rules:
     """The reported cached tokens are those that a store offered when the load began.
 
     They stay if the load fails or the last token is computed again, until the first output or
@@ -258,7 +258,7 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
     """
 
     def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
-        verdict = rules[kv_transfer.process_parking](step, request, hit)
+        verdict = rules[kv_transfer.process_async_load](step, request, hit)
         is_first = not request.num_preemptions and not request.output_token_ids
         if verdict is Verdict.SUSPENDED and is_first:
             after = replace(step.requests[request.request_id], num_cached_tokens=hit.num_tokens)
@@ -271,12 +271,12 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
         is_first = not request.num_preemptions and not request.output_token_ids
         return num_start if looks_up and is_first else num_cached
 
-    return rules.replacing(kv_transfer.process_parking, process_parking).replacing(
+    return rules.replacing(kv_transfer.process_async_load, process_parking).replacing(
         admission.get_num_cached_tokens, get_num_cached_tokens
     )
 
 
-def empty_transfers_are_reset(rules: Rules, _config: Config) -> Rules:
+def reset_ignores_transfers_without_blocks(rules: Rules, _config: Config) -> Rules:
     """A reset does not wait for transfers that hold no block.
 
     These are transfers of null blocks.
@@ -288,7 +288,7 @@ def empty_transfers_are_reset(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(kv_transfer.is_awaiting_transfers, is_awaiting_transfers)
 
 
-def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
+def pool_and_store_reset_separately(rules: Rules, _config: Config) -> Rules:
     """A reset clears the store even if the pool cannot be reset, and the pool even without a
     store."""
 
@@ -314,7 +314,7 @@ def reset_without_a_store_succeeds(rules: Rules, config: Config) -> Rules:
     return rules.replacing(resets.process_reset, process_reset)
 
 
-def transfers_are_no_work(rules: Rules, _config: Config) -> Rules:
+def loop_sleeps_during_transfers(rules: Rules, _config: Config) -> Rules:
     """The loop sleeps while a store reads blocks of a finished request, or, in a pause, loads
     some."""
     return rules.replacing(idle.has_work, idle.has_work)  # that of the core
@@ -322,8 +322,8 @@ def transfers_are_no_work(rules: Rules, _config: Config) -> Rules:
 
 STORIES = (
     QuirkStory(
-        Quirk.SKIPPED_READING_STILL_LOADS,
-        skipped_reading_still_loads,
+        Quirk.SKIP_CACHE_STILL_LOADS,
+        skip_cache_still_loads,
         "a request with skip_reading_prefix_cache loads KV from a store",
         ("P13", "P21"),
         "#57269 (fixed by 0.32.0)",
@@ -331,8 +331,8 @@ STORIES = (
         "a request that skips reading, and an offer of its first block: the block is loaded",
     ),
     QuirkStory(
-        Quirk.SKIPPED_READING_COUNTS_AS_ASKED,
-        skipped_reading_counts_as_asked,
+        Quirk.SKIP_CACHE_COUNTS_AS_A_STORE_MISS,
+        skip_cache_counts_as_a_store_miss,
         "a request with skip_reading_prefix_cache counts as a miss of the store",
         ("P21",),
         "not found upstream",
@@ -350,8 +350,8 @@ STORIES = (
         "published block; a prompt of one token asks again each time its load has finished",
     ),
     QuirkStory(
-        Quirk.LOADS_PUBLISH_AT_ONCE,
-        loads_publish_at_once,
+        Quirk.LOADS_ARE_PUBLISHED_BEFORE_THEY_ARE_LOADED,
+        loads_are_published_before_they_are_loaded,
         "blocks that a store loads within a step are published before they are loaded",
         ("P4", "P19"),
         "not found upstream",
@@ -360,8 +360,8 @@ STORIES = (
         "shares it, and reads garbage if the load fails",
     ),
     QuirkStory(
-        Quirk.RETURNED_THOUGH_REFUSED,
-        returned_though_refused,
+        Quirk.LOAD_ENDS_WITHOUT_ADMISSION,
+        load_ends_without_admission,
         "a request whose load has finished is unparked even if it is not admitted then",
         ("P7",),
         "not found upstream",
@@ -370,8 +370,8 @@ STORIES = (
         "the loaded blocks are published",
     ),
     QuirkStory(
-        Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
-        loaded_wait_behind_the_head,
+        Quirk.LOADED_REQUEST_WAITS_BEHIND_THE_HEAD,
+        loaded_request_waits_behind_the_head,
         "a request whose load has finished waits behind a head that does not fit, holding its "
         "blocks",
         ("P10",),
@@ -381,8 +381,8 @@ STORIES = (
         " it offers nothing for the first, which lacks the blocks of the second: neither ever runs",
     ),
     QuirkStory(
-        Quirk.LOADED_KEEP_THEIR_BLOCKS,
-        loaded_keep_their_blocks,
+        Quirk.LOADED_REQUEST_KEEPS_ITS_BLOCKS,
+        loaded_request_keeps_its_blocks,
         "a request whose load has finished keeps its blocks until it runs, even under memory "
         "pressure",
         ("P10", "P17", "P25"),
@@ -392,8 +392,8 @@ STORIES = (
         "neither is ever admitted; a forced reset stops with an error",
     ),
     QuirkStory(
-        Quirk.GROUPS_LOAD_BY_TURNS,
-        groups_load_by_turns,
+        Quirk.EXTERNAL_BLOCKS_PER_GROUP,
+        external_blocks_per_group,
         "a group takes blocks for a load before the next group holds its hit",
         ("P1", "P2", "P8", "P16"),
         "#33775 (fixed by #44409, 0.24.0)",
@@ -402,19 +402,19 @@ STORIES = (
         "block of the second one's hit, which is then in both tables",
     ),
     QuirkStory(
-        Quirk.ONLY_THE_FIRST_GOES_BACK,
-        only_the_first_goes_back,
+        Quirk.INVALID_BLOCK_ROLLS_BACK_ONE_REQUEST,
+        invalid_block_rolls_back_one_request,
         "of requests that share an invalid block only the first computes it again",
         ("P12", "P18", "P19"),
         "#49250 (open)",
         "0.19.1",
         "two equal prompts share a block whose load fails: the first computes it again, and the "
         "second continues after it at once",
-        upon=(Quirk.LOADS_PUBLISH_AT_ONCE,),
+        upon=(Quirk.LOADS_ARE_PUBLISHED_BEFORE_THEY_ARE_LOADED,),
     ),
     QuirkStory(
-        Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED,
-        failed_tell_what_is_not_counted,
+        Quirk.FAILED_REQUEST_REPORTS_MINUS_ONE_CACHED_TOKENS,
+        failed_request_reports_minus_one_cached_tokens,
         "a request that fails before its first admission is reported with -1 cached tokens",
         ("P21",),
         "not found upstream (fixed by 0.22.1)",
@@ -423,8 +423,8 @@ STORIES = (
         "cached",
     ),
     QuirkStory(
-        Quirk.HOLDS_ARE_ONE,
-        holds_are_one,
+        Quirk.FIRST_TRANSFER_FREES_THE_BLOCKS,
+        first_transfer_frees_the_blocks,
         "the first transfer to finish frees the blocks of a finished request, even if another uses"
         " them",
         ("P17",),
@@ -434,8 +434,8 @@ STORIES = (
         "they are saved, while the load writes to them",
     ),
     QuirkStory(
-        Quirk.SKIPPED_LOADS_ARE_SETTLED,
-        skipped_loads_are_settled,
+        Quirk.SKIPPED_LOAD_BLOCKS_COUNT_AS_CACHED,
+        skipped_load_blocks_count_as_cached,
         "skipped blocks of a load, which are never loaded, count as cached",
         ("P3", "P19"),
         "not found upstream",
@@ -444,8 +444,8 @@ STORIES = (
         "is a null block, and counts as cached while the load is under way",
     ),
     QuirkStory(
-        Quirk.ENDED_LEAVE_THEIR_WINDOWS_FIRST,
-        ended_leave_their_windows_first,
+        Quirk.FINISHED_REQUEST_FIRST_FREES_BLOCKS_OUTSIDE_WINDOWS,
+        finished_request_first_frees_blocks_outside_windows,
         "a request that finishes with a store first frees the blocks outside its windows, loads or"
         " not",
         ("P16", "P17"),
@@ -455,8 +455,8 @@ STORIES = (
         "loaded: its block is free while the load writes to it",
     ),
     QuirkStory(
-        Quirk.ENDED_LEAVE_WHAT_IS_ANSWERED_FIRST,
-        ended_leave_what_is_answered_first,
+        Quirk.FINISHED_REQUEST_FIRST_FREES_COMMITTED_BLOCKS,
+        finished_request_first_frees_committed_blocks,
         "a request that finishes with a store first frees the blocks outside its windows, but for "
         "steps in flight",
         ("P16",),
@@ -466,8 +466,8 @@ STORIES = (
         "the block of its window is queued first",
     ),
     QuirkStory(
-        Quirk.CACHED_TOKENS_OF_THE_OFFER,
-        cached_tokens_of_the_offer,
+        Quirk.CACHED_TOKENS_AS_THE_STORE_OFFERED,
+        cached_tokens_as_the_store_offered,
         "the reported cached tokens are those that a store offered when the load began",
         ("P19", "P21"),
         "not found upstream",
@@ -476,8 +476,8 @@ STORIES = (
         "as cached",
     ),
     QuirkStory(
-        Quirk.EMPTY_TRANSFERS_ARE_RESET,
-        empty_transfers_are_reset,
+        Quirk.RESET_IGNORES_TRANSFERS_WITHOUT_BLOCKS,
+        reset_ignores_transfers_without_blocks,
         "a reset does not wait for transfers that hold no block",
         ("P25",),
         "not found upstream",
@@ -486,8 +486,8 @@ STORIES = (
         "second does not read: a reset is done while that load is under way",
     ),
     QuirkStory(
-        Quirk.POOL_AND_STORE_RESET_APART,
-        pool_and_store_reset_apart,
+        Quirk.POOL_AND_STORE_RESET_SEPARATELY,
+        pool_and_store_reset_separately,
         "a reset clears the store even if the pool cannot be reset, and the pool even without a "
         "store",
         ("P7", "P25"),
@@ -505,8 +505,8 @@ STORIES = (
         "no store, and no block is held: a reset of pool and store succeeds",
     ),
     QuirkStory(
-        Quirk.TRANSFERS_ARE_NO_WORK,
-        transfers_are_no_work,
+        Quirk.LOOP_SLEEPS_DURING_TRANSFERS,
+        loop_sleeps_during_transfers,
         "the loop sleeps while a store reads blocks of a finished request, or, in a pause, loads "
         "some",
         ("P10", "P17"),

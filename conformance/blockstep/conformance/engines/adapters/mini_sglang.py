@@ -105,7 +105,7 @@ DEVIATIONS = (
             _OVERLAP,
             (v.Submit(v.Request("A", (5,), 1)), v.Schedule(), v.Abort(("A",)), Drain()),
         ),
-        sentences=("abort_ends_exactly_the_unfinished_it_names",),
+        sentences=("abort_finishes_exactly_the_named_requests",),
         when=lambda event, _answer: isinstance(event, v.Abort),
     ),
 )

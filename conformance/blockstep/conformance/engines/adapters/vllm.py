@@ -46,6 +46,7 @@ from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters.vllm_audit import Audit
+from blockstep.conformance.engines.adapters.vllm_block_keys import RequestRecord
 from blockstep.conformance.engines.adapters.vllm_counts import Lookups, leave_out
 from blockstep.conformance.engines.adapters.vllm_defaults import list_settings
 from blockstep.conformance.engines.adapters.vllm_grammars import (
@@ -53,33 +54,32 @@ from blockstep.conformance.engines.adapters.vllm_grammars import (
     finish_compilation,
 )
 from blockstep.conformance.engines.adapters.vllm_groups import fit_groups
-from blockstep.conformance.engines.adapters.vllm_leftovers import (
-    NOTE,
-    Asked,
-    check_answer,
-    check_plan,
-    check_state,
-)
-from blockstep.conformance.engines.adapters.vllm_names import Known
-from blockstep.conformance.engines.adapters.vllm_plans import read_mask, read_outputs, read_plan
-from blockstep.conformance.engines.adapters.vllm_releases import get_release_note
-from blockstep.conformance.engines.adapters.vllm_runner import check_runner, note_entering
-from blockstep.conformance.engines.adapters.vllm_script import write_script
-from blockstep.conformance.engines.adapters.vllm_spared import (
+from blockstep.conformance.engines.adapters.vllm_known_crashes import (
     WORKAROUNDS,
     find_reason,
     list_out_of_reach,
 )
-from blockstep.conformance.engines.adapters.vllm_spared_store import (
+from blockstep.conformance.engines.adapters.vllm_known_crashes_store import (
     OUT_OF_REACH_WITH,
     SPARED_BY,
     find_store_reason,
 )
+from blockstep.conformance.engines.adapters.vllm_plans import read_mask, read_outputs, read_plan
+from blockstep.conformance.engines.adapters.vllm_releases import get_release_note
+from blockstep.conformance.engines.adapters.vllm_runner import check_runner, note_entering
+from blockstep.conformance.engines.adapters.vllm_script import write_script
 from blockstep.conformance.engines.adapters.vllm_state import (
     Run,
     add_counts,
     read_counts,
     read_snapshot,
+)
+from blockstep.conformance.engines.adapters.vllm_unaccounted import (
+    NOTE,
+    Asked,
+    check_answer,
+    check_plan,
+    check_state,
 )
 from blockstep.spec import vocabulary as v
 
@@ -287,7 +287,7 @@ class VllmEngine:
     def _submit(self, request: v.Request) -> v.Ack:
         """Submit a request. Source: `add_request`."""
         run = self.run
-        known = run.known[request.request_id] = Known(request, moments=["QUEUED"])
+        known = run.known[request.request_id] = RequestRecord(request, moments=["QUEUED"])
         hasher = run.name_blocks(known)
         built = self._build(request, hasher)
         run.compile_grammar(built)

@@ -26,8 +26,8 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from blockstep.conformance.engine import EngineFault
+from blockstep.conformance.engines.adapters.vllm_block_keys import get_lora_name, get_text
 from blockstep.conformance.engines.adapters.vllm_build import HASH, RELEASE, build_embeds
-from blockstep.conformance.engines.adapters.vllm_names import get_lora_name, get_text
 from blockstep.spec import vocabulary as v
 
 

@@ -32,8 +32,8 @@ from math import lcm
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from blockstep.conformance.engines.adapters.vllm_block_keys import get_lora_name, get_text
 from blockstep.conformance.engines.adapters.vllm_groups import require_groups
-from blockstep.conformance.engines.adapters.vllm_names import get_lora_name, get_text
 from blockstep.conformance.engines.adapters.vllm_releases import require_release
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Request, SpecMethod, TokenIds
 
@@ -85,7 +85,7 @@ try:
     if RELEASE.has_events:
         from blockstep.conformance.engines.adapters.vllm_events import ask_for_events
     if RELEASE.has_offers:
-        from blockstep.conformance.engines.adapters.vllm_offers import ask_for_offers
+        from blockstep.conformance.engines.adapters.vllm_ec_connector import ask_for_offers
     if RELEASE.has_store:
         from blockstep.conformance.engines.adapters.vllm_store import ask_for_store
     if RELEASE.has_repetition_detection:

@@ -16,8 +16,8 @@ from vllm.distributed.kv_events import (
 )
 
 from blockstep.conformance.engine import EngineFault
+from blockstep.conformance.engines.adapters.vllm_block_keys import Digests, get_lora_name
 from blockstep.conformance.engines.adapters.vllm_fields import UNUSED, is_empty
-from blockstep.conformance.engines.adapters.vllm_names import Digests, get_lora_name
 from blockstep.conformance.engines.adapters.vllm_releases import require_release
 from blockstep.spec import vocabulary as v
 

@@ -9,7 +9,7 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from blockstep.conformance.engine import EngineFault
-from blockstep.conformance.engines.adapters.vllm_names import get_text
+from blockstep.conformance.engines.adapters.vllm_block_keys import get_text
 from blockstep.spec import vocabulary as v
 
 MODALITY = "image"

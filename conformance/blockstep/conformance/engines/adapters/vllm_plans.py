@@ -22,7 +22,7 @@ from blockstep.spec import vocabulary as v
 if RELEASE.has_encoder:
     from blockstep.conformance.engines.adapters.vllm_encoder import read_inputs
 if RELEASE.has_offers:
-    from blockstep.conformance.engines.adapters.vllm_offers import read_loads
+    from blockstep.conformance.engines.adapters.vllm_ec_connector import read_loads
 if RELEASE.has_store:
     from blockstep.conformance.engines.adapters.vllm_store import read_kv_loads
 

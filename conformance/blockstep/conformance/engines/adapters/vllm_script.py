@@ -11,8 +11,8 @@ from typing import Any
 from vllm.config import SchedulerConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from blockstep.conformance.engines.adapters.vllm_block_keys import get_lora_name
 from blockstep.conformance.engines.adapters.vllm_build import RELEASE, fit_keywords
-from blockstep.conformance.engines.adapters.vllm_names import get_lora_name
 from blockstep.conformance.protocol.story import (
     STALL_STEPS,
     Check,

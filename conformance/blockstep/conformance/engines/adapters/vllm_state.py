@@ -16,6 +16,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from blockstep.conformance.engine import EngineFault
+from blockstep.conformance.engines.adapters.vllm_block_keys import Digests, RequestRecord
 from blockstep.conformance.engines.adapters.vllm_build import (
     RELEASE,
     Hasher,
@@ -24,7 +25,6 @@ from blockstep.conformance.engines.adapters.vllm_build import (
 )
 from blockstep.conformance.engines.adapters.vllm_grammars import begin_compilation
 from blockstep.conformance.engines.adapters.vllm_items import hide_features, read_features
-from blockstep.conformance.engines.adapters.vllm_names import Digests, Known
 from blockstep.spec import vocabulary as v
 
 if RELEASE.has_store:
@@ -55,7 +55,7 @@ class Run:
         self.digests = Digests(RELEASE, config.block_size)
         self.key_of: dict[bytes, v.BlockKey] = {}
         """The block key of each digest with group that a block has carried."""
-        self.known: dict[v.RequestId, Known] = {}
+        self.known: dict[v.RequestId, RequestRecord] = {}
         """The latest request of each id."""
         self.frames: dict[v.FrameId, SchedulerOutput] = {}
         """The plans in flight, oldest first. vLLM does not number plans: a plan is handed back with
@@ -72,7 +72,7 @@ class Run:
         """The statistics summed over all answers; each answer has the counts since the one before.
         """
 
-    def name_blocks(self, known: Known) -> Hasher | None:
+    def name_blocks(self, known: RequestRecord) -> Hasher | None:
         """Return vLLM's block hasher, which also records the contents of the digests that it
         computes; None without prefix caching.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.goals import Goals
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.judge.properties.queue_replay import (
     begin_admission,
     in_policy_order,
     is_passed_over,
     passed_over,
 )
-from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 TEXTS = {
@@ -29,20 +29,20 @@ TEXTS = {
 }
 
 
-def of_adapters(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_adapters(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a plan with a limit on adapters."""
-    lives = ledger.lives
+    lives = history.lives
     rows = {row.request_id for row in step.rows}
     used = {lives[name].request.adapter for name in step.after.running} - {None}
     if len(used) == step.config.max_loras:
         yield "adapters_all_in_use"
         if used - {lives[name].request.adapter for name in rows}:
             yield "adapters_idle_seat_kept"
-    waiting = in_policy_order(ledger, step.before)
+    waiting = in_policy_order(history, step.before)
     if all(lives[name].request.adapter is None for name in waiting):
         return
-    gates, skipped = begin_admission(step, ledger), set(step.before.skipped_waiting)
-    met, is_past = set(passed_over(step, ledger)), False
+    gates, skipped = begin_admission(step, history), set(step.before.skipped_waiting)
+    met, is_past = set(passed_over(step, history)), False
     admitted = {row.request_id for row in step.admitted_rows}
     for name in waiting:
         if name in admitted:
@@ -50,7 +50,7 @@ def of_adapters(step: Step, ledger: Ledger) -> Iterator[str]:
             yield from _of_admission(lives[name].request.adapter, is_past, was_left)
             gates.take(name)
         elif name in met and not (
-            is_passed_over(ledger, step.old[name]) or gates.has_room_for(name)
+            is_passed_over(history, step.old[name]) or gates.has_room_for(name)
         ):
             is_past = True
             yield "adapters_passed_over"

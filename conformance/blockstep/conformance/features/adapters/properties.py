@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
+from blockstep.conformance.judge.properties.property_check import Complaint, Complaints, sentence
 from blockstep.conformance.protocol.findings import Finding, violated
 from blockstep.spec import vocabulary as v
 
@@ -14,12 +14,12 @@ from blockstep.spec import vocabulary as v
 @sentence(
     "P9", v.Schedule, of="changes", fixes="when adapters of requests without a row are exchanged"
 )
-def running_stays_within_max_loras(step: Step, ledger: Ledger) -> Complaints:
+def running_stays_within_max_loras(step: Step, history: History) -> Complaints:
     """Running requests, with a row or without, use at most `max_loras` different adapters."""
     limit = step.config.max_loras
     if not limit:
         return ()
-    lives = [ledger.lives[name] for name in step.after.running if name in ledger.lives]
+    lives = [history.lives[name] for name in step.after.running if name in history.lives]
     used = sorted({life.request.adapter for life in lives if life.request.adapter is not None})
     return [Complaint(f"adapters {used} are in use, {limit} may be")] if len(used) > limit else ()
 
@@ -40,9 +40,9 @@ def judge_plan(
 class LoraSlots:
     """The LoRA slots that requests occupy: at most `max_loras` different adapters."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._lives = ledger.lives
-        self._most = ledger.config.max_loras
+    def __init__(self, history: History) -> None:
+        self._lives = history.lives
+        self._most = history.config.max_loras
         self._taken: set[str] = set()
 
     def has_room_for(self, name: v.RequestId) -> bool:

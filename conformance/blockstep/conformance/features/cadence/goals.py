@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from blockstep.conformance.features.cadence.properties import can_decode, holds_prompts, is_early
 from blockstep.conformance.judge.goals import Goals
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.judge.properties.queue_replay import admits_nobody, next_in_line
-from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 TEXTS = {
@@ -26,21 +26,21 @@ TEXTS = {
 }
 
 
-def of_cadence(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_cadence(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a plan."""
     if not step.rows:
         return
-    prompts = [row for row in step.rows if ledger.computes_prompt(step, row)]
-    if holds_prompts(step, ledger):
-        yield from of_held(step, ledger)
-    elif prompts and is_early(ledger):
+    prompts = [row for row in step.rows if history.computes_prompt(step, row)]
+    if holds_prompts(step, history):
+        yield from of_held(step, history)
+    elif prompts and is_early(history):
         decodes = [name for name in step.before.running if not step.old[name].is_prefill_chunk]
         yield "cadence_decodes_in_flight" if decodes else "cadence_nothing_decodes"
-    elif prompts and can_decode(step, ledger):
+    elif prompts and can_decode(step, history):
         yield "cadence_interval_over"
 
 
-def of_held(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_held(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a plan that holds prompts."""
     after = step.after
     if any(name in step.old and step.new[name].is_prefill_chunk for name in after.running):
@@ -49,10 +49,10 @@ def of_held(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "cadence_last_token_admitted"
     if step.parked:
         yield "cadence_load_begins"
-    is_open = ledger.pause_state is v.PauseState.UNPAUSED and not admits_nobody(step, ledger)
+    is_open = history.pause_state is v.PauseState.UNPAUSED and not admits_nobody(step, history)
     has_seat = len(after.running) < step.config.max_num_seqs
     has_tokens = step.plan.total_num_scheduled_tokens < step.config.max_num_batched_tokens
-    if is_open and has_seat and has_tokens and next_in_line(step, ledger) is not None:
+    if is_open and has_seat and has_tokens and next_in_line(step, history) is not None:
         yield "cadence_waiting_held"
 
 

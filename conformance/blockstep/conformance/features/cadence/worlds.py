@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from blockstep.conformance.explore.world import AHEAD, UNRESERVED, Counts, Scope, World, a, b
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.history import History
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.state import State
 from blockstep.spec.features.prefill_cadence import PREFILL_WAIT
@@ -18,11 +18,11 @@ def get_form(state: State, places: Mapping[v.BlockId, int]) -> tuple[Any, ...]:
     return (PREFILL_WAIT.of(state),)
 
 
-def recall(state: State, ledger: Ledger) -> None:
-    """Give a ledger the plans since the last one with a prompt; once the interval is over, it does
+def recall(state: State, history: History) -> None:
+    """Give a history the plans since the last one with a prompt; once the interval is over, it does
     not matter how many there were."""
     interval = state.config.prefill_schedule_interval
-    ledger.num_plans_since_prompt = interval - 1 - PREFILL_WAIT.of(state)
+    history.num_plans_since_prompt = interval - 1 - PREFILL_WAIT.of(state)
 
 
 SCOPE = Scope(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from blockstep.conformance.draw.client_view import Draw
 from blockstep.conformance.draw.feature import Draws, Late, Situation
 from blockstep.conformance.draw.items import IDENTIFIERS, draw_beside, draw_encoded, draw_encoder
-from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.draw.view import View, WeightedAction
 from blockstep.conformance.features.encoder import FEATURE

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockstep.conformance.judge.attended import count_across, is_across
+from blockstep.conformance.judge.attention_ranges import count_across, is_across
 from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.admission import may_have_its_items
-from blockstep.conformance.judge.properties.amounts import blocks_across, blocks_behind
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import RowKind, Step
 from blockstep.conformance.judge.properties.queue_replay import admits_nobody, next_in_line
-from blockstep.conformance.judge.properties.step import RowKind, Step
+from blockstep.conformance.judge.properties.token_amounts import blocks_across, blocks_behind
 from blockstep.spec.vocabulary import (
     Commit,
     Config,
@@ -52,13 +52,13 @@ TEXTS = {
 """
 
 
-def of_items(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_items(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a plan with an encoder."""
     before, after, plan = step.before.encoder, step.after.encoder, step.plan
     if before is None or after is None:
         return
     made = {
-        ledger.lives[entry.request_id].request.items[index].identifier
+        history.lives[entry.request_id].request.items[index].identifier
         for entry in plan.scheduled_encoder_inputs
         for index in entry.item_indices
     }
@@ -76,24 +76,24 @@ def of_items(step: Step, ledger: Ledger) -> Iterator[str]:
     if any(name in entry.holders for entry in before.entries for name in step.preempted):
         yield "encoder_preempted_holding_an_item"
     if step.config.is_encoder_decoder:
-        yield from _of_what_is_beside(step, ledger)
+        yield from _of_what_is_beside(step, history)
         return
     for row in step.rows:
         read = [
             item.identifier
-            for item in ledger.lives[row.request_id].request.items
+            for item in history.lives[row.request_id].request.items
             if item.offset < row.end and item.offset + item.length > row.first
         ]
         if len(set(read)) < len(read):
             yield "encoder_item_twice_in_one"
-    yield from _of_missing_items(step, ledger, after)
+    yield from _of_missing_items(step, history, after)
 
 
-def _of_what_is_beside(step: Step, ledger: Ledger) -> Iterator[str]:
+def _of_what_is_beside(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a plan of an encoder-decoder model."""
     config, plan = step.config, step.plan
     made = {entry.request_id for entry in plan.scheduled_encoder_inputs}
-    names = [item.identifier for name in made for item in ledger.lives[name].request.items]
+    names = [item.identifier for name in made for item in history.lives[name].request.items]
     if len(set(names)) < len(names):
         yield "encoder_beside_made_for_two"
     for row in step.running_rows:
@@ -105,27 +105,27 @@ def _of_what_is_beside(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "encoder_across_made_again"
     if any(has_blocks_across(config, step.old[name]) for name in step.preempted):
         yield "encoder_across_preempted"
-    yield from _of_waiting_beside(step, ledger)
+    yield from _of_waiting_beside(step, history)
 
 
-def _of_waiting_beside(step: Step, ledger: Ledger) -> Iterator[str]:
+def _of_waiting_beside(step: Step, history: History) -> Iterator[str]:
     """Yield the goal of the next waiting request, if it lacks an item or cross-attention blocks
     only."""
-    config, name = step.config, next_in_line(step, ledger)
+    config, name = step.config, next_in_line(step, history)
     left = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if (
         name is None
-        or admits_nobody(step, ledger)
+        or admits_nobody(step, history)
         or any(step.new[name].block_tables)  # a session that continues
-        or ledger.pause_state is not PauseState.UNPAUSED
+        or history.pause_state is not PauseState.UNPAUSED
         or len(step.after.running) >= config.max_num_seqs
-        or ledger.lives[name].num_known > left
+        or history.lives[name].num_known > left
     ):
         return
-    life, num_free = ledger.lives[name], len(step.after.free_queue)
+    life, num_free = history.lives[name], len(step.after.free_queue)
     num_across = count_across(config, life.request)
     need = blocks_behind(config, life.num_known, ((),) * len(step.groups))
-    if need <= num_free and not may_have_its_items(step, ledger, name):
+    if need <= num_free and not may_have_its_items(step, history, name):
         yield "encoder_beside_waits"
     elif need <= num_free < need + blocks_across(config, num_across):
         yield "encoder_across_waits"
@@ -137,14 +137,14 @@ def has_blocks_across(config: Config, request: RequestSnapshot) -> bool:
     return any(table and is_across(group) for group, table in pairs)
 
 
-def of_ends_across(step: Step, _ledger: Ledger) -> Iterator[str]:
+def of_ends_across(step: Step, _history: History) -> Iterator[str]:
     """Yield the goals of requests that end with cross-attention blocks."""
     for name in step.ended if step.config.groups else ():
         if name in step.old and has_blocks_across(step.config, step.old[name]):
             yield "encoder_across_freed"
 
 
-def _of_missing_items(step: Step, ledger: Ledger, encoder: EncoderSnapshot) -> Iterator[str]:
+def _of_missing_items(step: Step, history: History, encoder: EncoderSnapshot) -> Iterator[str]:
     """Yield the goals of running requests that lack an item."""
     there = {entry.identifier for entry in encoder.entries}
     ahead = step.config.num_encoder_lookahead_tokens
@@ -152,7 +152,7 @@ def _of_missing_items(step: Step, ledger: Ledger, encoder: EncoderSnapshot) -> I
     left = step.config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     for name in step.after.running if left > 0 else ():
         stands = rows[name].end if name in rows else step.new[name].num_computed_tokens
-        for item in ledger.lives[name].request.items:
+        for item in history.lives[name].request.items:
             is_next = item.offset - ahead <= stands < item.offset + item.length
             if is_next and item.identifier not in there:
                 yield (
@@ -162,7 +162,7 @@ def _of_missing_items(step: Step, ledger: Ledger, encoder: EncoderSnapshot) -> I
                 )
 
 
-def of_encoder_reset(step: Step, _ledger: Ledger) -> Iterator[str]:
+def of_encoder_reset(step: Step, _history: History) -> Iterator[str]:
     """Yield a goal if a request held an item at the reset."""
     encoder = step.before.encoder
     if encoder is not None and any(entry.holders for entry in encoder.entries):

@@ -3,15 +3,15 @@ read."""
 
 from __future__ import annotations
 
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import (
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
+from blockstep.conformance.judge.properties.property_check import (
     ENDINGS,
     Complaints,
     differing,
     differing_requests,
     sentence,
 )
-from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 _CHANGING = (*ENDINGS, v.Schedule, v.Reset, v.StreamingUpdate, v.EncoderReset)
@@ -19,7 +19,7 @@ _CHANGING = (*ENDINGS, v.Schedule, v.Reset, v.StreamingUpdate, v.EncoderReset)
 
 
 @sentence("P22", *_CHANGING, needs="encoder_cache_size")
-def encoder_cache_adds_up(step: Step, ledger: Ledger) -> Complaints:
+def encoder_cache_adds_up(step: Step, history: History) -> Complaints:
     """The free embeddings are those that no entry takes; the freeable items are those without a
     holder.
 
@@ -38,7 +38,7 @@ def encoder_cache_adds_up(step: Step, ledger: Ledger) -> Complaints:
     yield from differing("freeable", names, sorted(encoder.freeable))
     if step.config.is_encoder_decoder and isinstance(step.observation, v.Plan):
         made = [
-            ledger.lives[entry.request_id].request.items[index].identifier
+            history.lives[entry.request_id].request.items[index].identifier
             for entry in step.plan.scheduled_encoder_inputs
             for index in entry.item_indices
         ]
@@ -50,7 +50,7 @@ def encoder_cache_adds_up(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence("P9", v.Schedule, needs="encoder_cache_size")
-def encoder_cache_stays_within_its_size(step: Step, _ledger: Ledger) -> Complaints:
+def encoder_cache_stays_within_its_size(step: Step, _history: History) -> Complaints:
     """The cache holds at most `encoder_cache_size` embeddings."""
     encoder, size = step.after.encoder, step.config.encoder_cache_size
     if encoder is not None:
@@ -66,7 +66,7 @@ def encoder_cache_stays_within_its_size(step: Step, _ledger: Ledger) -> Complain
     needs="encoder_cache_size",
     fixes="what a request keeps that does not run",
 )
-def only_running_requests_hold_items(step: Step, _ledger: Ledger) -> Complaints:
+def only_running_requests_hold_items(step: Step, _history: History) -> Complaints:
     """A request that ended or was preempted holds no item."""
     encoder = step.after.encoder
     if encoder is None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from blockstep.conformance.features.events.properties import told_by
 from blockstep.conformance.judge.goals import Goals
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.spec.vocabulary import (
     AllBlocksCleared,
     BlockRemoved,
@@ -28,12 +28,12 @@ TEXTS = {
 }
 
 
-def of_telling(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_telling(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of an answer with KV events."""
     told = told_by(step)
     if not told:
         return
-    copies = ledger.follower.copies.copy()
+    copies = history.follower.copies.copy()
     for event in told:
         if isinstance(event, BlockStored):
             yield "events_stored"
@@ -52,17 +52,19 @@ def of_telling(step: Step, ledger: Ledger) -> Iterator[str]:
         elif isinstance(event, AllBlocksCleared):
             yield "events_cleared"
             copies.clear()
-    if isinstance(step.event, Commit) and _is_ahead(step, ledger):
+    if isinstance(step.event, Commit) and _is_ahead(step, history):
         yield "events_of_a_plan_in_flight"
 
 
-def _is_ahead(step: Step, ledger: Ledger) -> bool:
+def _is_ahead(step: Step, history: History) -> bool:
     """Whether a block is logged as stored that only a frame in flight fills."""
     told = {key for event in told_by(step) if isinstance(event, BlockStored) for key in event.keys}
     if not told or not step.after.frames_in_flight:
         return False
-    written = {row.request_id: row.end for row in ledger.frame_of(step)}
-    flying = {row.request_id for name in step.after.frames_in_flight for row in ledger.frames[name]}
+    written = {row.request_id: row.end for row in history.frame_of(step)}
+    flying = {
+        row.request_id for name in step.after.frames_in_flight for row in history.frames[name]
+    }
     return any(
         step.after.block_keys[block] in told
         for name in flying & step.new.keys()

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from blockstep.conformance.judge.follower import Follower
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import (
+from blockstep.conformance.judge.kv_event_follower import Follower
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
+from blockstep.conformance.judge.properties.property_check import (
     Complaint,
     Complaints,
     difference,
@@ -17,7 +18,6 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.protocol.compare import name_key
 from blockstep.spec import vocabulary as v
 
@@ -31,9 +31,9 @@ def told_by(step: Step) -> tuple[v.KVEvent, ...]:
 
 
 @once_a_step
-def followed(step: Step, ledger: Ledger) -> tuple[Counter[v.BlockKey], list[v.BlockKey]]:
+def followed(step: Step, history: History) -> tuple[Counter[v.BlockKey], list[v.BlockKey]]:
     """The copies of each key by the log after a step, and the keys removed that had no copy."""
-    follower: Follower = ledger.follower.copy()
+    follower: Follower = history.follower.copy()
     unknown = follower.follow(told_by(step))
     return follower.copies, unknown
 
@@ -44,7 +44,7 @@ def count_findable(snapshot: v.Snapshot) -> Counter[v.BlockKey]:
 
 
 @sentence("P20", v.Commit, v.TransfersReported, v.Reset, needs="enable_kv_cache_events")
-def log_tells_what_can_be_found(step: Step, ledger: Ledger) -> Complaints:
+def kv_events_rebuild_the_cache(step: Step, history: History) -> Complaints:
     """After each answer with KV events, the log describes exactly the cached blocks.
 
     Copies of one key are counted. A reset that failed has no events, nor has an engine that was not
@@ -53,7 +53,7 @@ def log_tells_what_can_be_found(step: Step, ledger: Ledger) -> Complaints:
     if isinstance(step.observation, v.ResetDone) and not step.observation.success:
         yield from differing("kv_events of a reset that was refused", (), told_by(step))
         return
-    copies, _ = followed(step, ledger)
+    copies, _ = followed(step, history)
     findable = count_findable(step.after)
     if copies != findable:
         yield Complaint(
@@ -66,15 +66,15 @@ def log_tells_what_can_be_found(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence("P20", v.Commit, v.TransfersReported, v.Reset, needs="enable_kv_cache_events")
-def log_removes_what_was_there(step: Step, ledger: Ledger) -> Complaints:
+def kv_events_remove_only_stored_blocks(step: Step, history: History) -> Complaints:
     """A removed block was stored before, in the order of the log."""
-    _, unknown = followed(step, ledger) if told_by(step) else ({}, [])
+    _, unknown = followed(step, history) if told_by(step) else ({}, [])
     for key in unknown:
         yield Complaint(f"{name_key(key)} is removed, and no copy of it is left")
 
 
 @sentence("P20", v.Commit, v.TransfersReported, v.Reset, needs="enable_kv_cache_events")
-def stored_blocks_are_told_as_they_are(step: Step, _ledger: Ledger) -> Complaints:
+def stored_events_match_their_blocks(step: Step, _history: History) -> Complaints:
     """Blocks stored by one event follow each other, and the event has their parent and tokens."""
     for event in told_by(step):
         if isinstance(event, v.BlockStored):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from blockstep.conformance.draw.client_view import Draw, Memory
 from blockstep.conformance.draw.feature import Draws, Late, Situation
 from blockstep.conformance.draw.groups import leave_states_out
-from blockstep.conformance.draw.memory import Draw, Memory
 from blockstep.conformance.draw.requests import request_name, shuffled
 from blockstep.conformance.draw.view import View, WeightedAction
 from blockstep.conformance.features.forks import FEATURE

@@ -7,10 +7,10 @@ from itertools import chain
 
 from blockstep.conformance.features.forks.properties import count_in_common, count_settled
 from blockstep.conformance.judge.goals import Goals
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import RowKind, Step
+from blockstep.conformance.judge.properties.property_check import ENDINGS
 from blockstep.conformance.judge.properties.queue_replay import admits_nobody
-from blockstep.conformance.judge.properties.sentence import ENDINGS
-from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec import vocabulary as v
 
 TEXTS = {
@@ -40,14 +40,14 @@ TEXTS = {
 }
 
 
-def of_plan(step: Step, ledger: Ledger) -> list[str]:
+def of_plan(step: Step, history: History) -> list[str]:
     """Return the goals of a plan of a run with forks, not of one with a watermark alone."""
     if not step.config.enable_forks:
         return []
-    return [*of_branches(step, ledger), *of_pool(step, ledger)]
+    return [*of_branches(step, history), *of_pool(step, history)]
 
 
-def of_fork(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_fork(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a new branch."""
     fork = step.event
     assert isinstance(fork, v.Fork)
@@ -63,17 +63,17 @@ def of_fork(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield "forks_three_holders"
     if parent.status is v.Status.PREEMPTED:
         yield "forks_of_the_preempted"
-    elif count < count_in_common(step, ledger, fork):
+    elif count < count_in_common(step, history, fork):
         yield "forks_cut_short"
     if not said:
         yield "forks_before_an_output"
-    if count_settled(step, ledger, parent) != parent.num_cached_blocks:
+    if count_settled(step, history, parent) != parent.num_cached_blocks:
         yield "forks_named_what_is_full"
     if outputs != said[: len(outputs)]:
         yield "forks_with_other_outputs"
 
 
-def of_branches(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_branches(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a plan with branches and shared blocks."""
     copied = [row for row in step.rows if any(row.copies)]
     for row in copied:
@@ -86,13 +86,13 @@ def of_branches(step: Step, ledger: Ledger) -> Iterator[str]:
     if _goes_on_in_what_was_shared(step):
         yield "forks_last_holder_writes"
     for name in step.giving:
-        if ledger.lives[name].is_branch:
+        if history.lives[name].is_branch:
             yield "forks_gave_way"
     for new in step.plan.new:
         if new.output_token_ids and step.old[new.request_id].num_computed_tokens == 0:
             yield "forks_began_anew"
     for name in step.preempted:
-        if ledger.lives[name].is_branch:
+        if history.lives[name].is_branch:
             yield "forks_branch_preempted"
         held = chain(*step.old[name].block_tables)
         if any(step.before.ref_counts[block] > 1 for block in held if block):
@@ -112,14 +112,14 @@ def _goes_on_in_what_was_shared(step: Step) -> bool:
     return False
 
 
-def of_pool(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_pool(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of the watermark and of the order of the pool."""
     num_free, watermark = len(step.after.free_queue), step.config.watermark_blocks
     rows, running = step.admitted_rows, step.after.running
     if rows and len(running) == 1 and num_free < watermark:
         yield "forks_watermark_for_nobody"
     is_stopped = (step.after.waiting or step.after.skipped_waiting) and not admits_nobody(
-        step, ledger
+        step, history
     )
     if is_stopped and running and 0 < num_free <= watermark:
         yield "forks_watermark_holds_up"
@@ -129,14 +129,14 @@ def of_pool(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "forks_stack_reused"
 
 
-def of_parents(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_parents(step: Step, history: History) -> Iterator[str]:
     """Yield a goal for each request that ends while branches that have not run share its blocks."""
     if not (step.ended and step.config.enable_forks):
         return
     branches = [
         new
         for new in step.new.values()
-        if new.status is v.Status.WAITING and ledger.lives[new.request_id].is_branch
+        if new.status is v.Status.WAITING and history.lives[new.request_id].is_branch
     ]
     shared = {block for new in branches for block in chain(*new.block_tables) if block}
     for name in step.ended:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from blockstep.conformance.judge.attended import count_unattended
-from blockstep.conformance.judge.automaton import Automaton
-from blockstep.conformance.judge.properties.amounts import blocks_for
-from blockstep.conformance.judge.properties.ledger import Ledger, order_of
+from blockstep.conformance.judge.attention_ranges import count_unattended
+from blockstep.conformance.judge.grammar_automaton import Automaton
+from blockstep.conformance.judge.properties.history import History, order_of
+from blockstep.conformance.judge.properties.observed_step import PlannedRow, Step
 from blockstep.conformance.judge.properties.output import stop_of
-from blockstep.conformance.judge.properties.sentence import (
+from blockstep.conformance.judge.properties.property_check import (
     Complaint,
     Complaints,
     differing,
@@ -23,25 +23,25 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import PlannedRow, Step
+from blockstep.conformance.judge.properties.token_amounts import blocks_for
 from blockstep.conformance.protocol.findings import Subjects
 from blockstep.spec import vocabulary as v
 
 
-def problem_of_fork(config: v.Config, fork: v.Fork, ledger: Ledger) -> v.RejectCode | None:
+def problem_of_fork(config: v.Config, fork: v.Fork, history: History) -> v.RejectCode | None:
     """The code with which a fork must be rejected; None if it must be accepted."""
-    parent, child_id = ledger.lives.get(fork.request_id), fork.child_id
+    parent, child_id = history.lives.get(fork.request_id), fork.child_id
     if not config.enable_forks:
         return v.RejectCode.BAD_FORK
     if parent is None:
         return v.RejectCode.UNKNOWN_REQUEST
-    if child_id in ledger.lives:
+    if child_id in history.lives:
         return v.RejectCode.DUPLICATE_REQUEST
-    if ledger.in_flight(child_id):
+    if history.in_flight(child_id):
         return v.RejectCode.REQUEST_IN_FLIGHT
     if parent.session is not None or parent.admitted_in < 0:
         return v.RejectCode.BAD_FORK
-    if ledger.in_flight(fork.request_id):
+    if history.in_flight(fork.request_id):
         return v.RejectCode.FORK_IN_FLIGHT
     is_wrong = may_not_say(config, parent.request, fork.output_token_ids)
     return v.RejectCode.BAD_FORK if is_wrong else None
@@ -55,20 +55,20 @@ def may_not_say(config: v.Config, request: v.Request, outputs: v.TokenIds) -> bo
     return request.grammar is not None and Automaton(config, request).read(outputs) is None
 
 
-def count_settled(step: Step, ledger: Ledger, request: v.RequestSnapshot) -> tuple[int, ...]:
+def count_settled(step: Step, history: History, request: v.RequestSnapshot) -> tuple[int, ...]:
     """Per KV group: leading cached blocks of a parent after a fork."""
     if not step.config.enable_prefix_caching:
         return request.num_cached_blocks
-    filled = min(request.num_computed_tokens, ledger.lives[request.request_id].num_known)
+    filled = min(request.num_computed_tokens, history.lives[request.request_id].num_known)
     pairs = zip(request.num_cached_blocks, step.block_sizes, strict=True)
     if not any(request.block_tables):
         return request.num_cached_blocks
     return tuple([max(count, filled // size) for count, size in pairs])
 
 
-def count_in_common(step: Step, ledger: Ledger, fork: v.Fork) -> int:
+def count_in_common(step: Step, history: History, fork: v.Fork) -> int:
     """Computed tokens that a branch and its parent have in common; one token is left to compute."""
-    parent, life = step.old[fork.request_id], ledger.lives[fork.request_id]
+    parent, life = step.old[fork.request_id], history.lives[fork.request_id]
     tokens = (*life.request.prompt_token_ids, *fork.output_token_ids)
     pairs = enumerate(zip(life.tokens, tokens, strict=False))
     least = min(len(tokens), len(life.tokens))
@@ -76,13 +76,13 @@ def count_in_common(step: Step, ledger: Ledger, fork: v.Fork) -> int:
     return min(parent.num_computed_tokens, common, len(tokens) - 1)
 
 
-def count_shared(step: Step, ledger: Ledger, fork: v.Fork) -> int:
+def count_shared(step: Step, history: History, fork: v.Fork) -> int:
     """The most of these tokens whose KV a branch can share.
 
     The branch does not continue within a cached block, and all blocks that it attends to are held.
     """
-    parent, most = step.old[fork.request_id], count_in_common(step, ledger, fork)
-    settled = count_settled(step, ledger, parent)
+    parent, most = step.old[fork.request_id], count_in_common(step, history, fork)
+    settled = count_settled(step, history, parent)
     held = [*zip(step.groups, parent.block_tables, settled, strict=True)]
     return next(
         count for count in range(most, -1, -1) if all(_goes_on(count, *group) for group in held)
@@ -96,13 +96,13 @@ def _goes_on(count: int, group: v.KVGroup, table: Sequence[v.BlockId], num_settl
 
 
 @sentence("P5", v.Fork, fixes="how much a branch shares")
-def branch_begins_with_all_that_it_can_share(step: Step, ledger: Ledger) -> Complaints:
+def branch_shares_all_common_blocks(step: Step, history: History) -> Complaints:
     """A branch waits with its own outputs, and shares with its parent as many tokens as it can and
     nothing else."""
     fork = step.event
     assert isinstance(fork, v.Fork)
-    life, parent = ledger.lives[fork.request_id], step.old[fork.request_id]
-    count, settled = count_shared(step, ledger, fork), count_settled(step, ledger, parent)
+    life, parent = history.lives[fork.request_id], step.old[fork.request_id]
+    count, settled = count_shared(step, history, fork), count_settled(step, history, parent)
     held = [*zip(parent.block_tables, settled, step.block_sizes, strict=True)]
     expected = v.RequestSnapshot(
         fork.child_id,
@@ -133,7 +133,7 @@ def branch_begins_with_all_that_it_can_share(step: Step, ledger: Ledger) -> Comp
 
 
 @sentence("P7", v.Fork)
-def fork_changes_nobody_else(step: Step, _ledger: Ledger) -> Complaints:
+def fork_changes_no_other_request(step: Step, _history: History) -> Complaints:
     """A fork adds its branch and changes no other request, except that more blocks of its parent
     may be cached."""
     fork = step.event
@@ -152,13 +152,13 @@ def fork_changes_nobody_else(step: Step, _ledger: Ledger) -> Complaints:
 
 
 @sentence("P3", v.Fork, fixes="when a full block is published")
-def full_blocks_of_a_parent_are_named(step: Step, ledger: Ledger) -> Complaints:
+def full_blocks_of_a_parent_are_published(step: Step, history: History) -> Complaints:
     """A fork publishes the full, computed blocks of the parent, and no others."""
     fork = step.event
     assert isinstance(fork, v.Fork)
-    parent, life, keys = step.old[fork.request_id], ledger.lives[fork.request_id], step.after
+    parent, life, keys = step.old[fork.request_id], history.lives[fork.request_id], step.after
     before = list(step.before.block_keys)
-    settled = zip(parent.num_cached_blocks, count_settled(step, ledger, parent), strict=True)
+    settled = zip(parent.num_cached_blocks, count_settled(step, history, parent), strict=True)
     for group, (first, end) in enumerate(settled):
         size = step.block_sizes[group]
         for index in range(first, end):
@@ -167,28 +167,28 @@ def full_blocks_of_a_parent_are_named(step: Step, ledger: Ledger) -> Complaints:
             if block == v.NULL_BLOCK:
                 continue
             expected = life.block_name(index, size)
-            if key is None or key.group != group or ledger.names.of_key(key)[-1] != expected:
+            if key is None or key.group != group or history.names.of_key(key)[-1] != expected:
                 yield Complaint(
                     f"block {block} of {fork.request_id!r} is shared, and has no key",
                     subjects=Subjects((fork.request_id,), (block,)),
                 )
             before[block] = key
     yield from differing("block_keys", tuple(before), keys.block_keys)
-    counts = count_settled(step, ledger, parent)
+    counts = count_settled(step, history, parent)
     if fork.request_id in step.new:  # another check finds a missing parent
         seen = step.new[fork.request_id].num_cached_blocks
         yield from differing(f"num_cached_blocks of {fork.request_id}", counts, seen)
 
 
 @sentence("P16", v.Fork, fixes="the order of a queue")
-def branch_goes_to_the_front_of_the_queue(step: Step, ledger: Ledger) -> Complaints:
+def branch_goes_to_the_front_of_the_queue(step: Step, history: History) -> Complaints:
     """FCFS puts a branch at the front. PRIORITY puts it at its parent's place, ties by its own
     id."""
     fork = step.event
     assert isinstance(fork, v.Fork)
     waiting = [fork.child_id, *step.before.waiting]
     if step.config.policy is v.Policy.PRIORITY:
-        requests = {name: life.request for name, life in ledger.lives.items()}
+        requests = {name: life.request for name, life in history.lives.items()}
         mine = replace(requests[fork.request_id], request_id=fork.child_id)
         requests[fork.child_id] = mine
         waiting.sort(key=lambda name: order_of(requests[name]))
@@ -212,7 +212,7 @@ _GOING_ON = ("running", "continued")
 
 
 @sentence("P2", v.Schedule, needs="enable_forks", of="rows")
-def nobody_writes_in_what_another_holds(step: Step, _ledger: Ledger) -> Complaints:
+def shared_block_is_not_written(step: Step, _history: History) -> Complaints:
     """A row writes into a partly filled block only if no other request has held it since before the
     step and it is not cached."""
     for row in step.rows:
@@ -241,7 +241,7 @@ def nobody_writes_in_what_another_holds(step: Step, _ledger: Ledger) -> Complain
 
 
 @sentence("P8", v.Schedule, needs="enable_forks", fixes="when a shared block is copied")
-def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger) -> Complaints:
+def shared_blocks_are_copied_where_they_are_written(step: Step, _history: History) -> Complaints:
     """A row gets a copy of the partly filled block that it writes, in each KV group, if another
     request holds the block at that time. The plan lists these copies and no others in order of
     scheduling, and the requests whose table changes by one."""
@@ -279,7 +279,7 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger)
     of="admitted_rows",
     fixes="how much room an admission leaves",
 )
-def admission_leaves_the_watermark(step: Step, _ledger: Ledger) -> Complaints:
+def admission_leaves_the_watermark(step: Step, _history: History) -> Complaints:
     """An admission leaves `watermark_blocks` free blocks for the requests that run already."""
     num_free, watermark = len(step.after.free_queue), step.config.watermark_blocks
     if not step.admitted_rows or len(step.after.running) < 2 or num_free >= watermark:

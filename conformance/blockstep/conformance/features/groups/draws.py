@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from blockstep.conformance.draw.client_view import Draw
 from blockstep.conformance.draw.feature import LATE_ONE_IN, Draws, Late
 from blockstep.conformance.draw.groups import draw_groups
-from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.features.groups import FEATURE, KINDS, PARTS
 from blockstep.conformance.features.transfers import FEATURE as TRANSFERS
+from blockstep.conformance.protocol.feature_selection import FeatureSelection
 from blockstep.conformance.protocol.features import DRAFTS
-from blockstep.conformance.protocol.wishes import Wish
 from blockstep.spec.vocabulary import Config, GroupKind, SpecMethod
 
 
@@ -22,7 +22,7 @@ def add_to_config(late: Late) -> None:
     late.config = _draw_wished_groups(config, late.draw, late.swarm.is_storm, late.wish)
 
 
-def one_in(wish: Wish) -> int:
+def one_in(wish: FeatureSelection) -> int:
     """Return the number of runs of which one has groups: two if all have a store, since windows
     give blocks away that a store may load into."""
     return 2 if TRANSFERS.name in wish.always else LATE_ONE_IN
@@ -33,7 +33,7 @@ def list_kinds(names: Collection[str]) -> list[GroupKind]:
     return [feature.kind for feature in PARTS if feature.name in names]
 
 
-def _draw_head(config: Config, draw: Draw, wish: Wish) -> Config:
+def _draw_head(config: Config, draw: Draw, wish: FeatureSelection) -> Config:
     """Return the config, sometimes with a draft head if several groups are wished for."""
     if FEATURE.name not in wish.always or DRAFTS.name in wish.never or not draw.chance(25):
         return config
@@ -41,7 +41,9 @@ def _draw_head(config: Config, draw: Draw, wish: Wish) -> Config:
     return replace(config, spec_method=SpecMethod.EAGLE, num_speculative_tokens=count)
 
 
-def _draw_wished_groups(config: Config, draw: Draw, is_storm: bool, wish: Wish) -> Config:
+def _draw_wished_groups(
+    config: Config, draw: Draw, is_storm: bool, wish: FeatureSelection
+) -> Config:
     """Return the config with several groups, of the wished kinds."""
     wanted, unwanted = list_kinds(wish.always), list_kinds(wish.never)
     if KINDS.name in wish.never:

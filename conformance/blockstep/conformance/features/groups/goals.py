@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 
-from blockstep.conformance.judge.attended import count_across, count_unattended, slots_of
+from blockstep.conformance.judge.attention_ranges import count_across, count_unattended, slots_of
 from blockstep.conformance.judge.goals import Goals
-from blockstep.conformance.judge.properties.amounts import blocks_for
+from blockstep.conformance.judge.properties.history import History, RequestHistory
 from blockstep.conformance.judge.properties.hits import longest_hit, may_ask_the_cache
-from blockstep.conformance.judge.properties.ledger import Ledger, Life
-from blockstep.conformance.judge.properties.queue_replay import victims_of
-from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
-from blockstep.conformance.judge.worker.names import Name
+from blockstep.conformance.judge.properties.observed_step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.properties.queue_replay import preempted_in_order
+from blockstep.conformance.judge.properties.token_amounts import blocks_for
+from blockstep.conformance.judge.worker.prefix_names import Name
 from blockstep.spec import vocabulary as v
 
 TEXTS = {
@@ -50,7 +50,7 @@ LEFT = {
 """The goal of a freed block, by kind of group."""
 
 
-def of_groups(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_groups(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a plan with several groups."""
     config = step.config
     if step.rows and len({group.kind for group in config.groups}) > 2:
@@ -59,20 +59,20 @@ def of_groups(step: Step, ledger: Ledger) -> Iterator[str]:
     for key in after.keys() - before.keys() if after is not before else ():
         if step.block_sizes[key.group] > config.block_size:
             yield "groups_larger_block_filled"
-    yield from _of_sliding(step, ledger)
+    yield from _of_sliding(step, history)
     for row in step.rows:
         yield from _of_gains(step, row)
     for row in step.admitted_rows:
-        yield from _of_admission(step, ledger, row)
-    for name in victims_of(step, ledger) if step.plan.preempted_req_ids else ():
+        yield from _of_admission(step, history, row)
+    for name in preempted_in_order(step, history) if step.plan.preempted_req_ids else ():
         old = step.old[name]
         if count_nulls(old.block_tables):
             yield "groups_preempted_with_nulls"
-        if any(_list_done_with(config, old, ledger.count_drafts_in_flight().get(name, 0))):
+        if any(_list_done_with(config, old, history.count_drafts_in_flight().get(name, 0))):
             yield "groups_preempted_about_to_slide"
 
 
-def of_ends(step: Step, _ledger: Ledger) -> Iterator[str]:
+def of_ends(step: Step, _history: History) -> Iterator[str]:
     """Yield the goals of requests that end with null blocks in a table."""
     for name in step.ended:
         if name in step.old and count_nulls(step.old[name].block_tables):
@@ -85,16 +85,16 @@ def count_nulls(tables: v.BlockTables) -> int:
 
 
 def _list_done_with(
-    config: v.Config, request: v.RequestSnapshot, num_in_doubt: int
+    config: v.Config, request: v.RequestSnapshot, num_unverified: int
 ) -> Iterator[int]:
     """Yield, per group, the number of held blocks that a running request no longer attends to."""
-    certain = request.num_computed_tokens - num_in_doubt
+    certain = request.num_computed_tokens - num_unverified
     for group, table in zip(config.groups, request.block_tables, strict=True):
         yield min(count_unattended(group, certain), len(table)) - table.count(v.NULL_BLOCK)
 
 
-def _of_sliding(step: Step, ledger: Ledger) -> Iterator[str]:
-    in_doubt = ledger.count_drafts_in_flight()
+def _of_sliding(step: Step, history: History) -> Iterator[str]:
+    in_doubt = history.count_drafts_in_flight()
     running: dict[v.RequestId, int] = {row.request_id: row.first for row in step.running_rows}
     for name, first in running.items():
         tables = zip(step.old[name].block_tables, step.new[name].block_tables, strict=True)
@@ -120,8 +120,8 @@ def _of_gains(step: Step, row: PlannedRow) -> Iterator[str]:
         yield "groups_last_block_to_another"
 
 
-def _of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
-    life, config = ledger.lives[row.request_id], step.config
+def _of_admission(step: Step, history: History, row: PlannedRow) -> Iterator[str]:
+    life, config = history.lives[row.request_id], step.config
     shared = [[block for block in table if block] for table in row.hit_tables]
     has_nulls = count_nulls(row.hit_tables) > 0
     if has_nulls:
@@ -139,7 +139,7 @@ def _of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
         if any(not references[block] for block in table) and any(others):
             yield "groups_free_hit_beside_new_blocks"
     if may_ask_the_cache(step, life):
-        yield from _of_cuts(step, ledger, life, row.first)
+        yield from _of_cuts(step, history, life, row.first)
     num_across = count_across(config, life.request)
     num_all = sum(
         [
@@ -155,13 +155,13 @@ def _of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
             yield "groups_admitted_past_its_room"
 
 
-def _of_cuts(step: Step, ledger: Ledger, life: Life, num_hit: int) -> Iterator[str]:
+def _of_cuts(step: Step, history: History, life: RequestHistory, num_hit: int) -> Iterator[str]:
     """Yield a goal for each kind of group that could have hit more than all together."""
     unit, cut = lcm(*step.config.block_sizes), set()
     if num_hit + unit >= life.num_known:
         return  # no longer hit exists
     for index, group in enumerate(step.config.groups):
-        named = ledger.named_blocks(step.before, index)
+        named = history.named_blocks(step.before, index)
 
         def find(
             name: Name, _group: int, named: dict[Name, tuple[v.BlockId, ...]] = named

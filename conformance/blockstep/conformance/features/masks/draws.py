@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from blockstep.conformance.draw.client_view import Draw, list_ending, list_frames
 from blockstep.conformance.draw.feature import LATE_ONE_IN, Draws, Late, Situation
-from blockstep.conformance.draw.memory import Draw, list_ending, list_frames
 from blockstep.conformance.draw.presets import PROPOSERS, Swarm
 from blockstep.conformance.draw.view import View, WeightedAction
 from blockstep.conformance.features.groups import KINDS
 from blockstep.conformance.features.masks import FEATURE
 from blockstep.conformance.protocol.feature import settle_states
+from blockstep.conformance.protocol.feature_selection import FeatureSelection
 from blockstep.conformance.protocol.features import DRAFTS, GRAMMAR, HOSTILE
 from blockstep.conformance.protocol.program import Action, Hostile, Mask
-from blockstep.conformance.protocol.wishes import Wish
 from blockstep.spec import vocabulary as v
 
 FEW_TOKENS = 5
@@ -30,7 +30,7 @@ def add_to_config(late: Late) -> None:
         late.config = _add_drafts(late.config, draw, keeps_states=KINDS.name in wish.always)
 
 
-def one_in(wish: Wish) -> int:
+def one_in(wish: FeatureSelection) -> int:
     """Return the number of runs of which one has masks: two if all have grammars."""
     return 2 if GRAMMAR.name in wish.always else LATE_ONE_IN
 

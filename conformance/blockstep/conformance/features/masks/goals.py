@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.goals import Goals
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import RowKind, Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import RowKind, Step
 from blockstep.spec import vocabulary as v
 
 TEXTS = {
@@ -29,14 +29,14 @@ TEXTS = {
 }
 
 
-def of_mask(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_mask(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a bitmask."""
     assert isinstance(step.observation, v.GrammarOutput)
     rows = step.observation.rows
     if rows:
         yield "masks_made"
     for row in rows:
-        life, request = ledger.lives[row.request_id], step.new[row.request_id]
+        life, request = history.lives[row.request_id], step.new[row.request_id]
         if row.draft_token_ids:
             yield "masks_of_drafts"
         if v.DRAFT_PLACEHOLDER in row.draft_token_ids:
@@ -50,13 +50,13 @@ def of_mask(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "masks_terminated" if place.holds else "masks_in_reasoning"
 
 
-def of_proposals(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_proposals(step: Step, history: History) -> Iterator[str]:
     """Yield a goal for each proposal whose drafts a grammar cut."""
     assert isinstance(step.event, v.Drafts)
     assert isinstance(step.observation, v.DraftsTaken)
     taken = step.observation.request_ids
-    for row in step.event.drafts if ledger.has_grammars else ():
-        life = ledger.lives.get(row.request_id)
+    for row in step.event.drafts if history.has_grammars else ():
+        life = history.lives.get(row.request_id)
         if (
             life is not None
             and row.request_id in taken
@@ -65,9 +65,9 @@ def of_proposals(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "masks_draft_cut_when_proposed"
 
 
-def of_masked_plan(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_masked_plan(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a plan with grammars."""
-    if not ledger.has_grammars:
+    if not history.has_grammars:
         return
     if step.plan.pending_structured_output_tokens:
         yield "masks_flag_of_frames_behind"
@@ -76,14 +76,14 @@ def of_masked_plan(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "masks_resumed_amid_its_grammar"
 
 
-def of_masked_commit(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_masked_commit(step: Step, history: History) -> Iterator[str]:
     """Yield a goal for each request whose reasoning ended."""
-    for name, new in step.new.items() if ledger.has_grammars else ():
+    for name, new in step.new.items() if history.has_grammars else ():
         if new.reasoning_ended and not step.old[name].reasoning_ended:
             yield "masks_reasoning_ended"
 
 
-def of_failure(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_failure(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a failed grammar."""
     assert isinstance(step.event, v.GrammarFailed)
     name = step.event.request_id
@@ -92,7 +92,7 @@ def of_failure(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "masks_failed_while_it_waits"
     elif status is v.Status.RUNNING:
         yield "masks_failed_while_it_runs"
-    if ledger.in_flight(name):
+    if history.in_flight(name):
         yield "masks_failed_in_flight"
 
 

@@ -8,37 +8,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.judge.automaton import Automaton
-from blockstep.conformance.judge.properties.ledger import WHOLE, Ledger
-from blockstep.conformance.judge.properties.sentence import (
+from blockstep.conformance.judge.grammar_automaton import Automaton
+from blockstep.conformance.judge.properties.history import WHOLE, History
+from blockstep.conformance.judge.properties.observed_step import Step
+from blockstep.conformance.judge.properties.property_check import (
     Complaints,
     differing,
     differing_requests,
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 
 @sentence("P23", v.Schedule, v.Commit, v.Drafts, v.GrammarBitmask, v.Reset, needs=WHOLE)
-def grammar_stands_where_the_outputs_led_it(step: Step, ledger: Ledger) -> Complaints:
+def grammar_state_follows_outputs(step: Step, history: History) -> Complaints:
     """The state of a grammar follows from the delivered tokens, whatever else happened: drafts,
     rejections, preemptions, resets.
 
     So does the flag that reasoning has ended, where the grammar waits for that.
     """
-    if not ledger.has_grammars:
+    if not history.has_grammars:
         return
     delivered = step.delivered if isinstance(step.event, v.Commit) else {}
     for name, request in step.new.items():
-        life = ledger.lives.get(name)
+        life = history.lives.get(name)
         if life is None:
             continue
         place, due, automaton = life.find_place(delivered.get(name, ())), (0, False), life.automaton
-        after = ledger.get_request_after(step, name)
+        after = history.get_request_after(step, name)
         if automaton is not None and after is not life.request:  # an input restarts it
-            automaton = Automaton(ledger.config, after)
+            automaton = Automaton(history.config, after)
             place = automaton.read(())
         if place is not None and automaton is not None:
             due = (place.state, automaton.is_reasoning_over(place))
@@ -49,26 +49,26 @@ def grammar_stands_where_the_outputs_led_it(step: Step, ledger: Ledger) -> Compl
 
 
 @sentence("P23", v.Schedule)
-def plan_tells_that_it_has_a_mask(step: Step, ledger: Ledger) -> Complaints:
+def plan_flags_structured_output(step: Step, history: History) -> Complaints:
     """A plan says whether a row samples under a grammar, and whether older frames have tokens of
     such a row in flight, for which its bitmask must wait."""
     plan = step.plan
     if not (
-        ledger.has_grammars
+        history.has_grammars
         or plan.has_structured_output_requests
         or plan.pending_structured_output_tokens
     ):
         return
     masked = [
         row
-        for row in (step.rows if ledger.has_grammars else ())
-        if ledger.lives[row.request_id].automaton is not None and ledger.flight_row(row).samples
+        for row in (step.rows if history.has_grammars else ())
+        if history.lives[row.request_id].automaton is not None and history.flight_row(row).samples
     ]
     if plan.has_structured_output_requests != bool(masked):
         yield from differing(
             "has_structured_output_requests", bool(masked), plan.has_structured_output_requests
         )
-    waits = any(ledger.placeholders(row.request_id) for row in masked)
+    waits = any(history.placeholders(row.request_id) for row in masked)
     if plan.pending_structured_output_tokens != waits:
         yield from differing(
             "pending_structured_output_tokens", waits, plan.pending_structured_output_tokens
@@ -76,7 +76,7 @@ def plan_tells_that_it_has_a_mask(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence("P23", v.GrammarFailed)
-def failed_grammar_ends_its_request(step: Step, _ledger: Ledger) -> Complaints:
+def failed_grammar_ends_its_request(step: Step, _history: History) -> Complaints:
     """A request whose grammar failed ends with an error and without a token, and no other request
     does."""
     assert isinstance(step.event, v.GrammarFailed)

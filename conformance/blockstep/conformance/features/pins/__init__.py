@@ -59,16 +59,16 @@ FEATURE = Feature(
     signal_of={v.Clock: "clock", v.PinEstimate: "estimate"},
     part=PartOfSnapshot("pins", "has_pins", list_kept, rename),
     headlines={
-        "pins_give_way_only_where_nobody_else_runs": (
+        "pins_are_reclaimed_only_as_last_resort": (
             "LIVENESS: a pin was reclaimed while other requests run"
         ),
-        "nobody_waits_for_a_pin": "LIVENESS: {request} waits for blocks that only pins hold",
-        "preempted_of_a_job_with_a_pin_are_the_last": (
+        "pins_do_not_block_admission": "LIVENESS: {request} waits for blocks that only pins hold",
+        "requests_of_pinned_jobs_are_preempted_last": (
             "ORDER: a request of a pinned job was preempted before others"
         ),
         "pins_are_of_turns_that_ended": "TRANSFER: the pins are not those of the turns that ended",
         "pins_end_in_time": "TRANSFER: a pin outlives its end, or a plan changed one",
-        "pins_hold_what_can_be_found": "TRANSFER: a pin holds {block}, which is not cached",
-        "time_and_estimates_are_as_told": "PROTOCOL: time or estimates are not the last ones told",
+        "pins_hold_cached_blocks": "TRANSFER: a pin holds {block}, which is not cached",
+        "clock_and_estimates_follow_events": "PROTOCOL: time or estimates are not the last given",
     },
 )

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from blockstep.conformance.draw.client_view import Draw, Text
 from blockstep.conformance.draw.feature import Draws, Late, Situation
-from blockstep.conformance.draw.memory import Draw, Text
 from blockstep.conformance.draw.presets import Swarm
-from blockstep.conformance.draw.requests import draw_twin
+from blockstep.conformance.draw.requests import draw_continuation
 from blockstep.conformance.draw.view import View, WeightedAction
 from blockstep.conformance.features.pins import FEATURE
 from blockstep.conformance.protocol.features import PRIORITY
@@ -47,7 +47,7 @@ def go_on(view: View, draw: Draw, name: v.RequestId) -> v.Request | None:
 def draw_turn(view: View, draw: Draw, name: v.RequestId, turns: Sequence[Text]) -> v.Request:
     """Draw the next turn of a job: the tokens of one of its turns, most often the last, and a new
     token."""
-    turn = draw_twin(view.swarm, draw, name, view.num_submitted, turns)
+    turn = draw_continuation(view.swarm, draw, name, view.num_submitted, turns)
     before = next((it for it, text in reversed(turns) if _goes_on(turn, text)), turns[-1][0])
     return draw_job(turn, draw, before.job_id)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from blockstep.conformance.judge.goals import Goals
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.spec import vocabulary as v
 
 TEXTS = {
@@ -41,23 +41,23 @@ TEXTS = {
 }
 
 
-def of_pins(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_pins(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of an event with pins."""
     before, after = step.before.pins, step.after.pins
     if before is None or after is None:
         return
     match step.event, step.observation:
         case v.Schedule(), v.Plan():
-            yield from _of_plan(step, ledger, before, after)
+            yield from _of_plan(step, history, before, after)
         case (v.Commit(), v.Outputs()) | (v.Abort(), v.Aborted()):
-            yield from _of_ends(step, ledger, before, after)
+            yield from _of_ends(step, history, before, after)
         case v.Clock(now=now), _ if now < before.now:
             yield "pins_clock_backward"
         case v.PinEstimate(job_id=job_id), _:
             if before.pins != after.pins:
                 yield "pins_estimated_anew"
             jobs = {pin.job_id for pin in before.pins}
-            jobs |= {str(ledger.lives[name].request.job_id) for name in step.old}
+            jobs |= {str(history.lives[name].request.job_id) for name in step.old}
             if job_id not in jobs:
                 yield "pins_estimate_of_nobody"
         case v.Reset(), v.ResetDone(success=success) if before.pins:
@@ -66,7 +66,7 @@ def of_pins(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def _of_plan(
-    step: Step, ledger: Ledger, before: v.PinsSnapshot, after: v.PinsSnapshot
+    step: Step, history: History, before: v.PinsSnapshot, after: v.PinsSnapshot
 ) -> Iterator[str]:
     kept = {pin.job_id: pin for pin in before.pins if pin.end > before.now}
     if len(kept) < len(before.pins):
@@ -77,18 +77,18 @@ def _of_plan(
     if step.preempted and kept:
         yield "pins_preempted_beside"
     for row in step.admitted_rows:
-        pin = kept.get(str(ledger.lives[row.request_id].request.job_id))
+        pin = kept.get(str(history.lives[row.request_id].request.job_id))
         if pin is not None:
             is_found = not set(row.hits).isdisjoint(chain(*pin.block_tables))
             yield "pins_hit" if is_found else "pins_outlived_its_next_turn"
-    yield from _of_order(step, ledger, set(kept))
+    yield from _of_order(step, history, set(kept))
 
 
-def _of_order(step: Step, ledger: Ledger, warm: set[str]) -> Iterator[str]:
+def _of_order(step: Step, history: History, warm: set[str]) -> Iterator[str]:
     """Yield the goals of requests that overtake others, or are preempted, because of pins."""
 
     def is_warm(name: v.RequestId) -> bool:
-        return ledger.lives[name].request.job_id in warm
+        return history.lives[name].request.job_id in warm
 
     first_cold = first_returned = False
     for name in step.before.waiting:
@@ -109,13 +109,13 @@ def _of_order(step: Step, ledger: Ledger, warm: set[str]) -> Iterator[str]:
 
 
 def _of_ends(
-    step: Step, ledger: Ledger, before: v.PinsSnapshot, after: v.PinsSnapshot
+    step: Step, history: History, before: v.PinsSnapshot, after: v.PinsSnapshot
 ) -> Iterator[str]:
     """Yield the goals of turns that end."""
     estimates = {estimate.job_id for estimate in before.estimates}
     had, has = ({pin.job_id: pin for pin in it.pins} for it in (before, after))
     for name in step.ended:
-        asked = ledger.lives[name].request
+        asked = history.lives[name].request
         job_id = asked.job_id
         if job_id is None:
             continue
@@ -131,7 +131,7 @@ def _of_ends(
             yield "pins_nothing_to_find"
         else:
             yield "pins_replaced" if job_id in had else "pins_set"
-            if any(ledger.lives[other].request.job_id == job_id for other in step.new):
+            if any(history.lives[other].request.job_id == job_id for other in step.new):
                 yield "pins_beside_another_turn"
 
 

@@ -9,17 +9,11 @@ from itertools import chain
 from typing import NamedTuple
 
 from blockstep.conformance.judge.properties.admission import may_have_its_items
-from blockstep.conformance.judge.properties.amounts import admitted_share
+from blockstep.conformance.judge.properties.history import History
 from blockstep.conformance.judge.properties.hits import hit_now
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.judge.properties.pool import verified_blocks
-from blockstep.conformance.judge.properties.queue_replay import (
-    Freed,
-    Holders,
-    next_in_line,
-    victims_of,
-)
-from blockstep.conformance.judge.properties.sentence import (
+from blockstep.conformance.judge.properties.property_check import (
     ENDINGS,
     NO_FORKS,
     Complaint,
@@ -29,7 +23,13 @@ from blockstep.conformance.judge.properties.sentence import (
     once_a_step,
     sentence,
 )
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.queue_replay import (
+    Freed,
+    Holders,
+    next_in_line,
+    preempted_in_order,
+)
+from blockstep.conformance.judge.properties.token_amounts import admitted_share
 from blockstep.conformance.protocol.findings import of_block
 from blockstep.spec import vocabulary as v
 
@@ -48,7 +48,7 @@ class Followed(NamedTuple):
 
 
 @once_a_step
-def follow_pins(step: Step, ledger: Ledger) -> Followed:
+def follow_pins(step: Step, history: History) -> Followed:
     """The pins after requests ended, after a reset, or after an estimate.
 
     The leading cached blocks of a turn that ends properly stay pinned if it is not the last one and
@@ -57,7 +57,7 @@ def follow_pins(step: Step, ledger: Ledger) -> Followed:
     before = step.before.pins or NO_PINS
     pins = {pin.job_id: pin for pin in before.pins}
     freed: Freed = []
-    holders = Holders(step, ledger)
+    holders = Holders(step, history)
     match step.event, step.observation:
         case v.PinEstimate(job_id=job_id, ttl=ttl), _ if job_id in pins:
             pins[job_id] = replace(pins[job_id], end=before.now + ttl)
@@ -69,8 +69,8 @@ def follow_pins(step: Step, ledger: Ledger) -> Followed:
             pins = {}
         case _ if isinstance(step.event, _ENDS):
             for name in step.ended:
-                if name in step.old and not ledger.goes_on(name, step):
-                    freed += end_turn(step, ledger, name, pins, holders)
+                if name in step.old and not history.goes_on(name, step):
+                    freed += end_turn(step, history, name, pins, holders)
                     freed += holders.free(name)
                 elif name in step.new and not any(step.new[name].block_tables):
                     freed += holders.free(name)  # a session that cannot go back
@@ -78,7 +78,7 @@ def follow_pins(step: Step, ledger: Ledger) -> Followed:
 
 
 def end_turn(
-    step: Step, ledger: Ledger, name: v.RequestId, pins: dict[str, v.Pin], holders: Holders
+    step: Step, history: History, name: v.RequestId, pins: dict[str, v.Pin], holders: Holders
 ) -> Freed:
     """Return the freed blocks of the pin of a request's job when the request ends.
 
@@ -86,7 +86,7 @@ def end_turn(
     and the request still holds all of its blocks.
     """
     before = step.before.pins or NO_PINS
-    asked, tables = ledger.get_request_after(step, name), step.old[name].block_tables
+    asked, tables = history.get_request_after(step, name), step.old[name].block_tables
     ends_properly = isinstance(step.event, v.Commit) and any(
         row.request_id == name and row.finish_reason in PROPER_ENDS for row in step.output_rows
     )
@@ -94,7 +94,7 @@ def end_turn(
     if job_id is None or not ends_properly:
         return []
     ttl = next((it.ttl for it in before.estimates if it.job_id == job_id), 0)
-    counts = _count_findable(step, ledger, name)
+    counts = _count_findable(step, history, name)
     kept = tuple([table[:count] for table, count in zip(tables, counts, strict=True)])
     is_kept = not asked.is_last_step and ttl > 0 and any(chain(*kept))
     freed: Freed = []
@@ -106,19 +106,19 @@ def end_turn(
     return freed
 
 
-def _count_findable(step: Step, ledger: Ledger, name: v.RequestId) -> list[int]:
+def _count_findable(step: Step, history: History, name: v.RequestId) -> list[int]:
     """Per group: leading cached blocks of a request that ends; its commit may publish some of
     them."""
     counts = [*step.old[name].num_cached_blocks]
-    for stretch in verified_blocks(step, ledger):
+    for stretch in verified_blocks(step, history):
         if stretch.request_id == name:
             counts[stretch.group] = max(counts[stretch.group], stretch.end)
     return counts
 
 
-def list_jobs(step: Step, ledger: Ledger) -> set[str]:
+def list_jobs(step: Step, history: History) -> set[str]:
     """Jobs with a pin or an unfinished turn after the step."""
-    requests = [ledger.lives[name].request for name in step.new if name in ledger.lives]
+    requests = [history.lives[name].request for name in step.new if name in history.lives]
     if isinstance(step.event, v.Submit):
         requests.append(step.event.request)
     jobs = {it.job_id for it in requests if it.job_id is not None}
@@ -135,16 +135,16 @@ def list_jobs(step: Step, ledger: Ledger) -> set[str]:
     needs="has_pins",
     fixes="which blocks are kept for a next turn, and for how long",
 )
-def pins_are_of_turns_that_ended(step: Step, ledger: Ledger) -> Complaints:
+def pins_are_of_turns_that_ended(step: Step, history: History) -> Complaints:
     """A pin comes from a turn that ended properly and was not the last one. It holds the turn's
     leading cached blocks for the estimated time. It goes with the job's next pin, with the end of
     its last turn, or with a reset; no other event but a plan removes it."""
-    followed, after = follow_pins(step, ledger), step.after.pins or NO_PINS
+    followed, after = follow_pins(step, history), step.after.pins or NO_PINS
     return differing("pins", followed.pins, after.pins)
 
 
 @sentence("P17", v.Schedule, needs="has_pins")
-def pins_end_in_time(step: Step, _ledger: Ledger) -> Complaints:
+def pins_end_in_time(step: Step, _history: History) -> Complaints:
     """A plan removes each pin that is past its end, and adds none."""
     before, after = (step.before.pins or NO_PINS), (step.after.pins or NO_PINS)
     for pin in after.pins:
@@ -161,7 +161,7 @@ def pins_end_in_time(step: Step, _ledger: Ledger) -> Complaints:
     needs="has_pins",
     fixes="which blocks are kept for a next turn, and for how long",
 )
-def pins_hold_what_can_be_found(step: Step, _ledger: Ledger) -> Complaints:
+def pins_hold_cached_blocks(step: Step, _history: History) -> Complaints:
     """A pin holds only blocks with a key, and a job has at most one pin."""
     pins = (step.after.pins or NO_PINS).pins
     for pin in pins:
@@ -181,7 +181,7 @@ def pins_hold_what_can_be_found(step: Step, _ledger: Ledger) -> Complaints:
     needs="has_pins",
     fixes="which blocks are kept for a next turn, and for how long",
 )
-def pins_give_way_only_where_nobody_else_runs(step: Step, _ledger: Ledger) -> Complaints:
+def pins_are_reclaimed_only_as_last_resort(step: Step, _history: History) -> Complaints:
     """A pin is reclaimed before its end only for a request that runs alone, or that waits while
     none runs."""
     if not step.given_kept:
@@ -193,8 +193,8 @@ def pins_give_way_only_where_nobody_else_runs(step: Step, _ledger: Ledger) -> Co
     return [Complaint(f"the pins of {jobs} went before their time, though {left} run")]
 
 
-@sentence("P10", v.Schedule, needs="has_pins", said_by="every_request_ends_once_all_is_healed")
-def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
+@sentence("P10", v.Schedule, needs="has_pins", said_by="every_request_finishes_after_faults_stop")
+def pins_do_not_block_admission(step: Step, history: History) -> Complaints:
     """While no request runs, no pin keeps the next waiting request from being admitted or
     loaded."""
     config, pins = step.config, (step.after.pins or NO_PINS).pins
@@ -202,16 +202,16 @@ def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
         not pins
         or step.after.running
         or step.preempted
-        or ledger.pause_state is not v.PauseState.UNPAUSED
+        or history.pause_state is not v.PauseState.UNPAUSED
     ):
         return ()
-    name = next_in_line(step, ledger)
-    if name is None or not may_have_its_items(step, ledger, name):
+    name = next_in_line(step, history)
+    if name is None or not may_have_its_items(step, history, name):
         return ()
     if step.new[name].status is v.Status.WAITING_FOR_REMOTE_KVS:
         return ()
-    life = ledger.lives[name]
-    start = step.new[name].num_computed_tokens or hit_now(step, ledger, life)[0]
+    life = history.lives[name]
+    start = step.new[name].num_computed_tokens or hit_now(step, history, life)[0]
     share = admitted_share(config, life.num_known, start)
     if not config.enable_chunked_prefill and share > config.max_num_batched_tokens:
         return ()
@@ -223,23 +223,23 @@ def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence("P16", v.Schedule, needs="has_pins", fixes="which request is preempted")
-def preempted_of_a_job_with_a_pin_are_the_last(step: Step, ledger: Ledger) -> Complaints:
+def requests_of_pinned_jobs_are_preempted_last(step: Step, history: History) -> Complaints:
     """The youngest requests of jobs without a pin are preempted first, then the youngest of the
     others."""
     if not step.preempted:
         return ()
-    order = _rank_of_victims(step, ledger)
+    order = _rank_of_victims(step, history)
     expected = order[: len(step.preempted)]
-    return differing_requests("preempted", expected, victims_of(step, ledger))
+    return differing_requests("preempted", expected, preempted_in_order(step, history))
 
 
-def _rank_of_victims(step: Step, ledger: Ledger) -> list[v.RequestId]:
+def _rank_of_victims(step: Step, history: History) -> list[v.RequestId]:
     """Running requests in the order of preemption: youngest first, those of pinned jobs last."""
-    return KEEPER.sort_victims(ledger, step.before, step.before.running[::-1])
+    return KEEPER.sort_victims(history, step.before, step.before.running[::-1])
 
 
 @sentence("P18", *NO_FORKS, needs="has_pins")
-def time_and_estimates_are_as_told(step: Step, ledger: Ledger) -> Complaints:
+def clock_and_estimates_follow_events(step: Step, history: History) -> Complaints:
     """The time is the latest that a `Clock` gave; a job has its last estimate as long as it has an
     unfinished turn or a pin."""
     after = step.after.pins
@@ -250,7 +250,7 @@ def time_and_estimates_are_as_told(step: Step, ledger: Ledger) -> Complaints:
     if isinstance(step.event, v.Clock):
         now = max(now, step.event.now)
     yield from differing("now", now, after.now)
-    ttls, jobs = {it.job_id: it.ttl for it in before.estimates}, list_jobs(step, ledger)
+    ttls, jobs = {it.job_id: it.ttl for it in before.estimates}, list_jobs(step, history)
     if isinstance(step.event, v.PinEstimate):
         ttls[step.event.job_id] = step.event.ttl
     left = sorted((job, ttl) for job, ttl in ttls.items() if ttl and job in jobs)
@@ -271,22 +271,22 @@ class Turns:
         self._step = step
         self._pins = {pin.job_id: pin for pin in (step.before.pins or NO_PINS).pins}
 
-    def end(self, ledger: Ledger, name: v.RequestId, holders: Holders) -> Freed:
+    def end(self, history: History, name: v.RequestId, holders: Holders) -> Freed:
         """Return the blocks of a pin that goes when a request ends; see `end_turn`."""
-        return end_turn(self._step, ledger, name, self._pins, holders)
+        return end_turn(self._step, history, name, self._pins, holders)
 
 
 class PinKeeper:
     """The order of requests with pins, and the blocks that events free; see `Keeper`."""
 
     def sort_victims(
-        self, ledger: Ledger, snapshot: v.Snapshot, youngest: Iterable[v.RequestId]
+        self, history: History, snapshot: v.Snapshot, youngest: Iterable[v.RequestId]
     ) -> list[v.RequestId]:
         """Return requests in the order of preemption: those of pinned jobs after all others."""
         warm = list_pinned(snapshot)
-        return sorted(youngest, key=lambda name: ledger.lives[name].request.job_id in warm)
+        return sorted(youngest, key=lambda name: history.lives[name].request.job_id in warm)
 
-    def sort_waiting(self, ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
+    def sort_waiting(self, history: History, snapshot: v.Snapshot) -> list[v.RequestId]:
         """Return the waiting queue: preempted requests first, then those of pinned jobs."""
         names, warm = [*snapshot.waiting], list_pinned(snapshot)
         if warm:
@@ -295,13 +295,13 @@ class PinKeeper:
                 for request in snapshot.requests
                 if request.status is v.Status.PREEMPTED
             }
-            cold = {name for name in names if ledger.lives[name].request.job_id not in warm}
+            cold = {name for name in names if history.lives[name].request.job_id not in warm}
             names.sort(key=lambda name: (name not in returning) * (1 + (name in cold)))
         return names
 
-    def follow(self, step: Step, ledger: Ledger) -> Freed:
+    def follow(self, step: Step, history: History) -> Freed:
         """Return the blocks that requests and pins free in an event that is no plan."""
-        return follow_pins(step, ledger).freed
+        return follow_pins(step, history).freed
 
     def begin_ends(self, step: Step) -> Turns:
         """Return the pins while requests end."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from blockstep.conformance.draw.client_view import Draw
 from blockstep.conformance.draw.feature import Draws, Situation
 from blockstep.conformance.draw.items import draw_encoded, keep_items
-from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.draw.requests import draw_items, draw_request, get_room
 from blockstep.conformance.draw.view import View, WeightedAction

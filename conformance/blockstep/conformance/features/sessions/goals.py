@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.goals import Goals
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.spec.vocabulary import (
     Commit,
     PauseState,
@@ -35,7 +35,7 @@ TEXTS = {
 }
 
 
-def of_update(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_update(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of an input to a session."""
     assert isinstance(step.event, StreamingUpdate)
     request = step.event.request
@@ -49,14 +49,14 @@ def of_update(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "sessions_several_chunks_ahead"
     if old.status is Status.PREEMPTED:
         yield "sessions_update_of_the_preempted"
-    if ledger.in_flight(name):
+    if history.in_flight(name):
         yield "sessions_update_in_flight"
 
 
-def of_stops(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_stops(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of sessions that stopped in a commit."""
-    for row in step.output_rows if ledger.has_sessions else ():
-        life = ledger.lives.get(row.request_id)
+    for row in step.output_rows if history.has_sessions else ():
+        life = history.lives.get(row.request_id)
         if row.finish_reason is None or life is None or not life.request.resumable:
             continue
         new = step.new.get(row.request_id)
@@ -66,17 +66,17 @@ def of_stops(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "sessions_stop_rests" if new.status is RESTING else "sessions_stop_goes_on"
 
 
-def of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_returns(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a plan with sessions."""
-    if not ledger.has_sessions:
+    if not history.has_sessions:
         return
     for row in step.plan.new:
-        life = ledger.lives[row.request_id]
+        life = history.lives[row.request_id]
         if life.request.resumable and life.admitted_in >= 0:
             yield "sessions_announced_again"
             if life.request.grammar is not None:
                 yield "sessions_back_under_a_grammar"
-    if ledger.pause_state is not PauseState.UNPAUSED or step.after.free_queue:
+    if history.pause_state is not PauseState.UNPAUSED or step.after.free_queue:
         return
     resting = [one for one in step.after.requests if one.status is RESTING]
     if any(any(one.block_tables) for one in resting) and step.after.waiting:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from blockstep.conformance.draw.client_view import Draw
 from blockstep.conformance.draw.feature import Draws, Late
-from blockstep.conformance.draw.memory import Draw
 from blockstep.conformance.features.transfers import FEATURE as TRANSFERS
 from blockstep.conformance.features.transfers.draws import add_store
 from blockstep.spec import vocabulary as v

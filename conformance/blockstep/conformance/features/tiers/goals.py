@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from blockstep.conformance.features.tiers.properties import count_settled_tokens
 from blockstep.conformance.judge.goals import Goals
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.spec import vocabulary as v
 
 TEXTS = {
@@ -27,15 +27,15 @@ TEXTS = {
 }
 
 
-def of_tiers(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_tiers(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a plan with saves or thresholds."""
     if step.config.swap_min_tokens:
-        yield from of_saves(step, ledger)
+        yield from of_saves(step, history)
     if step.config.admission_high_blocks:
         yield from of_thresholds(step)
 
 
-def of_saves(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_saves(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of saved victims, of others, and of saved ones that are loaded."""
     saves = {save.request_id: save for save in step.plan.kv_saves}
     if len(saves) > 1:
@@ -43,7 +43,7 @@ def of_saves(step: Step, ledger: Ledger) -> Iterator[str]:
     for name in step.preempted:
         save = saves.get(name)
         if save is None:
-            if count_settled_tokens(step, ledger, name):
+            if count_settled_tokens(step, history, name):
                 yield "tiers_too_little_to_save"
             continue
         yield "tiers_victim_saved"
@@ -52,7 +52,7 @@ def of_saves(step: Step, ledger: Ledger) -> Iterator[str]:
         if any(v.NULL_BLOCK in table for table in save.block_ids):
             yield "tiers_saved_behind_a_window"
     for load in step.plan.kv_loads:
-        if load.request_id in ledger.store.transfers.saved:
+        if load.request_id in history.store.transfers.saved:
             yield "tiers_victim_comes_back"
             if load.is_async:
                 yield "tiers_victim_comes_back_later"

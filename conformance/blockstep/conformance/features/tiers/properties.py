@@ -10,39 +10,39 @@ from collections.abc import Sequence
 from itertools import chain
 from math import lcm
 
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.queue_replay import victims_of
-from blockstep.conformance.judge.properties.sentence import (
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
+from blockstep.conformance.judge.properties.property_check import (
     Complaint,
     Complaints,
     differing,
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.queue_replay import preempted_in_order
 from blockstep.conformance.protocol.findings import Subjects
 from blockstep.spec import vocabulary as v
 
 
-def count_settled_tokens(step: Step, ledger: Ledger, name: v.RequestId) -> int:
+def count_settled_tokens(step: Step, history: History, name: v.RequestId) -> int:
     """Tokens of a preempted request that a store can keep under keys: known tokens whose KV is
     written once earlier plans have run, in full blocks of every group."""
     old = step.old[name]
-    if name in ledger.store.unsettled:
+    if name in history.store.unsettled:
         return 0
     unit = lcm(*step.block_sizes)
-    return min(old.num_computed_tokens, ledger.lives[name].num_known) // unit * unit
+    return min(old.num_computed_tokens, history.lives[name].num_known) // unit * unit
 
 
 @sentence(
     "P15", v.Schedule, needs="swap_min_tokens", fixes="which KV of a preempted request is saved"
 )
-def victims_are_saved_as_far_as_they_are_settled(step: Step, ledger: Ledger) -> Complaints:
+def victims_are_saved_up_to_confirmed_blocks(step: Step, history: History) -> Complaints:
     """A store gets the saved tokens of each victim that has at least `swap_min_tokens`, in the
     order of preemption, and nothing of other requests."""
     expected = []
-    for name in victims_of(step, ledger):
-        count = count_settled_tokens(step, ledger, name)
+    for name in preempted_in_order(step, history):
+        count = count_settled_tokens(step, history, name)
         if count >= step.config.swap_min_tokens:
             expected.append((name, count))
     seen = [(save.request_id, save.num_tokens) for save in step.plan.kv_saves]
@@ -52,7 +52,7 @@ def victims_are_saved_as_far_as_they_are_settled(step: Step, ledger: Ledger) -> 
 @sentence(
     "P10", v.Schedule, needs="admission_high_blocks", fixes="which request is admitted, and when"
 )
-def nobody_is_admitted_while_admission_is_closed(step: Step, _ledger: Ledger) -> Complaints:
+def no_admission_while_closed(step: Step, _history: History) -> Complaints:
     """While admission is closed no request is admitted or loaded."""
     names = [row.request_id for row in (*step.admitted_rows, *step.parked)]
     if step.after.admission_closed and names:
@@ -63,7 +63,7 @@ def nobody_is_admitted_while_admission_is_closed(step: Step, _ledger: Ledger) ->
 @sentence(
     "P10", v.Schedule, needs="admission_high_blocks", fixes="which request is admitted, and when"
 )
-def admission_closes_and_opens_at_its_thresholds(step: Step, _ledger: Ledger) -> Complaints:
+def admission_closes_and_opens_at_its_thresholds(step: Step, _history: History) -> Complaints:
     """Admission closes with fewer free blocks than the low threshold or after a preemption, and
     opens with as many as the high one or when no request runs.
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from blockstep.conformance.draw.client_view import Draw, list_ending
 from blockstep.conformance.draw.feature import Draws, Late, Situation
 from blockstep.conformance.draw.groups import make_full
-from blockstep.conformance.draw.memory import Draw, list_ending
 from blockstep.conformance.draw.view import View, WeightedAction
 from blockstep.conformance.features.groups.draws import list_kinds
 from blockstep.conformance.features.transfers import FEATURE
 from blockstep.conformance.protocol.feature import settle_states
 from blockstep.conformance.protocol.features import HOSTILE
 from blockstep.conformance.protocol.program import NO_REPORT, Action, Report
-from blockstep.conformance.protocol.transfers import Transfers
+from blockstep.conformance.protocol.transfer_tracker import Transfers
 from blockstep.spec import vocabulary as v
 
 

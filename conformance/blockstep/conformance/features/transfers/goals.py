@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockstep.conformance.judge.attended import is_recurrent
+from blockstep.conformance.judge.attention_ranges import is_recurrent
 from blockstep.conformance.judge.goals import Find, Goals
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import RowKind, Step, is_parked
 from blockstep.conformance.judge.properties.queue_replay import find_waiting, in_policy_order
-from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
 from blockstep.spec import vocabulary as v
 
 TEXTS = {
@@ -52,11 +52,11 @@ TEXTS = {
 }
 
 
-def of_loads(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_loads(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a plan with loads."""
     for load in step.plan.kv_loads:
         end = load.num_computed_tokens + load.num_external_tokens
-        if end == ledger.lives[load.request_id].num_known - 1:
+        if end == history.lives[load.request_id].num_known - 1:
             yield "transfers_load_of_all_it_knows"
         if any(map(is_recurrent, step.config.groups)):
             yield "transfers_state_loaded"
@@ -71,31 +71,31 @@ def of_loads(step: Step, ledger: Ledger) -> Iterator[str]:
         if is_parked(step.old[load.request_id]):
             yield "transfers_asked_anew"
     if any(map(is_recurrent, step.config.groups)):
-        yield from _of_offers_too_long(step, ledger)
-    if find_waiting(step, ledger) is not None:
+        yield from _of_offers_too_long(step, history)
+    if find_waiting(step, history) is not None:
         yield "transfers_waits_for_an_answer"
     if any(is_parked(step.old[name]) for name in step.giving):
         yield "transfers_gave_back"
-    yield from _of_returns(step, ledger)
+    yield from _of_returns(step, history)
 
 
-def _of_offers_too_long(step: Step, ledger: Ledger) -> Iterator[str]:
+def _of_offers_too_long(step: Step, history: History) -> Iterator[str]:
     """Yield a goal for each request without a load because the state of its offer is of too many
     tokens."""
     for row in step.askers:
-        offer = ledger.store.transfers.get_offer(row.request_id)
-        is_too_long = (offer.num_tokens or 0) >= ledger.lives[row.request_id].num_known
+        offer = history.store.transfers.get_offer(row.request_id)
+        is_too_long = (offer.num_tokens or 0) >= history.lives[row.request_id].num_known
         if is_too_long and row.request_id not in step.loads:
             yield "transfers_state_out_of_reach"
 
 
-def _of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
+def _of_returns(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of requests that were admitted after a load, or skipped for the store."""
     rows = {row.request_id: row for row in step.admitted_rows}
     is_behind = False
-    for name in in_policy_order(ledger, step.before):
+    for name in in_policy_order(history, step.before):
         old = step.old[name]
-        offer = ledger.store.transfers.get_offer(name)
+        offer = history.store.transfers.get_offer(name)
         if name not in rows and not old.num_computed_tokens and offer.num_tokens is None:
             yield "transfers_not_known_yet"
         if name not in rows and name in step.after.waiting:
@@ -107,12 +107,12 @@ def _of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield "transfers_returned_behind_a_head"
 
 
-def of_reports(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_reports(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a report."""
-    store, report = ledger.store, ledger.store.get_report(step)
+    store, report = history.store, history.store.get_report(step)
     under_way = store.transfers
-    failed, void = store.find_failed(step), ledger.find_void(step)
-    if store.list_settled(step):
+    failed, void = store.find_failed(step), history.find_void(step)
+    if store.list_confirmed(step):
         yield "transfers_settled"
     if void:
         yield "transfers_failed_at_once"
@@ -134,14 +134,14 @@ def of_reports(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "transfers_reported_again"
     if store.held.keys() - left:
         yield "transfers_released"
-    yield from of_held(step, ledger)
+    yield from of_held(step, history)
 
 
-def of_held(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_held(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of requests whose end leaves blocks to transfers."""
     after = step.after.transfers
     for held in after.held if after else ():
-        if held.request_id not in ledger.store.held:
+        if held.request_id not in history.store.held:
             if held.is_recving:
                 yield "transfers_ended_under_way"
             if held.is_sending:
@@ -150,21 +150,21 @@ def of_held(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield "transfers_held_twice"
 
 
-def of_reset_beside(step: Step, ledger: Ledger) -> Iterator[str]:
+def of_reset_beside(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of a reset with a store."""
     assert isinstance(step.event, v.Reset)
     assert isinstance(step.observation, v.ResetDone)
     success = step.observation.success
-    under_way = any(map(ledger.store.is_under_way, step.before.requests))
-    if not success and (under_way or ledger.store.held):
+    under_way = any(map(history.store.is_under_way, step.before.requests))
+    if not success and (under_way or history.store.held):
         yield "transfers_reset_refused"
     if success and step.event.reset_connector:
         yield "transfers_reset_of_the_store"
-    if any(name in ledger.store.unsettled for name in step.preempted):
+    if any(name in history.store.unsettled for name in step.preempted):
         yield "transfers_preempted_unsettled"
 
 
-def of_deferred(step: Step, _ledger: Ledger) -> Iterator[str]:
+def of_deferred(step: Step, _history: History) -> Iterator[str]:
     """Yield the goals of blocks that begin or cease to wait for frames in flight."""
     before, after = step.before.transfers, step.after.transfers
     if before is None or after is None or step.config.max_frames_in_flight == 1:
@@ -185,7 +185,7 @@ def of_deferred(step: Step, _ledger: Ledger) -> Iterator[str]:
 
 def also_deferred(find: Find) -> Find:
     """Return a function that finds these goals and those of `of_deferred`."""
-    return lambda step, ledger: [*of_deferred(step, ledger), *find(step, ledger)]
+    return lambda step, history: [*of_deferred(step, history), *find(step, history)]
 
 
 GOALS = Goals(

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from blockstep.conformance.judge.worker.names import GARBLED, NEVER_WRITTEN, Name
+from blockstep.conformance.judge.worker.prefix_names import GARBLED, NEVER_WRITTEN, Name
 
 Array: TypeAlias = npt.NDArray[np.float32]
 

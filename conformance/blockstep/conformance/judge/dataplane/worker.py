@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from blockstep.conformance.judge.attended import count_unattended, first_attended
+from blockstep.conformance.judge.attention_ranges import count_unattended, first_attended
 from blockstep.conformance.judge.dataplane import memory
 from blockstep.conformance.judge.worker import NextToken, Worker
-from blockstep.conformance.judge.worker.names import Name
-from blockstep.conformance.judge.worker.view import FrameRow
+from blockstep.conformance.judge.worker.prefix_names import Name
+from blockstep.conformance.judge.worker.request_view import FrameRow
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.spec import vocabulary as v
 
@@ -324,7 +324,7 @@ class DataPlaneWorker(Worker):
         note = "a spare block, written by copies and swaps only" * is_spare
         self._complain(
             "P3",
-            "moved_block_is_the_one_meant" if is_spare else "slot_holds_what_the_plan_writes",
+            "copied_block_arrives_unchanged" if is_spare else "slot_holds_what_the_plan_writes",
             what,
             Difference(
                 f"kv[{block}][{offset}]",

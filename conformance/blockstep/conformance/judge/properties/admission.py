@@ -6,14 +6,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from blockstep.conformance.judge.attended import (
+from blockstep.conformance.judge.attention_ranges import (
     count_across,
     is_aligned,
     is_recurrent,
     slots_of,
 )
 from blockstep.conformance.judge.gates import is_held
-from blockstep.conformance.judge.properties.amounts import (
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.hits import find_offered, hit_now
+from blockstep.conformance.judge.properties.observed_step import RowKind, Step, is_parked
+from blockstep.conformance.judge.properties.property_check import (
+    Complaint,
+    Complaints,
+    sentence,
+    unequal,
+)
+from blockstep.conformance.judge.properties.queue_replay import (
+    admits_nobody,
+    begin_plan,
+    find_waiting,
+    freed_blocks,
+    hides_a_rollback,
+    left_behind,
+    may_pass_over,
+    next_in_line,
+    preempted_in_order,
+    replay_schedule,
+)
+from blockstep.conformance.judge.properties.token_amounts import (
     admitted_share,
     blocks_behind,
     blocks_for,
@@ -25,28 +46,12 @@ from blockstep.conformance.judge.properties.amounts import (
     share_of,
     table_length,
 )
-from blockstep.conformance.judge.properties.hits import find_offered, hit_now
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.queue_replay import (
-    admits_nobody,
-    begin_plan,
-    find_waiting,
-    freed_blocks,
-    hides_a_rollback,
-    left_behind,
-    may_pass_over,
-    next_in_line,
-    replay_schedule,
-    victims_of,
-)
-from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
-from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
 from blockstep.conformance.protocol.features import list_kept
 from blockstep.spec import vocabulary as v
 
 
 @sentence("P7", v.Schedule, fixes="what a step does for requests without a row")
-def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complaints:
+def request_without_a_row_stays_the_same(step: Step, history: History) -> Complaints:
     """A request that is neither scheduled nor preempted does not change, even if its admission
     failed.
 
@@ -64,9 +69,9 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
         if new is None:
             yield Complaint(f"{name!r} is gone, though a plan ends no request", subjects=name)
         elif not (
-            _only_promoted(step, ledger, name)
+            _only_promoted(step, history, name)
             or _only_lost_drafts(step, name)
-            or _only_left_windows(step, ledger, name)
+            or _only_left_windows(step, history, name)
             or name in step.giving
             or name in step.preempted
             or name in step.loads  # another check judges its load
@@ -78,10 +83,10 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
         yield Complaint(f"a plan made requests: {step.new.keys() - step.old.keys()}")
 
 
-def _only_promoted(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
+def _only_promoted(step: Step, history: History, name: v.RequestId) -> bool:
     old, new = step.old[name], step.new[name]
     return (
-        ledger.lives[name].grammar_ready
+        history.lives[name].grammar_ready
         and old.status is v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         and new == replace(old, status=v.Status.WAITING)
     )
@@ -92,9 +97,9 @@ def _only_lost_drafts(step: Step, name: v.RequestId) -> bool:
     return step.config.async_scheduling and new == replace(old, spec_token_ids=())
 
 
-def _only_left_windows(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
+def _only_left_windows(step: Step, history: History, name: v.RequestId) -> bool:
     old, new = step.old[name], step.new[name]
-    if name != find_waiting(step, ledger):
+    if name != find_waiting(step, history):
         return False
     tables = zip(old.block_tables, new.block_tables, strict=True)
     kept = replace(new, block_tables=old.block_tables)
@@ -108,7 +113,7 @@ def _only_left_windows(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
 
 
 @sentence("P7", v.Schedule, fixes="what a step without rows clears away")
-def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
+def empty_plan_changes_nothing(step: Step, history: History) -> Complaints:
     """A plan without rows, loads and preemptions leaves pool, queues and statistics as they are.
 
     A skipped request may move between the queues for its tokens in flight or its adapter. Kept
@@ -118,10 +123,10 @@ def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
         return
     if step.config.kv_connector and step.giving:
         return  # blocks were reclaimed, and did not suffice
-    if step.config.groups and find_waiting(step, ledger) is not None:
+    if step.config.groups and find_waiting(step, history) is not None:
         return  # its skipped blocks are free now, or soon
     before, after = step.before, step.after
-    queues = () if may_pass_over(ledger) else ("waiting", "skipped_waiting")
+    queues = () if may_pass_over(history) else ("waiting", "skipped_waiting")
     fields = ["ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"]
     if list_kept(before):
         fields = [name for name in fields if name not in ("ref_counts", "free_queue", "waiting")]
@@ -132,7 +137,7 @@ def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence("P8", v.Schedule, of="rows", fixes="when blocks are taken and given back")
-def row_gains_exactly_the_blocks_it_needs(step: Step, ledger: Ledger) -> Complaints:
+def row_gains_exactly_the_blocks_it_needs(step: Step, history: History) -> Complaints:
     """A row gains the blocks for the tokens of the step and the lookahead slots of the proposer.
 
     An admission has no lookahead, since the proposer has nothing to continue; to reserve it earlier
@@ -146,7 +151,7 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, ledger: Ledger) -> Complai
         if row.kind is RowKind.RUNNING:
             slots = running_slots(config, row.end)
         if config.groups:
-            num_across = count_across(config, ledger.lives[row.request_id].request)
+            num_across = count_across(config, history.lives[row.request_id].request)
             nums_slots = [slots_of(group, slots, num_across) for group in config.groups]
             need = [
                 max(table_length(group, row.end, slots) - len(table), 0)
@@ -167,7 +172,7 @@ def _counts(*counts: list[int]) -> list[int | list[int]]:
 
 
 @sentence("P8", v.Schedule, of="askers", fixes="how much room an admission leaves")
-def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Complaints:
+def admission_leaves_room_for_the_whole_prompt(step: Step, history: History) -> Complaints:
     """All known tokens of an admitted request fit the free blocks, under
     `scheduler_reserve_full_isl`.
 
@@ -177,9 +182,9 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
     reserves = step.config.scheduler_reserve_full_isl
     if not reserves or not step.askers or step.hides_what_was_given:
         return
-    room = replay_schedule(step, ledger, ()).room
+    room = replay_schedule(step, history, ()).room
     for row in step.askers:
-        life = ledger.lives[row.request_id]
+        life = history.lives[row.request_id]
         known, num_across = life.num_known, count_across(step.config, life.request)
         num_free, num_free_hits = room[row.request_id]
         need = num_free_hits + _reserve(step.config, row.first, known, num_across, row.hit_tables)
@@ -208,7 +213,7 @@ def _reserve(
 
 
 @sentence("P15", v.Schedule, fixes="how the tokens of a step are shared out")
-def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
+def running_request_gets_all_it_can(step: Step, history: History) -> Complaints:
     """Each running request in order gets the tokens that it asks for or the rest of the budget, no
     less.
 
@@ -216,10 +221,10 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     out, since the number of their tokens is not visible.
     """
     config = step.config
-    victims = victims_of(step, ledger)
+    victims = preempted_in_order(step, history)
     if hides_a_rollback(step, victims):
         return
-    is_paused = ledger.pause_state is v.PauseState.PAUSED_ALL
+    is_paused = history.pause_state is v.PauseState.PAUSED_ALL
     left = 0 if is_paused else config.max_num_batched_tokens
     rows = {row.request_id: row for row in step.running_rows}
     for name in step.before.running:
@@ -227,10 +232,10 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
             # The last victim may have preempted itself, which ends the phase. Otherwise later
             # requests were not visited for lack of budget; that case is not checked.
             return
-        if name == find_waiting(step, ledger):
+        if name == find_waiting(step, history):
             return  # as if it had preempted itself
-        expected = max(min(share_of(ledger, step.old[name]), left), 0)
-        expected = least_share(step, ledger, name, expected)
+        expected = max(min(share_of(history, step.old[name]), left), 0)
+        expected = least_share(step, history, name, expected)
         seen = rows[name].num_scheduled if name in rows else 0
         if seen < expected:
             what = f"{name!r} was not given what it could be"
@@ -238,11 +243,11 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
         left -= seen
 
 
-def has_items_ahead(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
+def has_items_ahead(step: Step, history: History, name: v.RequestId) -> bool:
     """Whether a request has items that the encoder may have to compute first."""
     if not step.config.encoder_cache_size:
         return False
-    items = ledger.lives[name].request.items
+    items = history.lives[name].request.items
     # A session whose blocks were reclaimed in this step restarts.
     computed = min(it[name].num_computed_tokens for it in (step.old, step.new))
     if step.config.is_encoder_decoder:
@@ -250,40 +255,40 @@ def has_items_ahead(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
     return any(item.offset + item.length > computed for item in items)
 
 
-def may_have_its_items(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
+def may_have_its_items(step: Step, history: History, name: v.RequestId) -> bool:
     """Whether no item can keep a waiting request from a row.
 
     For encoder-decoder inputs the rest of budget and cache is known, since nothing is kept there.
     """
-    if not has_items_ahead(step, ledger, name):
+    if not has_items_ahead(step, history, name):
         return True
     config = step.config
     if not config.is_encoder_decoder:
         return False
     num_made = sum(
         [
-            ledger.lives[entry.request_id].request.items[index].num_embeds
+            history.lives[entry.request_id].request.items[index].num_embeds
             for entry in step.plan.scheduled_encoder_inputs
             for index in entry.item_indices
         ]
     )
     most = min(config.encoder_compute_budget, config.encoder_cache_size)
-    return count_across(config, ledger.lives[name].request) <= most - num_made
+    return count_across(config, history.lives[name].request) <= most - num_made
 
 
-def least_share(step: Step, ledger: Ledger, name: v.RequestId, expected: int) -> int:
+def least_share(step: Step, history: History, name: v.RequestId, expected: int) -> int:
     """The fewest tokens that a row may run of those that it could run.
 
     Chunks that end at recurrent states may be shorter, but never empty: a request whose chunk is
     rounded to nothing would wait for ever (upstream #40707).
     """
-    if is_held(step, ledger, name, step.old[name].num_computed_tokens):
+    if is_held(step, history, name, step.old[name].num_computed_tokens):
         return 0
-    if has_items_ahead(step, ledger, name):
+    if has_items_ahead(step, history, name):
         return 0  # a chunk stops before an item that does not fit
     if not is_aligned(step.config):
         return expected
-    life, old = ledger.lives[name], step.old[name]
+    life, old = history.lives[name], step.old[name]
     is_decoding = old.num_computed_tokens >= max(life.num_prompt, life.num_known - 1)
     return expected if is_decoding else min(expected, 1)
 
@@ -295,14 +300,14 @@ def least_share(step: Step, ledger: Ledger, name: v.RequestId, expected: int) ->
     of="rows",
     fixes="how far a plan runs ahead of its tokens",
 )
-def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
+def no_row_after_the_last_token(step: Step, history: History) -> Complaints:
     """No request gets a row if a frame in flight may bring its last output.
 
     Where exactly to stop is a policy: here upstream's, which assumes that every draft is rejected.
     """
     for row in step.running_rows:
-        if ends_in_flight(ledger, step.old[row.request_id]):
-            promised = ledger.placeholders(row.request_id)
+        if ends_in_flight(history, step.old[row.request_id]):
+            promised = history.placeholders(row.request_id)
             yield Complaint(
                 f"{row.request_id!r} runs position {row.first} with {promised} tokens in flight",
                 subjects=row.request_id,
@@ -310,7 +315,7 @@ def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence("P15", v.Schedule, of="preempted", fixes="how the tokens of a step are shared out")
-def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Complaints:
+def tokens_of_a_preempted_row_are_given_back(step: Step, history: History) -> Complaints:
     """After a row was withdrawn, the requests scheduled later have the budget as if it had never
     been.
 
@@ -318,7 +323,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
     after the last row that gained any. Left out are steps in which the last victim may have
     preempted itself, and plans in which no row was withdrawn.
     """
-    victims, config = victims_of(step, ledger), step.config
+    victims, config = preempted_in_order(step, history), step.config
     if not hides_a_rollback(step, victims):
         return
     place = step.place
@@ -328,18 +333,18 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
     last_gain = max((place[name] for name, row in rows.items() if row.gained), default=-1)
     # The most blocks available before the last preemption: a victim also gave back the blocks
     # that it took in this step.
-    queue, _ = begin_plan(step, ledger)
-    room = len(queue) + sum(map(len, freed_blocks(step, ledger, victims[:-1])))
+    queue, _ = begin_plan(step, history)
+    room = len(queue) + sum(map(len, freed_blocks(step, history, victims[:-1])))
     if config.groups:  # and the skipped blocks that rows gave back
         for name in step.before.running:
-            room += sum(map(len, left_behind(step, ledger, name)))
+            room += sum(map(len, left_behind(step, history, name)))
     left = config.max_num_batched_tokens
     for name in step.before.running:
         if name in victims:
             continue
         seen = rows[name].num_scheduled if name in rows else 0
-        expected = max(min(share_of(ledger, step.old[name]), left), 0)
-        expected = least_share(step, ledger, name, expected)
+        expected = max(min(share_of(history, step.old[name]), left), 0)
+        expected = least_share(step, history, name, expected)
         if (room < 0 or place[name] > last_gain) and seen < expected:
             what = f"{name!r} was not given what {victims} gave back"
             yield unequal(what, "num_scheduled_tokens", expected, seen, subjects=name)
@@ -348,7 +353,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
 
 
 @sentence("P15", v.Schedule, fixes="which request is admitted, and when")
-def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Complaints:
+def head_of_the_queue_is_admitted_when_it_fits(step: Step, history: History) -> Complaints:
     """When a plan stops admitting, the next waiting request does not fit.
 
     It is judged on the state after the step, which is the state in which the admission failed.
@@ -357,23 +362,23 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     left = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if (
         left <= 0
-        or ledger.pause_state is not v.PauseState.UNPAUSED
+        or history.pause_state is not v.PauseState.UNPAUSED
         or len(after.running) >= config.max_num_seqs
-        or admits_nobody(step, ledger)
+        or admits_nobody(step, history)
     ):
         return ()
-    name = next_in_line(step, ledger)
-    if name is None or not may_have_its_items(step, ledger, name):
+    name = next_in_line(step, history)
+    if name is None or not may_have_its_items(step, history, name):
         return ()
-    life = ledger.lives[name]
+    life = history.lives[name]
     num_across = count_across(config, life.request)
     may_hold = life.request.resumable or life.is_branch or is_parked(step.new[name])
     if (may_hold and any(step.new[name].block_tables)) or _hides_a_return(step):
         return ()  # it continues with kept blocks, which are no hit
-    num_hit, hits = hit_now(step, ledger, life)
-    num_offered, is_async = find_offered(ledger, name, num_hit)
+    num_hit, hits = hit_now(step, history, life)
+    num_offered, is_async = find_offered(history, name, num_hit)
     start = num_hit + num_offered
-    if is_held(step, ledger, name, start) and not is_async:
+    if is_held(step, history, name, start) and not is_async:
         return ()
     share = 0 if is_async else admitted_share(config, life.num_known, start)
     if not config.enable_chunked_prefill and share > left:

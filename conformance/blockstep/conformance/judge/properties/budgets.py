@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from operator import attrgetter
 
-from blockstep.conformance.judge.attended import count_across, is_across
-from blockstep.conformance.judge.automaton import Automaton
+from blockstep.conformance.judge.attention_ranges import count_across, is_across
+from blockstep.conformance.judge.grammar_automaton import Automaton
+from blockstep.conformance.judge.properties.history import SLOTS, STATISTICS, History
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache, may_ask_the_store
-from blockstep.conformance.judge.properties.ledger import SLOTS, STATISTICS, Ledger
-from blockstep.conformance.judge.properties.sentence import (
+from blockstep.conformance.judge.properties.observed_step import (
+    PlannedRow,
+    RowKind,
+    Step,
+    is_parked,
+    keeps_blocks,
+)
+from blockstep.conformance.judge.properties.property_check import (
     ENDINGS,
     Complaint,
     Complaints,
@@ -17,19 +24,12 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import (
-    PlannedRow,
-    RowKind,
-    Step,
-    is_parked,
-    keeps_blocks,
-)
-from blockstep.conformance.judge.properties.store_ledger import has_lost_all
+from blockstep.conformance.judge.properties.store_history import has_lost_all
 from blockstep.spec import vocabulary as v
 
 
 @sentence("P9", v.Schedule, of="rows")
-def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> Complaints:
+def plan_stays_within_token_budget(step: Step, _history: History) -> Complaints:
     """A step runs at most `max_num_batched_tokens` tokens."""
     total = sum(row.num_scheduled for row in step.rows)
     limit = step.config.max_num_batched_tokens
@@ -37,14 +37,14 @@ def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> Complaints:
 
 
 @sentence("P9", v.Schedule, of="changes", needs=SLOTS)
-def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> Complaints:
+def running_stays_within_max_num_seqs(step: Step, _history: History) -> Complaints:
     """No more than `max_num_seqs` requests run."""
     running, limit = len(step.after.running), step.config.max_num_seqs
     return [Complaint(f"{running} requests run, {limit} may")] if running > limit else ()
 
 
 @sentence("P9", v.Schedule, of="rows", fixes="how the tokens of a step are shared out")
-def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
+def row_stays_within_its_caps(step: Step, _history: History) -> Complaints:
     """A row runs at least one token, and at most the long-prefill threshold."""
     config = step.config
     threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
@@ -57,7 +57,7 @@ def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
 
 
 @sentence("P9", v.Schedule, of="rows")
-def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Complaints:
+def row_stays_within_max_model_len(step: Step, _history: History) -> Complaints:
     """The last position of the model is never run: no token can be sampled from it.
 
     To stop one position before the limit is a policy.
@@ -72,21 +72,21 @@ def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Complaints:
 
 
 @sentence("P9", v.Schedule, of="rows")
-def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> Complaints:
+def paused_scheduler_admits_no_request(step: Step, history: History) -> Complaints:
     """PAUSED_NEW admits no request, PAUSED_ALL schedules none."""
-    if ledger.pause_state is v.PauseState.UNPAUSED:
+    if history.pause_state is v.PauseState.UNPAUSED:
         return ()
-    rows = step.rows if ledger.pause_state is v.PauseState.PAUSED_ALL else step.admitted_rows
+    rows = step.rows if history.pause_state is v.PauseState.PAUSED_ALL else step.admitted_rows
     return [
         Complaint(
-            f"{row.request_id!r} scheduled while {ledger.pause_state}", subjects=row.request_id
+            f"{row.request_id!r} scheduled while {history.pause_state}", subjects=row.request_id
         )
         for row in rows
     ]
 
 
 @sentence("P9", v.Schedule, of="admitted_rows")
-def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints:
+def prompt_is_not_cut_without_chunking(step: Step, history: History) -> Complaints:
     """An admission without chunked prefill runs all uncached tokens, or as many as the threshold
     allows.
 
@@ -96,8 +96,10 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints
         return
     threshold = step.config.long_prefill_token_threshold
     for row in step.admitted_rows:
-        rest = ledger.lives[row.request_id].num_known - row.end
-        items = ledger.lives[row.request_id].request.items if step.config.encoder_cache_size else ()
+        rest = history.lives[row.request_id].num_known - row.end
+        items = (
+            history.lives[row.request_id].request.items if step.config.encoder_cache_size else ()
+        )
         most = row.end + step.config.num_encoder_lookahead_tokens
         is_at_item = any(row.end <= item.offset <= most for item in items)
         if rest > 0 and row.num_scheduled != threshold and not is_at_item:
@@ -116,14 +118,14 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints
     of="changes",
     fixes="what a request keeps that does not run",
 )
-def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaints:
+def only_running_requests_hold_anything(step: Step, history: History) -> Complaints:
     """A waiting request has no block, no computed token and no draft; an idle session no draft."""
     no_tables, nothing_settled = nothing_held(step)
     for request in step.after.requests:
         if request.status is v.Status.RUNNING:
             continue
         if keeps_blocks(request) and not request.spec_token_ids:
-            life = ledger.lives.get(request.request_id)
+            life = history.lives.get(request.request_id)
             if life is None or life.is_branch or request.prompt_token_ids or is_parked(request):
                 continue  # it may hold kept, shared or loaded blocks
         if (
@@ -150,23 +152,23 @@ def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaint
 
 
 @sentence("P12", *ENDINGS, v.Schedule, v.Reset, said_by="plans_alone_rebuild_the_request")
-def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints:
+def counters_stay_within_what_is_known(step: Step, history: History) -> Complaints:
     """The computed tokens are less than known tokens and placeholders, and exactly one less if the
     request has placeholders and runs.
 
     The placeholders are those of its frames in flight, also after a preemption. No block counts as
     cached that is not full of computed, known tokens.
     """
-    promised, promised_before, old = ledger.promised_after(step), ledger.promised, step.old
+    promised, promised_before, old = history.promised_after(step), history.promised, step.old
     is_same = step.after.requests is step.before.requests and promised is promised_before
-    if is_same and old.keys() <= ledger.lives.keys():
+    if is_same and old.keys() <= history.lives.keys():
         return
     config, sizes = step.config, step.block_sizes
     is_async, has_across = config.async_scheduling, config.is_encoder_decoder
     may_lose_all = bool(config.kv_connector and config.groups)
     for request in step.after.requests:
         name = request.request_id
-        life, owed = ledger.lives.get(name), promised.get(name, 0)
+        life, owed = history.lives.get(name), promised.get(name, 0)
         if life is None:
             yield Complaint(f"{name!r} was never submitted, or has ended", subjects=name)
             continue
@@ -182,7 +184,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         filled = min(computed, known)
         if may_lose_all and has_lost_all(config, request):
             # Its hit counts as cached until it is given back.
-            load = ledger.store.parked.get(name)
+            load = history.store.parked.get(name)
             filled = 0 if load is None else load.num_computed_tokens
         tables, nums_settled, is_held = request.block_tables, request.num_cached_blocks, True
         due = computed
@@ -232,15 +234,15 @@ _after_a_row = attrgetter(*_MOVED_BY_A_ROW)
 
 
 @sentence("P12", v.Schedule, of="rows", said_by="plans_alone_rebuild_the_request")
-def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Complaints:
+def row_advances_by_what_it_runs(step: Step, history: History) -> Complaints:
     """A row begins at the computed tokens of its request and adds the tokens that it runs.
 
     It adds no output, and with prefix caching off no cached block.
     """
     for row in step.rows:
         old, new = step.old[row.request_id], step.new[row.request_id]
-        flight = ledger.flight_row(row)
-        drafts = ledger.drafts_after(flight)
+        flight = history.flight_row(row)
+        drafts = history.drafts_after(flight)
         outputs, is_ready = old.output_token_ids, old.grammar_ready
         due = (row.end, not flight.samples, drafts, v.Status.RUNNING, outputs, is_ready)
         seen = _after_a_row(new)
@@ -263,7 +265,7 @@ def _moved(row: PlannedRow, name: str, due: object, seen: object) -> Complaint:
 @sentence(
     "P12", v.Schedule, v.Reset, of="preempted", fixes="what a request keeps that does not run"
 )
-def preempted_request_starts_again(step: Step, _ledger: Ledger) -> Complaints:
+def preempted_request_starts_again(step: Step, _history: History) -> Complaints:
     """A preempted request keeps its outputs and history and counts one preemption more.
 
     Its placeholders stay, since frames in flight still deliver their tokens.
@@ -287,7 +289,7 @@ def preempted_request_starts_again(step: Step, _ledger: Ledger) -> Complaints:
 
 
 @sentence("P12", v.Submit, fixes="what is reserved for a request when it is submitted")
-def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Complaints:
+def submitted_request_starts_from_nothing(step: Step, _history: History) -> Complaints:
     """A new request waits, for its grammar if it has one, and holds nothing."""
     assert isinstance(step.event, v.Submit)
     request = step.event.request
@@ -319,18 +321,18 @@ def has_stopped_reasoning(config: v.Config, request: v.Request) -> bool:
 
 
 @sentence("P21", *v.EVENT_TYPES, needs=STATISTICS)
-def counters_grow_by_what_happened(step: Step, ledger: Ledger) -> Complaints:
+def counters_grow_by_what_happened(step: Step, history: History) -> Complaints:
     """The counters grow by queries and hits of admitted requests, by preemptions, and by drafts
     that were scheduled and accepted; once each."""
-    expected, seen = _after(step.before.stats, step, ledger), step.after.stats
-    if ledger.uncounted:
-        expected = replace(expected, **{name: getattr(seen, name) for name in ledger.uncounted})
+    expected, seen = _after(step.before.stats, step, history), step.after.stats
+    if history.uncounted:
+        expected = replace(expected, **{name: getattr(seen, name) for name in history.uncounted})
     if seen is expected or seen == expected:
         return ()
     return [unequal("the counters are not what happened", "stats", expected, seen)]
 
 
-def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
+def _after(stats: v.Stats, step: Step, history: History) -> v.Stats:
     queries, hits = stats.prefix_cache_queries, stats.prefix_cache_hits
     preemptions = stats.preemptions
     scheduled, accepted = stats.drafts_scheduled, stats.drafts_accepted
@@ -341,7 +343,7 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
             return stats
         preemptions += len(step.victims)
         for row in step.askers:
-            life = ledger.lives[row.request_id]
+            life = history.lives[row.request_id]
             if may_ask_the_cache(step, life):
                 queries += life.num_known
                 hits += row.num_hit
@@ -354,12 +356,12 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
             external_queries = step.after.stats.external_prefix_cache_queries
             external_hits = step.after.stats.external_prefix_cache_hits
     elif isinstance(step.event, v.Commit):
-        void = ledger.find_void(step)
-        preemptions += len(ledger.list_lost(step))
-        for flight in ledger.frame_of(step):
+        void = history.find_void(step)
+        preemptions += len(history.list_lost(step))
+        for flight in history.frame_of(step):
             tokens = step.sampled.get(flight.request_id, ())
             is_over = flight.is_dropped or flight.request_id in void
-            if flight.drafts and flight.request_id in ledger.lives and not is_over:
+            if flight.drafts and flight.request_id in history.lives and not is_over:
                 scheduled += len(flight.verified)
                 accepted += len(tokens) - 1
     elif isinstance(step.event, v.Reset):
@@ -373,12 +375,12 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
 
 
 @sentence("P21", v.Schedule, of="rows", needs=STATISTICS)
-def first_hit_is_remembered(step: Step, ledger: Ledger) -> Complaints:
+def first_hit_is_remembered(step: Step, history: History) -> Complaints:
     """The state keeps the length of the prefix hit at the first admission, whatever later
     admissions hit."""
     for row in step.rows:
         old, new = step.old[row.request_id], step.new[row.request_id]
-        first = ledger.lives[row.request_id].num_cached_tokens
+        first = history.lives[row.request_id].num_cached_tokens
         expected = row.first if first < 0 else first
         num_preemptions = old.num_preemptions + (row.request_id in step.victims)
         if (new.num_cached_tokens, new.num_preemptions) != (expected, num_preemptions):

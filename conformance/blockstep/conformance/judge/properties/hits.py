@@ -6,15 +6,20 @@ from collections.abc import Callable, Sequence
 from math import lcm
 from typing import TypeAlias
 
-from blockstep.conformance.judge.attended import count_unattended, is_recurrent
-from blockstep.conformance.judge.properties.ledger import Ledger, Life
-from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
-from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.judge.worker.names import Name
+from blockstep.conformance.judge.attention_ranges import count_unattended, is_recurrent
+from blockstep.conformance.judge.properties.history import History, RequestHistory
+from blockstep.conformance.judge.properties.observed_step import Step
+from blockstep.conformance.judge.properties.property_check import (
+    Complaint,
+    Complaints,
+    sentence,
+    unequal,
+)
+from blockstep.conformance.judge.worker.prefix_names import Name
 from blockstep.spec import vocabulary as v
 
 
-def may_ask_the_cache(step: Step, life: Life) -> bool:
+def may_ask_the_cache(step: Step, life: RequestHistory) -> bool:
     """Whether a request may have a prefix hit at all."""
     return step.config.enable_prefix_caching and not life.request.skip_reading_prefix_cache
 
@@ -24,24 +29,24 @@ def may_ask_the_store(config: v.Config, request: v.Request) -> bool:
     return config.kv_connector and not request.skip_reading_prefix_cache
 
 
-def find_offered(ledger: Ledger, name: v.RequestId, num_hit: int) -> tuple[int, bool]:
+def find_offered(history: History, name: v.RequestId, num_hit: int) -> tuple[int, bool]:
     """Number of tokens that a store offers after a hit, and whether they are loaded asynchronously.
 
     The last known token is always computed, since its logits are needed. A state belongs to the
     last token of an offer, so with states an offer that includes this token is useless.
     """
-    life, offer = ledger.lives[name], ledger.store.transfers.get_offer(name)
-    if not may_ask_the_store(ledger.config, life.request):
+    life, offer = history.lives[name], history.store.transfers.get_offer(name)
+    if not may_ask_the_store(history.config, life.request):
         return 0, False
     num_offered, num_wanted = offer.num_tokens or 0, life.num_known - 1
-    if num_offered > num_wanted and any(map(is_recurrent, ledger.config.groups)):
+    if num_offered > num_wanted and any(map(is_recurrent, history.config.groups)):
         return 0, False
     count = min(num_offered, num_wanted) - num_hit
     return (count, offer.is_async) if count > 0 else (0, False)
 
 
 @sentence("P5", v.Schedule, of="askers", fixes="where a hit may end")
-def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Complaints:
+def hit_is_whole_blocks_and_leaves_a_token(step: Step, history: History) -> Complaints:
     """A hit is whole blocks and leaves a known token to compute, since its logits are needed.
 
     With a draft head the block after the hit is computed again, so it must be cached as well.
@@ -49,7 +54,7 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
     config = step.config
     unit = lcm(*step.block_sizes)
     for row in step.askers:
-        life = ledger.lives[row.request_id]
+        life = history.lives[row.request_id]
         most = 0
         if may_ask_the_cache(step, life):
             most = min([longest_of(config, life, group) for group in step.groups])
@@ -70,14 +75,14 @@ def count_behind(config: v.Config, group: v.KVGroup) -> int:
     return int(config.drops_last_hit_block and not is_recurrent(group))
 
 
-def longest_of(config: v.Config, life: Life, group: v.KVGroup) -> int:
+def longest_of(config: v.Config, life: RequestHistory, group: v.KVGroup) -> int:
     """Tokens of the longest hit that whole blocks of one group allow; negative if there is none."""
     num_blocks = (life.num_known - 1) // group.block_size
     return (num_blocks - count_behind(config, group)) * group.block_size
 
 
 @sentence("P5", v.Schedule, of="askers", fixes="how long a hit is")
-def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
+def hit_is_the_longest_possible(step: Step, history: History) -> Complaints:
     """A hit takes every leading block that was cached before the step and still is.
 
     Blocks that a row of this step took are left out, since it is not visible when they were
@@ -86,10 +91,10 @@ def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
     if not step.askers or not (step.before.cached or step.config.groups):
         return
     for row in step.askers:
-        life = ledger.lives[row.request_id]
+        life = history.lives[row.request_id]
         if not may_ask_the_cache(step, life):
             continue
-        length, _ = longest_hit(step.config, life, lambda *at: _lasting(step, ledger, *at))
+        length, _ = longest_hit(step.config, life, lambda *at: _lasting(step, history, *at))
         if row.num_hit < length:
             what = f"{row.request_id!r} took a shorter hit than was there"
             yield unequal(what, "hit tokens", length, row.num_hit, subjects=row.request_id)
@@ -99,7 +104,9 @@ Find: TypeAlias = Callable[[Name, int], Sequence[v.BlockId]]
 """The blocks cached under a name in a KV group, oldest first."""
 
 
-def longest_hit(config: v.Config, life: Life, find: Find) -> tuple[int, list[list[v.BlockId]]]:
+def longest_hit(
+    config: v.Config, life: RequestHistory, find: Find
+) -> tuple[int, list[list[v.BlockId]]]:
     """The greatest length in tokens that is a hit in every group, and the blocks that each group
     shares.
 
@@ -121,7 +128,9 @@ def longest_hit(config: v.Config, life: Life, find: Find) -> tuple[int, list[lis
     return 0, [[] for _ in config.groups]
 
 
-def _longest_prefix(config: v.Config, life: Life, find: Find) -> tuple[int, list[list[v.BlockId]]]:
+def _longest_prefix(
+    config: v.Config, life: RequestHistory, find: Find
+) -> tuple[int, list[list[v.BlockId]]]:
     """Under full attention the first missing block ends the search."""
     hits: list[v.BlockId] = []
     for index in range((life.num_known - 1) // config.block_size):
@@ -135,7 +144,7 @@ def _longest_prefix(config: v.Config, life: Life, find: Find) -> tuple[int, list
 
 
 def _table_behind(
-    config: v.Config, life: Life, find: Find, at: int, length: int
+    config: v.Config, life: RequestHistory, find: Find, at: int, length: int
 ) -> list[v.BlockId] | None:
     """The blocks that a group shares for a hit of `length` tokens; None if one is missing."""
     group = config.groups[at]
@@ -153,7 +162,7 @@ def _table_behind(
 
 
 @sentence("P16", v.Schedule, of="askers", fixes="which of several copies is hit")
-def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
+def hit_takes_the_oldest_copy(step: Step, history: History) -> Complaints:
     """A hit takes the block published first of several blocks with one key.
 
     This is a policy: any copy would do. It is fixed because the order of eviction depends on it.
@@ -161,31 +170,33 @@ def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
     if not step.before.cached:
         return
     for row in step.askers:
-        life = ledger.lives[row.request_id]
+        life = history.lives[row.request_id]
         for group, table in enumerate(row.hit_tables):
-            named, size = ledger.named_blocks(step.before, group), step.block_sizes[group]
+            named, size = history.named_blocks(step.before, group), step.block_sizes[group]
             for index, block in enumerate(table):
                 name = life.block_name(index, size)
                 oldest = named.get(name, (block,))[0]
-                if block and oldest != block and oldest in _lasting(step, ledger, name, group):
+                if block and oldest != block and oldest in _lasting(step, history, name, group):
                     what = f"{row.request_id!r} hit another copy than the oldest"
                     yield unequal(
                         what, f"block table[{index}]", oldest, block, subjects=row.request_id
                     )
 
 
-def _lasting(step: Step, ledger: Ledger, name: Name, group: int) -> list[v.BlockId]:
+def _lasting(step: Step, history: History, name: Name, group: int) -> list[v.BlockId]:
     """Blocks that had this name throughout the step."""
     before, after = step.before.block_keys, step.after.block_keys
     gained = step.all_gained
     return [
         block
-        for block in ledger.named_blocks(step.before, group).get(name, ())
+        for block in history.named_blocks(step.before, group).get(name, ())
         if block not in gained and after[block] is not None and after[block] == before[block]
     ]
 
 
-def hit_now(step: Step, ledger: Ledger, life: Life) -> tuple[int, list[list[v.BlockId]]]:
+def hit_now(
+    step: Step, history: History, life: RequestHistory
+) -> tuple[int, list[list[v.BlockId]]]:
     """The longest prefix hit in the state after the step: tokens, and a table for each group."""
     config, after = step.config, step.after
     if not may_ask_the_cache(step, life) or not (after.cached or config.groups):
@@ -194,7 +205,7 @@ def hit_now(step: Step, ledger: Ledger, life: Life) -> tuple[int, list[list[v.Bl
     def find(name: Name, group: int) -> Sequence[v.BlockId]:
         if config.groups and is_recurrent(config.groups[group]):
             # States are read before any row writes, so those of this step do not count.
-            return _lasting(step, ledger, name, group)
-        return ledger.named_blocks(after, group).get(name, ())
+            return _lasting(step, history, name, group)
+        return history.named_blocks(after, group).get(name, ())
 
     return longest_hit(config, life, find)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from blockstep.conformance.engine import PartOfState
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import (
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import Step
+from blockstep.conformance.judge.properties.property_check import (
     ENDINGS,
     Complaint,
     Complaints,
@@ -19,7 +20,6 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 from blockstep.spec.vocabulary import Schedule, Status, StreamingUpdate
 
@@ -80,61 +80,63 @@ def cut_at_stop(
 
 
 @once_a_step
-def expected_outputs(step: Step, ledger: Ledger) -> dict[v.RequestId, v.OutputRow]:
+def expected_outputs(step: Step, history: History) -> dict[v.RequestId, v.OutputRow]:
     """The rows that a commit must deliver, computed from the sampled tokens."""
     rows = {}
-    for flight in ledger.frame_of(step):
+    for flight in history.frame_of(step):
         name = flight.request_id
-        life, tokens = ledger.lives.get(name), step.sampled.get(name)
+        life, tokens = history.lives.get(name), step.sampled.get(name)
         if life is not None and tokens and not flight.is_dropped:
             outputs = list(life.output_token_ids)
             delivered, stop = cut_at_stop(step.config, life.request, outputs, tokens)
             reason, stop_token = stop or (None, None)
             num_cached = max(life.num_cached_tokens, 0)
             rows[name] = v.OutputRow(name, delivered, reason, stop_token, num_cached)
-    for name in ledger.find_void(step):
+    for name in history.find_void(step):
         rows.pop(name, None)
-    for name in ledger.list_failing(step):
-        rows[name] = make_error_row(ledger, name)
+    for name in history.list_failing(step):
+        rows[name] = make_error_row(history, name)
     return rows
 
 
-def make_error_row(ledger: Ledger, name: v.RequestId) -> v.OutputRow:
+def make_error_row(history: History, name: v.RequestId) -> v.OutputRow:
     """The output row of a request that ends because its load failed."""
-    num_cached = max(ledger.lives[name].num_cached_tokens, 0)
+    num_cached = max(history.lives[name].num_cached_tokens, 0)
     return v.OutputRow(name, (), v.FinishReason.ERROR, None, num_cached)
 
 
 @sentence("P13", v.Commit)
-def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> Complaints:
+def delivered_rows_are_those_that_sampled(step: Step, history: History) -> Complaints:
     """Each unfinished request that sampled gets one row, in order of scheduling; no other request
     does.
 
     Requests that end because their load failed get a row as well, after all others.
     """
     seen = [row.request_id for row in step.output_rows]
-    return differing_requests("rows", list(expected_outputs(step, ledger)), seen)
+    return differing_requests("rows", list(expected_outputs(step, history)), seen)
 
 
 @sentence("P13", v.Commit)
-def delivered_tokens_are_the_sampled_ones_until_the_stop(step: Step, ledger: Ledger) -> Complaints:
+def delivered_tokens_are_the_sampled_ones_until_the_stop(
+    step: Step, history: History
+) -> Complaints:
     """No token is lost, repeated, invented, or delivered after the one that stops."""
-    expected = expected_outputs(step, ledger)
+    expected = expected_outputs(step, history)
     for row in step.output_rows:
         name, due = row.request_id, expected.get(row.request_id)
         tokens = () if due is None else due.new_token_ids
         if row.new_token_ids != tokens:
-            has_failed = name in ledger.find_void(step) or name in ledger.list_failing(step)
+            has_failed = name in history.find_void(step) or name in history.list_failing(step)
             why = "tokens though its load has failed" if has_failed else "the wrong tokens"
             what = f"{name!r} was delivered {why}"
             yield unequal(what, "new_token_ids", tokens, row.new_token_ids, subjects=name)
 
 
 @sentence("P13", v.Commit)
-def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Complaints:
+def finish_reason_is_the_one_that_holds(step: Step, history: History) -> Complaints:
     """A request ends when and only when a stop condition holds, with the first condition that
     holds."""
-    expected = expected_outputs(step, ledger)
+    expected = expected_outputs(step, history)
     for row in step.output_rows:
         due = expected.get(row.request_id, row)
         if (row.finish_reason, row.stop_token_id) != (due.finish_reason, due.stop_token_id):
@@ -148,26 +150,26 @@ def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Complaint
 
 
 @sentence("P13", v.Commit)
-def finished_request_is_forgotten_and_others_stay(step: Step, ledger: Ledger) -> Complaints:
+def finished_requests_leave_the_state(step: Step, history: History) -> Complaints:
     """A commit removes exactly the requests with a finish reason.
 
     Sessions whose input has not ended stay.
     """
-    expected = step.old.keys() - set(ledger.list_ended(step))
+    expected = step.old.keys() - set(history.list_ended(step))
     if step.new.keys() != expected:
         what = "a commit ended others than it said"
         yield unequal(what, "unfinished", sorted(expected), sorted(step.new))
 
 
 @sentence("P13", v.Commit)
-def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Complaints:
+def outputs_in_the_state_are_those_delivered(step: Step, history: History) -> Complaints:
     """A state has the delivered tokens as outputs, in order.
 
     A session that continued with its next input has none so far.
     """
-    going_on = set(ledger.list_going_on(step))
+    going_on = set(history.list_going_on(step))
     for name, new in step.new.items():
-        life = ledger.lives.get(name)
+        life = history.lives.get(name)
         if life is not None:
             expected = (
                 () if name in going_on else life.output_token_ids + step.delivered.get(name, ())
@@ -178,10 +180,10 @@ def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Comp
 
 
 @sentence("P21", v.Commit, v.GrammarFailed, v.TransfersReported)
-def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) -> Complaints:
+def reported_cached_tokens_are_of_the_first_hit(step: Step, history: History) -> Complaints:
     """A client gets the length of the prefix hit at the first admission."""
     for row in step.output_rows:
-        life = ledger.lives.get(row.request_id)
+        life = history.lives.get(row.request_id)
         due = 0 if life is None else max(life.num_cached_tokens, 0)
         if life is not None and row.num_cached_tokens != due:
             what = f"{row.request_id!r} got a wrong number of cached tokens"
@@ -191,11 +193,11 @@ def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) ->
 
 
 @sentence("P21", v.Commit, v.GrammarFailed, v.TransfersReported)
-def told_external_tokens_are_those_that_were_loaded(step: Step, ledger: Ledger) -> Complaints:
+def reported_external_tokens_are_those_loaded(step: Step, history: History) -> Complaints:
     """A client gets the number of tokens that a store loaded for the hit at the first admission, if
     the engine returns this number at all."""
     for row in step.output_rows:
-        life = ledger.lives.get(row.request_id)
+        life = history.lives.get(row.request_id)
         if life is None or row.num_external_tokens is None:
             continue
         due = life.num_external_tokens
@@ -207,21 +209,21 @@ def told_external_tokens_are_those_that_were_loaded(step: Step, ledger: Ledger) 
 
 
 @sentence("P14", v.Commit, said_by="plans_alone_rebuild_the_request")
-def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complaints:
+def sampling_leaves_one_token_to_compute(step: Step, history: History) -> Complaints:
     """A commit leaves one token to compute, the last one, to each request that sampled.
 
     Rejected drafts leave the counters as if only the accepted drafts had been scheduled.
     Placeholders of later frames count as known. A row that is still in prefill keeps the computed
     tokens of its plan, or of later plans.
     """
-    promised, void = ledger.promised_after(step), ledger.find_void(step)
-    for flight in ledger.frame_of(step):
+    promised, void = history.promised_after(step), history.find_void(step)
+    for flight in history.frame_of(step):
         new = step.new.get(flight.request_id)
         if new is None or new.status is not v.Status.RUNNING or flight.is_dropped:
             continue
         if flight.request_id in void:
             continue
-        life = ledger.lives[flight.request_id]
+        life = history.lives[flight.request_id]
         known = life.num_prompt + len(new.output_token_ids)
         if flight.samples:
             expected = known + promised.get(flight.request_id, 0) - 1
@@ -241,7 +243,7 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complain
 
 
 @sentence("P14", v.Commit, fixes="when blocks are taken and given back")
-def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) -> Complaints:
+def commit_changes_only_outputs_and_computed_tokens(step: Step, history: History) -> Complaints:
     """A request that continues keeps its blocks, status and history; one that did not sample keeps
     everything.
 
@@ -249,12 +251,12 @@ def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) 
     request whose load is confirmed.
     """
     in_frame = {
-        row.request_id for row in ledger.frame_of(step) if row.samples and not row.is_dropped
+        row.request_id for row in history.frame_of(step) if row.samples and not row.is_dropped
     }
-    stopped, store = ledger.list_stopped(step), ledger.store
-    settled = store.list_settled(step)
+    stopped, store = history.list_stopped(step), history.store
+    settled = store.list_confirmed(step)
     # Another check is about requests whose load failed.
-    others = {*stopped, *ledger.find_void(step), *store.find_failed(step)}
+    others = {*stopped, *history.find_void(step), *store.find_failed(step)}
     for name, new in step.new.items():
         old = step.old.get(name)
         if old is None or new is old or name in others:
@@ -276,7 +278,7 @@ def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) 
 
 
 @sentence("P24", v.Schedule, of="rows")
-def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
+def dispatched_drafts_are_the_last_proposed_ones(step: Step, history: History) -> Complaints:
     """A row has, after the known tokens of its request, a prefix of the drafts last attached to it.
 
     Under asynchronous scheduling the drafts follow the placeholders of frames in flight, and are
@@ -284,8 +286,8 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
     in it.
     """
     for row in step.rows:
-        life = ledger.lives[row.request_id]
-        due = life.num_known + ledger.placeholders(row.request_id)
+        life = history.lives[row.request_id]
+        due = life.num_known + history.placeholders(row.request_id)
         count = max(row.end - due, 0)
         if row.drafts != life.drafts[:count] or len(row.drafts) != count:
             what = f"{row.request_id!r} runs {count} tokens after the known ones and placeholders"
@@ -295,9 +297,9 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
 
 
 @sentence("P23", v.Drafts, fixes="when drafts are held to a grammar")
-def attached_drafts_are_accepted_by_the_grammar(step: Step, ledger: Ledger) -> Complaints:
+def attached_drafts_are_accepted_by_the_grammar(step: Step, history: History) -> Complaints:
     """A request with a grammar keeps only those proposed drafts that the grammar accepts."""
-    for name, expected in _list_proposed(step, ledger).items():
+    for name, expected in _list_proposed(step, history).items():
         if name in step.new and keeps_more(step, name, expected):
             what = f"{name!r} keeps drafts that its grammar does not accept"
             seen = step.new[name].spec_token_ids
@@ -314,7 +316,7 @@ def keeps_more(step: Step, name: v.RequestId, accepted: v.TokenIds) -> bool:
 
 
 @sentence("P24", v.Schedule, v.Commit, v.Drafts, fixes="which drafts are kept, and for how long")
-def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
+def attached_drafts_are_the_last_proposed_ones(step: Step, history: History) -> Complaints:
     """A running request has the drafts that were accepted last, until it is scheduled.
 
     With a grammar these are the leading drafts that it accepts. Other checks are about drafts that
@@ -323,9 +325,9 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
     scheduling they are placeholders, as many as there may be drafts, from a plan in which the
     request sampled to the next plan.
     """
-    proposed = _list_proposed(step, ledger) if step.config.num_speculative_tokens else {}
+    proposed = _list_proposed(step, history) if step.config.num_speculative_tokens else {}
     for name, new in step.new.items():
-        life = ledger.lives.get(name)
+        life = history.lives.get(name)
         if life is not None and new.status is v.Status.RUNNING:
             expected = proposed.get(name, life.drafts)
             if new.spec_token_ids != expected and not keeps_more(step, name, expected):
@@ -333,27 +335,27 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
                 yield unequal(what, "spec_token_ids", expected, new.spec_token_ids, subjects=name)
 
 
-def _list_proposed(step: Step, ledger: Ledger) -> dict[v.RequestId, v.TokenIds]:
+def _list_proposed(step: Step, history: History) -> dict[v.RequestId, v.TokenIds]:
     """The drafts that requests have after a step, for those whose drafts the step changes."""
     proposed: dict[v.RequestId, v.TokenIds] = {}
     if isinstance(step.event, v.Drafts) and isinstance(step.observation, v.DraftsTaken):
         taken = step.observation.request_ids
         proposed = {
-            row.request_id: ledger.lives[row.request_id].accept(row.token_ids)
+            row.request_id: history.lives[row.request_id].accept(row.token_ids)
             for row in step.event.drafts
-            if row.request_id in taken and row.request_id in ledger.lives
+            if row.request_id in taken and row.request_id in history.lives
         }
     elif isinstance(step.event, v.Schedule):
         if step.config.async_scheduling:
             proposed = dict.fromkeys(step.new, ())
         proposed.update(
-            (row.request_id, ledger.drafts_after(ledger.flight_row(row))) for row in step.rows
+            (row.request_id, history.drafts_after(history.flight_row(row))) for row in step.rows
         )
-    return proposed | dict.fromkeys(ledger.find_void(step), ())
+    return proposed | dict.fromkeys(history.find_void(step), ())
 
 
 @sentence("P24", v.Drafts, fixes="which drafts are kept, and for how long")
-def drafts_are_taken_only_for_the_next_position(step: Step, ledger: Ledger) -> Complaints:
+def drafts_are_taken_only_for_the_next_position(step: Step, history: History) -> Complaints:
     """Drafts are accepted exactly for running requests that are not in flight and have one token to
     compute.
 
@@ -363,13 +365,13 @@ def drafts_are_taken_only_for_the_next_position(step: Step, ledger: Ledger) -> C
     assert isinstance(step.observation, v.DraftsTaken)
     expected = []
     for row in step.event.drafts:
-        old, life = step.old.get(row.request_id), ledger.lives.get(row.request_id)
+        old, life = step.old.get(row.request_id), history.lives.get(row.request_id)
         if (
             old is not None
             and life is not None
             and old.status is v.Status.RUNNING
             and not old.is_prefill_chunk
-            and not ledger.in_flight(row.request_id)
+            and not history.in_flight(row.request_id)
             and life.num_known > life.num_prompt
             and old.num_computed_tokens == life.num_known - 1
         ):
@@ -378,23 +380,23 @@ def drafts_are_taken_only_for_the_next_position(step: Step, ledger: Ledger) -> C
 
 
 @sentence("P26", Schedule)
-def plan_tells_who_ended(step: Step, ledger: Ledger) -> Complaints:
+def plan_names_the_finished(step: Step, history: History) -> Complaints:
     """A plan names all requests that ended since the plan before, sorted; the state then forgets
     them."""
-    ended = tuple(sorted(ledger.ended))
+    ended = tuple(sorted(history.ended))
     yield from differing_requests("finished_req_ids", ended, step.plan.finished_req_ids)
     yield from differing_requests("finished_req_ids kept", (), step.after.finished_req_ids)
 
 
-@sentence("P26", *ENDINGS, StreamingUpdate, said_by="plan_tells_who_ended")
-def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> Complaints:
+@sentence("P26", *ENDINGS, StreamingUpdate, said_by="plan_names_the_finished")
+def finished_ids_wait_for_the_next_plan(step: Step, history: History) -> Complaints:
     """A request that ends is kept until the next plan names it."""
-    ended = tuple(sorted(ledger.ended.union(ledger.list_ended(step))))
+    ended = tuple(sorted(history.ended.union(history.list_ended(step))))
     return differing_requests("finished_req_ids", ended, step.after.finished_req_ids)
 
 
 @sentence("P26", Schedule)
-def plan_tells_who_was_preempted(step: Step, _ledger: Ledger) -> Complaints:
+def plan_names_the_preempted(step: Step, _history: History) -> Complaints:
     """A plan names all requests that were preempted while it was made, sorted."""
     is_shown = any(request.status is Status.PREEMPTED for request in step.after.requests)
     if isinstance(step.after, PartOfState) and not is_shown:
@@ -404,10 +406,10 @@ def plan_tells_who_was_preempted(step: Step, _ledger: Ledger) -> Complaints:
 
 
 @sentence("P26", Schedule, of="rows")
-def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Complaints:
+def new_row_carries_the_request_as_submitted(step: Step, history: History) -> Complaints:
     """A new row has the request as the client submitted it."""
     for row in step.plan.new:
-        life = ledger.lives.get(row.request_id)
+        life = history.lives.get(row.request_id)
         if life is None or (row.request is not life.request and row.request != life.request):
             yield Complaint(
                 f"the new row of {row.request_id!r} is not the request submitted",

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from operator import gt
 from typing import NamedTuple
 
-from blockstep.conformance.judge.attended import is_across
-from blockstep.conformance.judge.properties.ledger import Ledger, Life
-from blockstep.conformance.judge.properties.sentence import (
+from blockstep.conformance.judge.attention_ranges import is_across
+from blockstep.conformance.judge.properties.history import History, RequestHistory
+from blockstep.conformance.judge.properties.observed_step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.properties.property_check import (
     ENDINGS,
     Complaint,
     Complaints,
@@ -20,8 +21,7 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
-from blockstep.conformance.judge.properties.store_ledger import has_lost_all
+from blockstep.conformance.judge.properties.store_history import has_lost_all
 from blockstep.conformance.protocol.features import list_kept
 from blockstep.conformance.protocol.findings import (
     CACHED_TOO_EARLY,
@@ -34,7 +34,7 @@ from blockstep.spec import vocabulary as v
 
 
 @sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
-def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
+def pool_keeps_its_size(step: Step, _history: History) -> Complaints:
     """A state has one ref count and one entry for the key of each block of the pool."""
     after, num_blocks = step.after, step.config.num_blocks
     for what, values in (("ref counts", after.ref_counts), ("keys", after.block_keys)):
@@ -44,7 +44,7 @@ def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
 
 
 @sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
-def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
+def every_block_is_free_or_held(step: Step, _history: History) -> Complaints:
     """The ref count of a block is the number of its holders; a block without holders is in the free
     queue, once.
 
@@ -92,17 +92,17 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
 
 
 @sentence("P2", v.Schedule, v.Commit, of="changes")
-def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Complaints:
+def block_still_to_be_written_has_one_holder(step: Step, history: History) -> Complaints:
     """A block that is not yet full of known, computed tokens has one holder.
 
     Exceptions: a partly filled block that is shared with a branch, since the writer gets a copy;
     and a block that all holders fill with the same known tokens, since they write equal content.
     """
     ref_counts = step.after.ref_counts
-    for request, block in _unfinished_blocks(step, ledger):
-        if ref_counts[block] == 1 or _is_begun(step, ledger, request, block):
+    for request, block in _unfinished_blocks(step, history):
+        if ref_counts[block] == 1 or _is_begun(step, history, request, block):
             continue
-        if not _is_filled_alike(step, ledger, block):
+        if not _is_filled_alike(step, history, block):
             what = f"{request.request_id!r} will write block {block}, which it does not own alone"
             yield unequal(
                 what,
@@ -113,16 +113,16 @@ def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Comp
             )
 
 
-def _is_filled_alike(step: Step, ledger: Ledger, block: v.BlockId) -> bool:
+def _is_filled_alike(step: Step, history: History, block: v.BlockId) -> bool:
     """Whether all holders of a block have it at the same place of their tables and know the same
     tokens up to its end."""
     places: set[tuple[int, int]] = set()
-    lives: list[Life] = []
+    lives: list[RequestHistory] = []
     for request in step.after.requests:
         for at, table in enumerate(request.block_tables):
-            if block in table and request.request_id in ledger.lives:
+            if block in table and request.request_id in history.lives:
                 places.add((at, table.index(block)))
-                lives.append(ledger.lives[request.request_id])
+                lives.append(history.lives[request.request_id])
     if len(places) != 1 or len(lives) != step.after.ref_counts[block]:
         return False
     ((at, index),) = places
@@ -134,11 +134,11 @@ def _is_filled_alike(step: Step, ledger: Ledger, block: v.BlockId) -> bool:
     return len({life.block_name(index, size) for life in lives}) == 1
 
 
-def _is_begun(step: Step, ledger: Ledger, request: v.RequestSnapshot, block: v.BlockId) -> bool:
+def _is_begun(step: Step, history: History, request: v.RequestSnapshot, block: v.BlockId) -> bool:
     """Whether a block is the partly filled one of a request, which a branch may share."""
     if not step.config.enable_forks:
         return False
-    filled = min(request.num_computed_tokens, ledger.lives[request.request_id].num_known)
+    filled = min(request.num_computed_tokens, history.lives[request.request_id].num_known)
     return any(
         filled % size and table[filled // size : filled // size + 1] == (block,)
         for table, size in zip(request.block_tables, step.block_sizes, strict=True)
@@ -146,10 +146,10 @@ def _is_begun(step: Step, ledger: Ledger, request: v.RequestSnapshot, block: v.B
 
 
 @sentence("P4", v.Schedule, v.Commit, of="changes")
-def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Complaints:
+def block_still_to_be_written_is_not_published(step: Step, history: History) -> Complaints:
     """A block that a later step will write is not in the prefix cache."""
     block_keys = step.after.block_keys
-    for request, block in _unfinished_blocks(step, ledger):
+    for request, block in _unfinished_blocks(step, history):
         if block_keys[block] is not None:
             yield Complaint(
                 f"{request.request_id!r} will write block {block}, which has a key",
@@ -158,7 +158,7 @@ def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Co
 
 
 @once_a_step
-def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapshot, v.BlockId]]:
+def _unfinished_blocks(step: Step, history: History) -> list[tuple[v.RequestSnapshot, v.BlockId]]:
     """Pairs of a request and a block that it has still to write.
 
     All cross-attention blocks are among them, since no other request may hit these.
@@ -169,7 +169,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
         sizes = [0 if is_across(group) else group.block_size for group in step.config.groups]
     may_lose_all = step.config.kv_connector and bool(step.config.groups)
     for request in step.after.requests:
-        tables, life = request.block_tables, ledger.lives.get(request.request_id)
+        tables, life = request.block_tables, history.lives.get(request.request_id)
         if life is None or not any(tables):
             continue
         if may_lose_all and has_lost_all(step.config, request):
@@ -188,7 +188,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
 
 
 @sentence("P3", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
-def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> Complaints:
+def cache_map_and_blocks_agree(step: Step, _history: History) -> Complaints:
     """The cache map has a block under a key exactly if the block carries the key, and once."""
     after = step.after
     if after.cached is step.before.cached and after.block_keys is step.before.block_keys:
@@ -212,7 +212,7 @@ def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> Complaints:
 
 
 @sentence("P3", v.Schedule, of="changes")
-def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> Complaints:
+def nothing_is_cached_without_caching(step: Step, _history: History) -> Complaints:
     """No block carries a key with prefix caching off."""
     if step.config.enable_prefix_caching or not step.after.cached:
         return ()
@@ -220,7 +220,7 @@ def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> Complaints
 
 
 @sentence("P3", v.Schedule, of="rows", fixes="when a full block is published")
-def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
+def computed_full_blocks_are_published(step: Step, history: History) -> Complaints:
     """The blocks of a dispatched row that are full of known tokens are in the prefix cache.
 
     A block of an unconfirmed load is not (P19). When to publish is a policy: an engine could wait.
@@ -230,7 +230,7 @@ def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
         return
     for row in step.rows:
         new, ends = step.new[row.request_id], []
-        filled = _fill_of(step, ledger, row)
+        filled = _fill_of(step, history, row)
         for first, size, table in zip(
             _settled_before(step, row), step.block_sizes, new.block_tables, strict=True
         ):
@@ -257,12 +257,12 @@ class Stretch(NamedTuple):
         return self.first + len(self.blocks)
 
 
-def _fill_of(step: Step, ledger: Ledger, row: PlannedRow) -> int:
+def _fill_of(step: Step, history: History, row: PlannedRow) -> int:
     """Leading tokens of a request whose blocks are published once its row is dispatched; 0 for no
     more than before, because its load is unconfirmed."""
-    if ledger.store.is_unsettled_after(step, row.request_id):
+    if history.store.is_unsettled_after(step, row.request_id):
         return 0
-    return min(row.end, ledger.lives[row.request_id].num_known)
+    return min(row.end, history.lives[row.request_id].num_known)
 
 
 def _unpublished(step: Step, name: str, blocks: Iterable[v.BlockId]) -> Complaints:
@@ -290,10 +290,10 @@ def _settled_before(step: Step, row: PlannedRow) -> Sequence[int]:
     return [len(table) for table in row.hit_tables]
 
 
-def _published(step: Step, ledger: Ledger, row: PlannedRow) -> list[Stretch]:
+def _published(step: Step, history: History, row: PlannedRow) -> list[Stretch]:
     """The blocks of each table of a row that this step publishes, as the state shows it."""
     name = row.request_id
-    filled = min(row.end, ledger.lives[name].num_known)
+    filled = min(row.end, history.lives[name].num_known)
     return _filled(step, name, _settled_before(step, row), step.new[name].block_tables, filled)
 
 
@@ -309,7 +309,7 @@ def _filled(
 
 
 @sentence("P4", v.Schedule, of="acts", said_by="published_block_was_written")
-def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
+def only_computed_blocks_are_published(step: Step, history: History) -> Complaints:
     """A block gets a key only if it was full before, or if a row of the plan fills it.
 
     A block that was full before gets one where a request is preempted after this step had published
@@ -327,12 +327,12 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
         return ()
     allowed: set[v.BlockId] = set()
     for row in step.rows:
-        for stretch in _published(step, ledger, row):
+        for stretch in _published(step, history, row):
             allowed.update(stretch.blocks)
     for name in step.preempted:
         old_request = step.old[name]
-        filled = min(old_request.num_computed_tokens, ledger.lives[name].num_known)
-        filled = 0 if name in ledger.store.unsettled else filled
+        filled = min(old_request.num_computed_tokens, history.lives[name].num_known)
+        filled = 0 if name in history.store.unsettled else filled
         for table, size in zip(old_request.block_tables, step.block_sizes, strict=True):
             allowed.update(table[: filled // size])
     return [
@@ -345,7 +345,7 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
 
 
 @once_a_step
-def verified_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
+def verified_blocks(step: Step, history: History) -> list[Stretch]:
     """The blocks that a commit publishes, per group of each request.
 
     First the blocks that the frame loaded or computed on its load, up to the first that failed.
@@ -355,25 +355,25 @@ def verified_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
     config = step.config
     if not config.enable_prefix_caching:
         return []
-    found = _settled_blocks(step, ledger) if ledger.store.unsettled else []
+    found = _settled_blocks(step, history) if history.store.unsettled else []
     if not config.async_scheduling:
         return found
     ends = {(stretch.request_id, stretch.group): stretch.end for stretch in found}
-    for flight in ledger.frame_of(step):
+    for flight in history.frame_of(step):
         old, tokens = step.old.get(flight.request_id), step.delivered.get(flight.request_id)
         if old is None or old.status is not v.Status.RUNNING or not tokens:
             continue
         name, settled = flight.request_id, old.num_cached_blocks
         if ends:
             settled = tuple([ends.get((name, at), end) for at, end in enumerate(settled)])
-        filled = ledger.lives[name].num_known + len(tokens) - 1
+        filled = history.lives[name].num_known + len(tokens) - 1
         found += _filled(step, name, settled, old.block_tables, filled)
     return found
 
 
-def _settled_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
+def _settled_blocks(step: Step, history: History) -> list[Stretch]:
     """Blocks of running requests whose load the commit confirms."""
-    store, void, lost = ledger.store, ledger.find_void(step), ledger.list_lost(step)
+    store, void, lost = history.store, history.find_void(step), history.list_lost(step)
     found = []
     for load in store.transfers.at_once.get(step.commit.frame_id, ()):
         name = load.request_id
@@ -382,25 +382,25 @@ def _settled_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
         if name in lost or (name in void and name not in step.new):
             continue  # it restarts or ends, and nothing of it is published
         old = step.old[name]
-        filled = min(old.num_computed_tokens, ledger.lives[name].num_known)
+        filled = min(old.num_computed_tokens, history.lives[name].num_known)
         filled = void.get(name, filled)
         found += _filled(step, name, old.num_cached_blocks, old.block_tables, filled)
     return found
 
 
 @sentence("P3", v.Commit, fixes="when a full block is published")
-def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
+def verified_full_blocks_are_published(step: Step, history: History) -> Complaints:
     """Under asynchronous scheduling a commit publishes the blocks that its verified tokens fill.
 
     When to publish is a policy, as for `computed_full_blocks_are_published`: here a plan is made
     before its tokens are known.
     """
     ends: dict[v.RequestId, dict[int, int]] = {}
-    for stretch in verified_blocks(step, ledger):
+    for stretch in verified_blocks(step, history):
         name = stretch.request_id
         yield from _unpublished(step, name, stretch.blocks)
         ends.setdefault(name, {})[stretch.group] = stretch.end
-    stopped = ledger.list_stopped(step)
+    stopped = history.list_stopped(step)
     for name, by_group in ends.items():
         settled = tuple(by_group.values())
         new = step.new.get(name)
@@ -411,7 +411,7 @@ def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
 
 
 @sentence("P4", v.Commit, fixes="when a full block is published, and when it is evicted")
-def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
+def only_verified_blocks_are_published(step: Step, history: History) -> Complaints:
     """A commit changes keys only of the blocks that it verified, and removes none.
 
     It publishes nothing for a request that was preempted or ended since, which has lost its blocks.
@@ -420,7 +420,7 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     if after is before and step.after.cached is step.before.cached:
         return
     cached, published = dict(step.before.cached), set()
-    for stretch in verified_blocks(step, ledger):
+    for stretch in verified_blocks(step, history):
         for block in stretch.blocks:
             key = after[block]
             if before[block] is None and key is not None:
@@ -439,10 +439,10 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
 @sentence(
     "P3", v.Schedule, v.Commit, of="changes", said_by="published_block_holds_the_right_prefix"
 )
-def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Complaints:
+def held_block_key_matches_its_tokens(step: Step, history: History) -> Complaints:
     """The key of a held block names the tokens of its holder."""
-    names = ledger.names
-    for request_id, block, expected, seen in _misnamed(step, ledger):
+    names = history.names
+    for request_id, block, expected, seen in _misnamed(step, history):
         if not names.same_tokens(expected, seen):
             what = f"{request_id!r} holds block {block}, whose key is of other tokens"
             yield unequal(
@@ -461,46 +461,46 @@ def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Com
     of="changes",
     said_by="published_block_is_of_the_same_adapter_salt_and_items",
 )
-def held_block_carries_the_extra_keys_of_its_request(step: Step, ledger: Ledger) -> Complaints:
+def held_block_key_has_adapter_salt_and_items(step: Step, history: History) -> Complaints:
     """The key of a held block names the adapter, salt and items of its holder."""
-    for request_id, block, expected, seen in _misnamed(step, ledger):
-        if ledger.names.same_tokens(expected, seen):
+    for request_id, block, expected, seen in _misnamed(step, history):
+        if history.names.same_tokens(expected, seen):
             key = step.after.block_keys[block]
             what = f"{request_id!r} holds block {block}, whose key has other extra keys: {key!r}"
             yield Complaint(what, subjects=Subjects((request_id,), (block,)))
 
 
 @once_a_step
-def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int]]:
+def _misnamed(step: Step, history: History) -> list[tuple[str, v.BlockId, int, int]]:
     """Held blocks whose key is not their holder's, among the blocks that this step touched.
 
     The others were right before; `only_computed_blocks_are_published` checks that they did not
     change.
     """
     found = []
-    for name, group, first, blocks in _touched(step, ledger):
-        life, size = ledger.lives[name], step.block_sizes[group]
+    for name, group, first, blocks in _touched(step, history):
+        life, size = history.lives[name], step.block_sizes[group]
         delivered = step.delivered.get(name, ()) if isinstance(step.event, v.Commit) else ()
         for index, block in enumerate(blocks, first):
             key = step.after.block_keys[block]
             if key is not None and block != v.NULL_BLOCK:
                 expected = life.block_name_with(delivered, index, size)
-                seen = ledger.names.of_key(key)[-1]
+                seen = history.names.of_key(key)[-1]
                 if expected != seen or key.group != group:
                     found.append((name, block, expected, seen))
     return found
 
 
-def _touched(step: Step, ledger: Ledger) -> list[Stretch]:
+def _touched(step: Step, history: History) -> list[Stretch]:
     """The full blocks that a step may have published."""
     if isinstance(step.event, v.Commit):
-        return verified_blocks(step, ledger)
+        return verified_blocks(step, history)
     found: list[Stretch] = []
     for row in step.rows:
         name, firsts = row.request_id, (0,) * len(step.block_sizes)
         if row.kind in (RowKind.RUNNING, RowKind.CONTINUED):
             firsts = step.old[name].num_cached_blocks
-        known, tables = ledger.lives[name].num_known, step.new[name].block_tables
+        known, tables = history.lives[name].num_known, step.new[name].block_tables
         for group, size in enumerate(step.block_sizes):
             first, blocks = firsts[group], tables[group][: known // size]
             if len(blocks) > first:

@@ -15,17 +15,17 @@ from functools import cache
 from itertools import chain
 from typing import Protocol, TypeAlias
 
-from blockstep.conformance.judge.attended import blocks_of_drafts, count_unattended
+from blockstep.conformance.judge.attention_ranges import blocks_of_drafts, count_unattended
 from blockstep.conformance.judge.gates import get_gates, is_held
-from blockstep.conformance.judge.properties.amounts import (
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.hits import may_ask_the_store
+from blockstep.conformance.judge.properties.observed_step import PlannedRow, Step, keeps_blocks
+from blockstep.conformance.judge.properties.property_check import once_a_step
+from blockstep.conformance.judge.properties.token_amounts import (
     blocks_behind,
     running_slots,
     share_of,
 )
-from blockstep.conformance.judge.properties.hits import may_ask_the_store
-from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import once_a_step
-from blockstep.conformance.judge.properties.step import PlannedRow, Step, keeps_blocks
 from blockstep.conformance.protocol.features import is_off, list_kept, load_parts
 from blockstep.spec import vocabulary as v
 
@@ -58,7 +58,7 @@ class QueueReplay:
 class Ends(Protocol):
     """Blocks that a feature keeps while requests end in one event."""
 
-    def end(self, ledger: Ledger, name: v.RequestId, holders: Holders) -> Freed:
+    def end(self, history: History, name: v.RequestId, holders: Holders) -> Freed:
         """Return the blocks that the feature frees when a request ends, which still holds its own.
 
         `holders` is changed: what the feature keeps is one more holder.
@@ -70,16 +70,16 @@ class Keeper(Protocol):
     """Order of requests with a feature that keeps blocks: `KEEPER` in its module `properties`."""
 
     def sort_victims(
-        self, ledger: Ledger, snapshot: v.Snapshot, youngest: Iterable[v.RequestId]
+        self, history: History, snapshot: v.Snapshot, youngest: Iterable[v.RequestId]
     ) -> list[v.RequestId]:
         """Return requests in the order of preemption, from the youngest first."""
         ...
 
-    def sort_waiting(self, ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
+    def sort_waiting(self, history: History, snapshot: v.Snapshot) -> list[v.RequestId]:
         """Return the waiting queue in the order in which a plan tries it."""
         ...
 
-    def follow(self, step: Step, ledger: Ledger) -> Freed:
+    def follow(self, step: Step, history: History) -> Freed:
         """Return the blocks that an event frees which is no plan."""
         ...
 
@@ -88,9 +88,9 @@ class Keeper(Protocol):
         ...
 
 
-def find_keeper(ledger: Ledger) -> Keeper | None:
+def find_keeper(history: History) -> Keeper | None:
     """Return the feature of a run that keeps blocks, if any."""
-    return _find_keeper(ledger.lacked)
+    return _find_keeper(history.lacked)
 
 
 @cache
@@ -102,7 +102,7 @@ def _find_keeper(lacked: frozenset[str]) -> Keeper | None:
     return found[0] if found else None
 
 
-def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
+def preempted_in_order(step: Step, history: History) -> list[v.RequestId]:
     """The requests preempted in this step, in the order of preemption by the policy.
 
     FCFS preempts from the end of the running list, unless a feature that keeps blocks has another
@@ -112,20 +112,20 @@ def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
     """
     if step.config.policy is v.Policy.FCFS or not step.preempted:
         return step.preempted[::-1]
-    keeper = find_keeper(ledger)
+    keeper = find_keeper(history)
     if keeper is not None:
-        return keeper.sort_victims(ledger, step.before, step.preempted[::-1])
-    return sorted(step.preempted, key=lambda name: ledger.lives[name].order, reverse=True)
+        return keeper.sort_victims(history, step.before, step.preempted[::-1])
+    return sorted(step.preempted, key=lambda name: history.lives[name].order, reverse=True)
 
 
-def in_waiting_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
+def in_waiting_order(history: History, snapshot: v.Snapshot) -> list[v.RequestId]:
     """The waiting queue in the order in which a plan tries it."""
-    keeper = find_keeper(ledger)
-    return [*snapshot.waiting] if keeper is None else keeper.sort_waiting(ledger, snapshot)
+    keeper = find_keeper(history)
+    return [*snapshot.waiting] if keeper is None else keeper.sort_waiting(history, snapshot)
 
 
 def in_policy_order(
-    ledger: Ledger, snapshot: v.Snapshot, is_behind_a_plan: bool = False
+    history: History, snapshot: v.Snapshot, is_behind_a_plan: bool = False
 ) -> list[v.RequestId]:
     """All waiting requests in the order in which a plan tries them, or has tried them
     (`is_behind_a_plan`).
@@ -133,44 +133,44 @@ def in_policy_order(
     FCFS tries skipped requests before waiting ones, since they came earlier. PRIORITY takes the
     lowest (priority, arrival_time, request_id) of both.
     """
-    waiting = snapshot.waiting if is_behind_a_plan else in_waiting_order(ledger, snapshot)
+    waiting = snapshot.waiting if is_behind_a_plan else in_waiting_order(history, snapshot)
     names = [*snapshot.skipped_waiting, *waiting]
-    if len(names) > 1 and ledger.config.policy is v.Policy.PRIORITY:
-        names.sort(key=lambda name: ledger.lives[name].order)
+    if len(names) > 1 and history.config.policy is v.Policy.PRIORITY:
+        names.sort(key=lambda name: history.lives[name].order)
     return names
 
 
-def is_passed_over(ledger: Ledger, request: v.RequestSnapshot) -> bool:
+def is_passed_over(history: History, request: v.RequestSnapshot) -> bool:
     """Whether a request is skipped because it waits for its grammar, its tokens in flight, further
     input, a load, or an offer of the store."""
-    if ledger.config.kv_connector and _waits_for_the_store(ledger, request):
+    if history.config.kv_connector and _waits_for_the_store(history, request):
         return True
-    if ledger.promised.get(request.request_id):
+    if history.promised.get(request.request_id):
         return True
     if request.status is v.Status.WAITING_FOR_STREAMING_REQ:
         return True
     return (
         request.status is v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        and not ledger.lives[request.request_id].grammar_ready
+        and not history.lives[request.request_id].grammar_ready
     )
 
 
-def _waits_for_the_store(ledger: Ledger, request: v.RequestSnapshot) -> bool:
+def _waits_for_the_store(history: History, request: v.RequestSnapshot) -> bool:
     name = request.request_id
-    if ledger.store.is_under_way(request):
+    if history.store.is_under_way(request):
         return True
-    is_asked = may_ask_the_store(ledger.config, ledger.lives[name].request)
+    is_asked = may_ask_the_store(history.config, history.lives[name].request)
     if not is_asked or request.num_computed_tokens:
         return False
-    return ledger.store.transfers.get_offer(name).num_tokens is None
+    return history.store.transfers.get_offer(name).num_tokens is None
 
 
 class Gates:
     """The gates of features that a waiting request must pass, besides outside events."""
 
-    def __init__(self, ledger: Ledger, names: Iterable[v.RequestId]) -> None:
+    def __init__(self, history: History, names: Iterable[v.RequestId]) -> None:
         """`names`: requests that have passed, since they run."""
-        self._gates = [gate(ledger) for gate in get_gates(ledger.lacked)]
+        self._gates = [gate(history) for gate in get_gates(history.lacked)]
         for name in names if self._gates else ():
             self.take(name)
 
@@ -184,24 +184,24 @@ class Gates:
             gate.take(name)
 
 
-def must_wait(ledger: Ledger, gates: Gates, request: v.RequestSnapshot) -> bool:
+def must_wait(history: History, gates: Gates, request: v.RequestSnapshot) -> bool:
     """Whether a waiting request is skipped, for an outside event or at a gate."""
-    return is_passed_over(ledger, request) or not gates.has_room_for(request.request_id)
+    return is_passed_over(history, request) or not gates.has_room_for(request.request_id)
 
 
-def may_pass_over(ledger: Ledger) -> bool:
+def may_pass_over(history: History) -> bool:
     """Whether a request in the waiting queue may be skipped."""
-    is_late = ledger.config.max_frames_in_flight > 1 or ledger.config.kv_connector
-    return is_late or bool(get_gates(ledger.lacked))
+    is_late = history.config.max_frames_in_flight > 1 or history.config.kv_connector
+    return is_late or bool(get_gates(history.lacked))
 
 
-def begin_admission(step: Step, ledger: Ledger) -> Gates:
+def begin_admission(step: Step, history: History) -> Gates:
     """The gates when a plan begins to admit."""
-    return Gates(ledger, [name for name in step.before.running if name not in step.preempted])
+    return Gates(history, [name for name in step.before.running if name not in step.preempted])
 
 
 @once_a_step
-def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
+def find_waiting(step: Step, history: History) -> v.RequestId | None:
     """The running request that has no row because it waits for blocks which a commit will free.
 
     It lacks blocks, and a frame in flight has a row of the request that would be preempted next, or
@@ -210,17 +210,17 @@ def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
     config, after = step.config, step.after
     if not config.kv_connector or config.max_frames_in_flight == 1 or not after.running:
         return None
-    givers = [max(after.running, key=lambda name: ledger.lives[name].order)]
+    givers = [max(after.running, key=lambda name: history.lives[name].order)]
     if config.policy is not v.Policy.PRIORITY:
-        keeper, givers = find_keeper(ledger), [*after.running[::-1]]
-        givers = (givers if keeper is None else keeper.sort_victims(ledger, step.before, givers))[
+        keeper, givers = find_keeper(history), [*after.running[::-1]]
+        givers = (givers if keeper is None else keeper.sort_victims(history, step.before, givers))[
             :1
         ]
     if len(after.running) == 1:
         givers += [old.request_id for old in step.old.values() if keeps_blocks(old)]
-    if all(ledger.get_fence(name) is None for name in givers):
+    if all(history.get_fence(name) is None for name in givers):
         return None
-    is_paused = ledger.pause_state is v.PauseState.PAUSED_ALL
+    is_paused = history.pause_state is v.PauseState.PAUSED_ALL
     left = 0 if is_paused else config.max_num_batched_tokens
     rows = {row.request_id: row for row in step.running_rows}
     for name in step.before.running:
@@ -228,8 +228,8 @@ def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
             left -= rows[name].num_scheduled if name in rows else 0
             continue
         old, new = step.old[name], step.new[name]
-        is_waiting = is_held(step, ledger, name, old.num_computed_tokens)
-        share = 0 if is_waiting else min(share_of(ledger, old), left)
+        is_waiting = is_held(step, history, name, old.num_computed_tokens)
+        share = 0 if is_waiting else min(share_of(history, old), left)
         slots = running_slots(config, old.num_computed_tokens + share)
         num_lacking = blocks_behind(config, slots, new.block_tables) if share > 0 else 0
         if num_lacking > len(after.free_queue):
@@ -237,29 +237,29 @@ def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
     return None
 
 
-def admits_nobody(step: Step, ledger: Ledger) -> bool:
+def admits_nobody(step: Step, history: History) -> bool:
     """Whether a plan ended before its waiting phase: it preempted, a running request waits for a
     commit, or admission is closed."""
-    return step.admits_nobody or find_waiting(step, ledger) is not None
+    return step.admits_nobody or find_waiting(step, history) is not None
 
 
 @once_a_step
-def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
+def passed_over(step: Step, history: History) -> list[v.RequestId]:
     """The requests that a plan tried and skipped, in order.
 
     It tried all up to the first that it could have admitted and did not, while it had budget and
     running slots left.
     """
     before, config = step.before, step.config
-    if ledger.pause_state is not v.PauseState.UNPAUSED or admits_nobody(step, ledger):
+    if history.pause_state is not v.PauseState.UNPAUSED or admits_nobody(step, history):
         return []
     left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
     places = config.max_num_seqs - len(before.running)
     admitted = {row.request_id: row.num_scheduled for row in step.admitted_rows}
-    met, gates = [], begin_admission(step, ledger)
+    met, gates = [], begin_admission(step, history)
     parked = {row.request_id for row in step.parked} if step.plan.kv_loads else ()
     giving = step.giving if config.kv_connector else ()
-    for name in in_policy_order(ledger, before):
+    for name in in_policy_order(history, before):
         if left <= 0 or places <= 0:
             break
         if name in admitted:
@@ -268,7 +268,7 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
             gates.take(name)
         elif name in parked or must_wait(
             # A reclaimed request asks the store again.
-            *(ledger, gates, step.new[name] if name in giving else step.old[name])
+            *(history, gates, step.new[name] if name in giving else step.old[name])
         ):
             met.append(name)
         else:
@@ -277,21 +277,21 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
 
 
 @once_a_step
-def next_in_line(step: Step, ledger: Ledger) -> v.RequestId | None:
+def next_in_line(step: Step, history: History) -> v.RequestId | None:
     """The request that would be admitted next: the first in policy order that is not skipped."""
-    gates = Gates(ledger, step.after.running)
-    for name in in_policy_order(ledger, step.after, is_behind_a_plan=True):
-        if not must_wait(ledger, gates, step.new[name]):
+    gates = Gates(history, step.after.running)
+    for name in in_policy_order(history, step.after, is_behind_a_plan=True):
+        if not must_wait(history, gates, step.new[name]):
             return name
     return None
 
 
-def list_takers(step: Step, ledger: Ledger) -> list[PlannedRow]:
+def list_takers(step: Step, history: History) -> list[PlannedRow]:
     """Requests that were admitted or got blocks for a load, in the order in which the plan tried
     them."""
     if not step.plan.kv_loads:
         return step.admitted_rows
-    order = in_policy_order(ledger, step.before)
+    order = in_policy_order(history, step.before)
     place = {name: index for index, name in enumerate(order)}
     rows = [*step.admitted_rows, *step.parked]
     return sorted(rows, key=lambda row: place.get(row.request_id, len(place)))
@@ -311,10 +311,10 @@ def hides_a_rollback(step: Step, victims: Sequence[v.RequestId]) -> bool:
     return min(places) < last_row or places != sorted(places, reverse=True)
 
 
-def freed_blocks(step: Step, ledger: Ledger, names: Sequence[v.RequestId]) -> Freed:
+def freed_blocks(step: Step, history: History, names: Sequence[v.RequestId]) -> Freed:
     """Blocks that become free when these requests free theirs, in the order of joining the
     queue."""
-    holders = Holders(step, ledger)
+    holders = Holders(step, history)
     return [freed for name in names for freed in holders.free(name)]
 
 
@@ -324,9 +324,9 @@ class Holders:
     Blocks of a request with a row in flight are not free yet: the commit of that frame frees them.
     """
 
-    def __init__(self, step: Step, ledger: Ledger) -> None:
+    def __init__(self, step: Step, history: History) -> None:
         before = step.before
-        self._step, self._ledger = step, ledger
+        self._step, self._history = step, history
         self.deferred = [] if before.transfers is None else [*before.transfers.deferred_frees]
         """Blocks that wait for frames in flight, in the order in which they were given up."""
         self._counts = list(before.ref_counts)
@@ -347,7 +347,7 @@ class Holders:
         """Take all blocks from a request or a `Kept.entry`; return those that become free, last
         block of each table first."""
         tables, self._tables[name] = self._tables[name], ()
-        fence = self._ledger.get_fence(name, self._step) if isinstance(name, str) else None
+        fence = self._history.get_fence(name, self._step) if isinstance(name, str) else None
         if fence is None:
             return [self._drop(table) for table in tables]
         self._defer(fence, chain(*tables))
@@ -356,7 +356,7 @@ class Holders:
     def give_back(self, name: v.RequestId, given: Sequence[Sequence[v.BlockId]]) -> Freed:
         """Take some blocks of each table from a request; return those that become free, in the same
         order."""
-        fence = self._ledger.get_fence(name, self._step)
+        fence = self._history.get_fence(name, self._step)
         freed = [self._drop(blocks) for blocks in given] if fence is None else []
         if fence is not None:
             for blocks in given:
@@ -389,9 +389,9 @@ class Holders:
         return freed
 
 
-def begin_plan(step: Step, ledger: Ledger) -> tuple[list[v.BlockId], Holders]:
+def begin_plan(step: Step, history: History) -> tuple[list[v.BlockId], Holders]:
     """The free queue and the holders after a plan has freed the kept blocks that are due."""
-    queue, holders = list(step.before.free_queue), Holders(step, ledger)
+    queue, holders = list(step.before.free_queue), Holders(step, history)
     for kept in list_kept(step.before):
         if kept.is_due:
             queue = queue_up(step.config, queue, holders.free(kept.entry))
@@ -416,44 +416,44 @@ def unattended_ends(
     ]
 
 
-def left_behind(step: Step, ledger: Ledger, name: v.RequestId) -> list[tuple[v.BlockId, ...]]:
+def left_behind(step: Step, history: History, name: v.RequestId) -> list[tuple[v.BlockId, ...]]:
     """Per group: the skipped blocks of a running request."""
-    old, in_doubt = step.old[name], ledger.count_drafts_in_flight().get(name, 0)
+    old, in_doubt = step.old[name], history.count_drafts_in_flight().get(name, 0)
     if not step.config.groups:
         return [()]
     ends = unattended_ends(step, old.num_computed_tokens, in_doubt, is_running=True)
     return [table[:end] for table, end in zip(old.block_tables, ends, strict=True)]
 
 
-def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -> QueueReplay:
+def replay_schedule(step: Step, history: History, victims: Sequence[v.RequestId]) -> QueueReplay:
     """Replay the blocks that plan and states show; the step must withdraw no row.
 
     A running request first gives back its skipped blocks. If it lacks blocks then, others are
     preempted until there are enough, or until it is preempted itself.
     """
-    is_plain = not (victims or _may_give_back(step, ledger))
+    is_plain = not (victims or _may_give_back(step, history))
     if is_plain and not list_kept(step.before):  # no blocks are given back
         replay = QueueReplay(list(step.before.free_queue))
     else:
-        queue, holders = begin_plan(step, ledger)
+        queue, holders = begin_plan(step, history)
         replay = QueueReplay(queue)
         if not is_plain:
-            _replay_running(replay, step, ledger, victims, holders)
+            _replay_running(replay, step, history, victims, holders)
             replay.deferred = holders.deferred
     for row in step.running_rows if is_plain else ():
         if row.gained or row.hits:
             _replay_row(replay, row)
-    for row in list_takers(step, ledger):
+    for row in list_takers(step, history):
         _replay_row(replay, row)
     return replay
 
 
-def _may_give_back(step: Step, ledger: Ledger) -> bool:
+def _may_give_back(step: Step, history: History) -> bool:
     """Whether a running request has more null blocks than before, one for each block that it gave
     back."""
     if not step.config.groups:
         return False
-    waiting = find_waiting(step, ledger)
+    waiting = find_waiting(step, history)
     names = [row.request_id for row in step.running_rows]
     for name in names if waiting is None else [*names, waiting]:
         old, new = step.old[name], step.new[name]
@@ -481,7 +481,7 @@ def _given_back(step: Step, name: v.RequestId) -> list[list[v.BlockId]]:
 def _replay_running(
     replay: QueueReplay,
     step: Step,
-    ledger: Ledger,
+    history: History,
     victims: Sequence[v.RequestId],
     holders: Holders,
 ) -> None:
@@ -499,7 +499,7 @@ def _replay_running(
         _replay_row(replay, row)
         if row.copies:
             holders.give_back(row.request_id, [[it.source for it in of] for of in row.copies])
-    waiting = find_waiting(step, ledger)
+    waiting = find_waiting(step, history)
     if waiting is not None:
         if step.config.groups:
             free(holders.give_back(waiting, _given_back(step, waiting)))
@@ -508,7 +508,7 @@ def _replay_running(
     elif left:
         last = left[-1]
         if step.config.groups:
-            free(holders.give_back(last, left_behind(step, ledger, last)))
+            free(holders.give_back(last, left_behind(step, history, last)))
         for name in left:
             free(holders.free(name))
 

@@ -8,17 +8,17 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.judge.attended import count_unattended, is_recurrent
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.attention_ranges import count_unattended, is_recurrent
+from blockstep.conformance.judge.properties.history import History
+from blockstep.conformance.judge.properties.observed_step import RowKind, Step
+from blockstep.conformance.judge.properties.property_check import Complaint, Complaints, sentence
 from blockstep.conformance.judge.properties.queue_replay import unattended_ends
-from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence
-from blockstep.conformance.judge.properties.step import RowKind, Step
-from blockstep.conformance.judge.properties.store_ledger import has_lost_all
+from blockstep.conformance.judge.properties.store_history import has_lost_all
 from blockstep.spec import vocabulary as v
 
 
 @sentence("P5", v.Schedule, v.Commit, needs="groups")
-def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
+def attended_blocks_are_held(step: Step, history: History) -> Complaints:
     """A null block takes the place only of a block that no token attends to that may still be
     computed.
 
@@ -31,7 +31,7 @@ def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
         for at, table in enumerate(request.block_tables)
         if v.NULL_BLOCK in table and not has_lost_all(step.config, request)
     ]
-    in_doubt = ledger.count_drafts_in_flight(step) if nulls else {}
+    in_doubt = history.count_drafts_in_flight(step) if nulls else {}
     for request, at, table in nulls:
         group = step.config.groups[at]
         certain = request.num_computed_tokens - in_doubt.get(request.request_id, 0)
@@ -48,13 +48,13 @@ def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence("P8", v.Schedule, needs="groups", fixes="when blocks are taken and given back")
-def row_has_given_back_what_it_attends_to_no_more(step: Step, ledger: Ledger) -> Complaints:
+def row_has_freed_skipped_blocks(step: Step, history: History) -> Complaints:
     """A request with a row holds no skipped block.
 
     When to give them back is a policy: an engine could wait. It is fixed because admissions rely on
     it, and the order of eviction depends on it.
     """
-    in_doubt = ledger.count_drafts_in_flight()
+    in_doubt = history.count_drafts_in_flight()
     for row in step.rows:
         name, is_running = row.request_id, row.kind is RowKind.RUNNING
         first, unsure = row.first, 0

@@ -7,28 +7,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.features.events.properties import told_by
-from blockstep.conformance.judge.properties.ledger import WHOLE, Ledger
-from blockstep.conformance.judge.properties.sentence import Complaints, differing, sentence, unequal
-from blockstep.conformance.judge.properties.step import Step, is_parked
+from blockstep.conformance.judge.properties.history import WHOLE, History
+from blockstep.conformance.judge.properties.observed_step import Step, is_parked
+from blockstep.conformance.judge.properties.property_check import (
+    Complaints,
+    differing,
+    sentence,
+    unequal,
+)
 from blockstep.conformance.protocol.features import PARTS
 from blockstep.spec import vocabulary as v
 
 
 @sentence("P10", *v.EVENT_TYPES)
-def loop_goes_on_while_there_is_work(step: Step, ledger: Ledger) -> Complaints:
+def loop_runs_while_there_is_work(step: Step, history: History) -> Complaints:
     """A state says that there is work while a request could be scheduled, a worker must be sent a
     finished request, or a transfer has not ended. Otherwise the loop sleeps and nothing wakes it.
 
     Nothing is required while a frame is in flight, since its commit wakes the loop.
     """
     if step.after.has_work is False and not step.after.frames_in_flight:
-        for why in _list_due(step, ledger):
+        for why in _list_due(step, history):
             yield unequal(f"the loop may sleep, and {why}", "has_work", True, False)
             return
 
 
 @sentence("P10", *v.EVENT_TYPES)
-def loop_sleeps_where_nothing_is_to_be_done(step: Step, ledger: Ledger) -> Complaints:
+def loop_sleeps_without_work(step: Step, history: History) -> Complaints:
     """A state says that there is no work if all unfinished requests are idle sessions or paused,
     nothing is to be sent and no transfer is awaited. Otherwise the loop plans for ever without
     effect."""
@@ -38,12 +43,12 @@ def loop_sleeps_where_nothing_is_to_be_done(step: Step, ledger: Ledger) -> Compl
     is_open = after.pause_state is v.PauseState.UNPAUSED
     may_run = any(_is_awake(request) for request in after.requests) if is_open else False
     may_run |= bool(after.running) and after.pause_state is not v.PauseState.PAUSED_ALL
-    if not (may_run or _has_untold(step, ledger)):
+    if not (may_run or _has_untold(step, history)):
         what = "the loop keeps planning, and there is nothing to do"
         yield unequal(what, "has_work", False, True)
 
 
-def _list_due(step: Step, ledger: Ledger) -> Iterator[str]:
+def _list_due(step: Step, history: History) -> Iterator[str]:
     """Yield the work that is left after a step, in words."""
     after = step.after
     if after.finished_req_ids:
@@ -55,7 +60,7 @@ def _list_due(step: Step, ledger: Ledger) -> Iterator[str]:
     if after.running:
         yield f"{after.running[0]!r} runs"
     if after.pause_state is v.PauseState.UNPAUSED:
-        offers = ledger.store.transfers.offers
+        offers = history.store.transfers.offers
         for request in after.requests:
             offer = offers.get(request.request_id)
             is_unknown = offer is not None and offer.num_tokens is None
@@ -81,19 +86,19 @@ def _has_transfers(step: Step) -> bool:
     return bool(shown.held) or not parked <= {*shown.received}
 
 
-def _has_untold(step: Step, ledger: Ledger) -> bool:
+def _has_untold(step: Step, history: History) -> bool:
     """Whether a request has ended, or is about to, and no plan has named it."""
     if isinstance(step.observation, v.Plan):
         return bool(step.after.finished_req_ids)
     has_ended = bool(step.old.keys() - step.new.keys())
-    return has_ended or bool(step.after.finished_req_ids or ledger.ended or ledger.ending)
+    return has_ended or bool(step.after.finished_req_ids or history.ended or history.ending)
 
 
 @sentence("P18", *v.EVENT_TYPES, needs=WHOLE)
-def nothing_is_known_of_what_the_config_lacks(step: Step, ledger: Ledger) -> Complaints:
+def disabled_features_leave_no_state(step: Step, history: History) -> Complaints:
     """A state shows no encoder, no store, no kept blocks and no closed admission, a plan no load,
     and an answer no KV event, unless the config asks for them."""
-    after, seen, lacked = step.after, step.observation, ledger.lacked
+    after, seen, lacked = step.after, step.observation, history.lacked
     for name, part in (
         ("encoder_cache_size", after.encoder),
         ("kv_connector", after.transfers),

@@ -5,7 +5,7 @@ slot holds, `sampling` the next token of a sequence, `worker` runs plans. It is 
 (architecture D6): what it finds wrong with a plan needs no reference.
 """
 
-from blockstep.conformance.judge.worker.names import PrefixNames, extras_of
+from blockstep.conformance.judge.worker.prefix_names import PrefixNames, extras_of
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.worker import Worker, make_worker
 

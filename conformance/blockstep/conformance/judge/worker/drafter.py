@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from blockstep.conformance.judge.worker.items import Items
-from blockstep.conformance.judge.worker.names import Name
+from blockstep.conformance.judge.worker.prefix_names import Name
+from blockstep.conformance.judge.worker.request_view import FrameRow
 from blockstep.conformance.judge.worker.sampling import NextToken
-from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import Subjects
 from blockstep.spec import vocabulary as v
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from blockstep.conformance.judge.worker.request_view import FrameRow
 from blockstep.conformance.judge.worker.sampling import NextToken, Sampling
-from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.spec import vocabulary as v
 
 
@@ -49,7 +49,7 @@ class Items(Sampling):
         kept = sorted(self.encoded.keys() - filled) if is_beside else ()
         if kept:
             what = f"{kept} were made by a plan before, and this one does not drop them"
-            self._complain("P22", "items_beside_are_dropped_with_the_next_plan", what)
+            self._complain("P22", "encoder_decoder_items_are_dropped_with_the_next_plan", what)
         for row in rows:
             self._gather(row)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from blockstep.conformance.judge.automaton import Automaton, Place
-from blockstep.conformance.judge.worker.kv import TaggedKV
-from blockstep.conformance.judge.worker.view import FrameRow, RequestView
+from blockstep.conformance.judge.grammar_automaton import Automaton, Place
+from blockstep.conformance.judge.worker.request_view import FrameRow, RequestView
+from blockstep.conformance.judge.worker.tagged_kv import TaggedKV
 from blockstep.conformance.protocol.findings import Difference, Finding
 from blockstep.spec import vocabulary as v
 

@@ -17,11 +17,11 @@ from operator import attrgetter
 from typing import Any, Self, TypeAlias
 
 from blockstep.conformance.engine import EngineTraits, PartOfState
-from blockstep.conformance.judge.attended import is_across, without_given_back
+from blockstep.conformance.judge.attention_ranges import is_across, without_given_back
 from blockstep.conformance.judge.worker.drafter import Drafter
+from blockstep.conformance.judge.worker.request_view import FrameRow, RequestView, is_outdated
 from blockstep.conformance.judge.worker.sampling import NextToken
-from blockstep.conformance.judge.worker.stored import Stored
-from blockstep.conformance.judge.worker.view import FrameRow, RequestView, is_outdated
+from blockstep.conformance.judge.worker.store_transfers import Stored
 from blockstep.conformance.protocol.findings import Difference, Finding, shown
 from blockstep.spec import vocabulary as v
 

@@ -11,9 +11,9 @@ from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Final
 
-from blockstep.conformance.prove.law import Law, Room
+from blockstep.conformance.prove.law import Law, LawModule
 
-ROOMS: Final[tuple[Room, ...]] = tuple(
+ROOMS: Final[tuple[LawModule, ...]] = tuple(
     import_module(f"{__name__}.{module.name}").ROOM for module in iter_modules(__path__)
 )
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(

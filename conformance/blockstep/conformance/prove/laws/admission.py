@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.law import LawModule, Right, instead
 from blockstep.conformance.prove.laws.allocation import full_hit_leaves_nothing_to_compute
 from blockstep.spec.core.admission import process_admission
 from blockstep.spec.core.requests import RequestState
@@ -18,7 +18,7 @@ from blockstep.spec.core.slots import compute_num_blocks
 from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.vocabulary import Config
 
-ROOM = Room("admission")
+ROOM = LawModule("admission")
 
 
 # Mistakes.
@@ -53,7 +53,7 @@ def refused_admission_is_counted_as_a_query(
 
 
 @ROOM.law("P9", (5, 5, 20, 1))
-def check_nobody_is_admitted_without_a_seat(
+def check_no_admission_without_a_running_slot(
     known_a: int, known_b: int, budget: int, max_num_seqs: int
 ) -> None:
     """Two requests wait; only the number of running slots may not suffice for both."""
@@ -69,7 +69,7 @@ def check_nobody_is_admitted_without_a_seat(
 
 
 @ROOM.law("P15 P16", (40, 5, 20, 16), head_that_does_not_fit_is_overtaken)
-def check_nobody_overtakes_a_head_that_does_not_fit(
+def check_no_request_overtakes_a_head_that_does_not_fit(
     known_a: int, known_b: int, budget: int, block_size: int
 ) -> None:
     """Request `a` is admitted exactly if two blocks hold it, and `b` never without `a`."""
@@ -82,7 +82,7 @@ def check_nobody_overtakes_a_head_that_does_not_fit(
 
 
 @ROOM.law("P7 P21", (40, 20, 16), refused_admission_is_counted_as_a_query)
-def check_refused_admission_leaves_no_trace(known_a: int, budget: int, block_size: int) -> None:
+def check_failed_admission_changes_nothing(known_a: int, budget: int, block_size: int) -> None:
     """The requests, the queues, the pool and the statistics stay as they were."""
     assert 1 <= block_size and 1 <= budget
     assert 2 * block_size < known_a <= 4 * block_size and known_a < 8192
@@ -109,7 +109,7 @@ def check_admission_leaves_room_for_the_rest_of_the_prompt(
 
 
 @ROOM.law("P5 P9 P12", (40, 20, 16), full_hit_leaves_nothing_to_compute)
-def check_admission_with_a_hit_computes_only_what_is_left_and_at_least_one_token(
+def check_admission_with_a_hit_computes_the_other_tokens(
     known_a: int, budget: int, block_size: int
 ) -> None:
     """Two blocks of the prompt are published; the hit is as many of them as leave a token."""

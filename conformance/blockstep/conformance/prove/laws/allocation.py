@@ -15,14 +15,14 @@ from blockstep.conformance.prove.harness import (
     is_conserved,
     table_of,
 )
-from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.law import LawModule, instead
 from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.prefix_cache import compute_max_hit_blocks
 from blockstep.spec.core.requests import Hit, RequestState
 from blockstep.spec.core.slots import allocate_slots, compute_num_new_blocks
 from blockstep.spec.vocabulary import BlockId, Config, Request, Status
 
-ROOM = Room("allocation")
+ROOM = LawModule("allocation")
 FREE: tuple[BlockId, ...] = (3, 4, 5, 6)
 
 
@@ -58,7 +58,7 @@ def full_hit_leaves_nothing_to_compute(num_known: int, block_size: int) -> int:
 
 
 @ROOM.law("P5 P12", (33, 16), full_hit_leaves_nothing_to_compute)
-def check_longest_hit_leaves_a_token_and_no_block_more(num_known: int, block_size: int) -> None:
+def check_longest_hit_leaves_one_token_to_compute(num_known: int, block_size: int) -> None:
     """A hit that is one block longer would leave no token to sample from."""
     assert 1 <= num_known and 1 <= block_size
     num_blocks = compute_max_hit_blocks(num_known, block_size)
@@ -67,7 +67,7 @@ def check_longest_hit_leaves_a_token_and_no_block_more(num_known: int, block_siz
 
 
 @ROOM.law("P1 P8 P15", (20, 30, 16))
-def check_running_request_is_granted_exactly_what_it_needs_from_the_head_of_the_queue(
+def check_running_request_takes_exactly_the_blocks_it_needs(
     num_computed: int, num_new: int, block_size: int
 ) -> None:
     """The allocation fails only if there are too few free blocks."""
@@ -85,7 +85,7 @@ def check_running_request_is_granted_exactly_what_it_needs_from_the_head_of_the_
 
 
 @ROOM.law("P1 P8", (30, 16))
-def check_hit_on_a_free_block_uses_up_a_free_block(num_new: int, block_size: int) -> None:
+def check_hit_on_a_free_block_takes_it_from_the_queue(num_new: int, block_size: int) -> None:
     """The capacity check counts the hit block, and the allocation takes it out of the queue."""
     assert 1 <= block_size and 1 <= num_new and block_size + num_new < 8192
     granted = admit(num_new, block_size, 3, num_holders=1)
@@ -99,7 +99,7 @@ def check_hit_on_a_free_block_uses_up_a_free_block(num_new: int, block_size: int
 
 
 @ROOM.law("P1 P8 P15", (30, 16, 2))
-def check_hit_on_a_held_block_is_free_of_charge(
+def check_hit_on_a_held_block_takes_no_free_block(
     num_new: int, block_size: int, num_holders: int
 ) -> None:
     """The number of holders does not matter; it grows by one."""

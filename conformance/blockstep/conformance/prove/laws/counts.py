@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove.harness import Tokens, build_config, build_runner
-from blockstep.conformance.prove.hosts import PLANNING, build_host
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.host_states import PLANNING, build_host
+from blockstep.conformance.prove.law import LawModule, Right, instead
 from blockstep.spec.core.async_ import is_past_max_tokens
 from blockstep.spec.core.token_budget import compute_share
 from blockstep.spec.vocabulary import MAX_INT
 
-ROOM = Room("counts")
+ROOM = LawModule("counts")
 
 
 # Mistakes.
@@ -59,7 +59,7 @@ def check_running_request_stays_within_every_limit(
 
 
 @ROOM.law("P10 P15", (20, 4, 8, 6, 100), chunk_is_rounded_down_to_blocks)
-def check_running_request_catches_up_unless_a_cap_binds(
+def check_running_request_gets_all_its_tokens_unless_a_limit_binds(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> None:
     """It gets the tokens left to compute, or exactly what one of the three limits allows.
@@ -103,7 +103,7 @@ def check_more_budget_never_means_fewer_tokens(
 
 
 @ROOM.law("P15", (20, 4, 6, 5, 100))
-def check_two_steps_compute_what_one_of_both_budgets_would(
+def check_two_steps_compute_as_much_as_one_with_both_budgets(
     num_with_spec: int, num_computed: int, budget: int, next_budget: int, max_model_len: int
 ) -> None:
     """Chunked prefill skips no token and computes none twice."""
@@ -120,7 +120,7 @@ def check_two_steps_compute_what_one_of_both_budgets_would(
 
 
 @ROOM.law("P13 P15", (5, 2, 2, 3))
-def check_request_is_passed_over_exactly_when_the_sure_token_is_its_last(
+def check_request_is_skipped_exactly_when_its_token_in_flight_is_the_last(
     num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int
 ) -> None:
     """A frame's sampled token is sure; its drafts may be rejected."""
@@ -131,7 +131,7 @@ def check_request_is_passed_over_exactly_when_the_sure_token_is_its_last(
 
 
 @ROOM.law("P10 P15", (5, 5, 1))
-def check_request_with_nothing_promised_is_never_passed_over(
+def check_request_without_placeholders_is_never_skipped(
     num_computed: int, num_prompt: int, max_tokens: int
 ) -> None:
     """A request without a frame in flight would never be finished by a commit."""
@@ -144,7 +144,7 @@ def check_request_with_nothing_promised_is_never_passed_over(
 
 
 @ROOM.law("P12 P15", (20, 16, 8), hit_counts_twice)
-def check_newcomer_computes_what_the_hit_leaves_up_to_the_threshold(
+def check_new_request_computes_the_tokens_after_its_hit(
     num_known: int, num_hit: int, threshold: int
 ) -> None:
     """It gets at least one token if the hit leaves one, and none of the hit."""
@@ -155,7 +155,7 @@ def check_newcomer_computes_what_the_hit_leaves_up_to_the_threshold(
 
 
 @ROOM.law("P15", (20, 4, 8, 100))
-def check_admission_and_running_count_alike(
+def check_admission_and_running_phase_count_tokens_alike(
     num_known: int, num_done: int, threshold: int, budget: int
 ) -> None:
     """A hit counts like computed tokens: there is no prefill phase with a rule of its own."""
@@ -172,7 +172,7 @@ def check_admission_and_running_count_alike(
 
 
 @ROOM.law("P9 P15", (20, 4, 2, 8, 6, 100))
-def check_engine_counts_the_tokens_of_a_runner_as_the_specification_does(
+def check_engine_counts_the_same_tokens_for_a_running_request(
     num_known: int,
     num_computed: int,
     num_drafts: int,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove.harness import build_config, build_runner, build_state
-from blockstep.conformance.prove.hosts import COLUMNS, ENGINE, PLANNING, RESULTS, build_host
-from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.host_states import COLUMNS, ENGINE, PLANNING, RESULTS, build_host
+from blockstep.conformance.prove.law import LawModule, instead
 from blockstep.conformance.prove.laws.slots import surplus_gives_a_negative_count
 from blockstep.spec.core.requests import Frame, FrameRow, RequestState
 from blockstep.spec.core.slots import (
@@ -30,7 +30,7 @@ from blockstep.spec.core.speculation import (
 from blockstep.spec.core.token_budget import compute_num_drafts, compute_share
 from blockstep.spec.vocabulary import Stats, Status
 
-ROOM = Room("drafts")
+ROOM = LawModule("drafts")
 
 
 # Mistakes.
@@ -49,7 +49,7 @@ def preempted_request_is_rolled_back_below_zero(
 
 
 @ROOM.law("P12 P24", (20, 3, 19, 2, 100))
-def check_dispatched_drafts_are_some_of_the_attached_ones(
+def check_scheduled_drafts_are_attached_drafts(
     num_known: int, num_attached: int, num_computed: int, budget: int, max_model_len: int
 ) -> None:
     """No draft is made up, and a prefill chunk has none."""
@@ -85,7 +85,7 @@ def check_sampling_leaves_exactly_the_last_token_to_compute(
 
 
 @ROOM.law("P14", (20, 4, 2))
-def check_rejected_drafts_might_as_well_never_have_been_scheduled(
+def check_rejected_drafts_leave_no_trace_in_the_counters(
     num_known: int, num_drafts: int, num_accepted: int
 ) -> None:
     """The counters are those of a step that scheduled the accepted drafts only."""
@@ -109,7 +109,7 @@ def check_preempted_request_has_nothing_to_roll_back(
 
 
 @ROOM.law("P4 P14", (16, 8, 20, 4, 16))
-def check_what_a_step_publishes_stays_computed_after_any_rejection(
+def check_published_tokens_stay_computed_after_rejections(
     num_computed: int, num_scheduled: int, num_known: int, num_sampled: int, block_size: int
 ) -> None:
     """A commit therefore never has to withdraw a key."""
@@ -123,7 +123,7 @@ def check_what_a_step_publishes_stays_computed_after_any_rejection(
 
 
 @ROOM.law("P8 P14", (20, 4, 2, 1, 100, 16), surplus_gives_a_negative_count)
-def check_blocks_of_rejected_drafts_serve_the_next_step(
+def check_blocks_of_rejected_drafts_are_reused_by_the_next_step(
     num_known: int,
     num_drafts: int,
     num_sampled: int,
@@ -177,7 +177,7 @@ def check_accepted_drafts_never_outnumber_scheduled_ones(
 
 
 @ROOM.law("P12 P24", (20, 3))
-def check_engine_dispatches_as_many_drafts(num_known: int, num_scheduled: int) -> None:
+def check_engine_schedules_as_many_drafts(num_known: int, num_scheduled: int) -> None:
     """Three drafts are attached to the request, for the position after its known tokens."""
     assert 1 <= num_known < 8000 and 1 <= num_scheduled <= 4
     request = replace(build_runner("a", num_known, num_known - 1), spec_token_ids=(5, 6, 7))
@@ -190,7 +190,7 @@ def check_engine_dispatches_as_many_drafts(num_known: int, num_scheduled: int) -
 
 
 @ROOM.law("P14", (20, 3, 1, 1))
-def check_engine_takes_back_as_much(
+def check_engine_rolls_back_as_many_tokens(
     num_known: int, num_drafts: int, num_accepted: int, is_running: bool
 ) -> None:
     """A running request is rolled back; a preempted one has no computed tokens."""
@@ -205,7 +205,7 @@ def check_engine_takes_back_as_much(
 
 
 @ROOM.law("P24", (20, 19, 0, 0))
-def check_engine_takes_drafts_without_a_look_at_the_frames(
+def check_engine_accepts_drafts_without_reading_frames(
     num_known: int, num_computed: int, is_in_flight: bool, is_prefill_chunk: bool
 ) -> None:
     """It looks at the chunk flag and the computed tokens, which a row in flight has set."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.law import LawModule, Right, instead
 from blockstep.spec.core.slots import compute_num_blocks, compute_num_new_blocks
 from blockstep.spec.features.encoder.cache import (
     Encoder,
@@ -29,10 +29,10 @@ from blockstep.spec.features.groups.kinds import (
     compute_num_skipped_blocks,
     get_num_slots_of,
 )
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.vocabulary import GroupKind, KVGroup, MultiModalItem, Request, RequestId
 
-ROOM = Room("encoder")
+ROOM = LawModule("encoder")
 
 
 def item(offset: int, length: int, name: str = "x") -> MultiModalItem:
@@ -95,7 +95,7 @@ def item_is_let_go_behind_its_first_place(right: Right[Encoder], num_computed: i
 
 
 @ROOM.law("P22", (3, 5, 2, 1))
-def check_chunk_that_ends_before_an_item_reads_nothing_of_it(
+def check_chunk_that_ends_before_an_item_reads_none_of_its_embeddings(
     num_computed: int, offset: int, length: int, num_ahead: int
 ) -> None:
     """The draft head does not read it either."""
@@ -106,7 +106,7 @@ def check_chunk_that_ends_before_an_item_reads_nothing_of_it(
 
 
 @ROOM.law("P15", (3, 5, 2, 1))
-def check_chunk_ends_no_earlier_before_an_item_than_it_must(
+def check_chunk_before_an_item_is_as_long_as_possible(
     num_computed: int, offset: int, length: int, num_ahead: int
 ) -> None:
     """One token more would read the item."""
@@ -117,7 +117,7 @@ def check_chunk_ends_no_earlier_before_an_item_than_it_must(
 
 
 @ROOM.law("P15 P22", (3, 2, 5, 2, 1, 5), what_the_head_reads_ahead_is_not_needed)
-def check_item_is_needed_exactly_if_a_token_of_it_is_read(
+def check_item_is_needed_exactly_if_one_of_its_tokens_is_read(
     num_computed: int, num_new: int, offset: int, length: int, num_ahead: int, position: int
 ) -> None:
     """The chunk or the draft head reads it; `position` is any position."""
@@ -137,7 +137,7 @@ def check_item_is_needed_exactly_if_a_token_of_it_is_read(
     item_that_a_chunk_begins_with_is_split,
     rest_of_an_item_is_split,
 )
-def check_chunk_ends_inside_of_no_whole_item_and_no_earlier_than_it_must(
+def check_chunk_never_ends_inside_a_whole_item(
     num_computed: int, offset: int, length: int, gap: int, second_length: int, end: int, other: int
 ) -> None:
     """`other` is any end that is not inside an item."""
@@ -156,7 +156,7 @@ def check_chunk_ends_inside_of_no_whole_item_and_no_earlier_than_it_must(
 
 
 @ROOM.law("P9 P22", (5, 4, 2, 1, 2))
-def check_item_that_fits_is_made_within_budget_and_cache(
+def check_item_that_fits_is_encoded_within_budget_and_cache(
     size: int, budget: int, num_held: int, num_unheld: int, num_embeds: int
 ) -> None:
     """The cache also has one entry with a holder and one without."""
@@ -172,7 +172,7 @@ def check_item_that_fits_is_made_within_budget_and_cache(
 
 
 @ROOM.law("P15 P16", (5, 2, 2, 3))
-def check_no_more_is_evicted_than_there_must_be(
+def check_no_entry_is_evicted_without_need(
     size: int, num_first: int, num_second: int, num_embeds: int
 ) -> None:
     """The entry that became freeable first is evicted first, and another only if space is
@@ -190,7 +190,7 @@ def check_no_more_is_evicted_than_there_must_be(
 
 
 @ROOM.law("P4 P9 P22", (4, 3, 2, 2), entry_stays_that_nobody_makes)
-def check_step_that_takes_an_item_back_leaves_all_as_it_was(
+def check_withdrawn_item_leaves_the_cache_unchanged(
     size: int, budget: int, num_unheld: int, num_embeds: int
 ) -> None:
     """Entries that were evicted for it are restored, too."""
@@ -202,7 +202,7 @@ def check_step_that_takes_an_item_back_leaves_all_as_it_was(
 
 
 @ROOM.law("P4 P9", (4, 3, 2), entry_stays_that_nobody_makes)
-def check_who_shares_what_is_taken_back_has_it_made_at_the_same_cost(
+def check_withdrawn_item_is_encoded_for_the_next_request_at_the_same_cost(
     size: int, budget: int, num_embeds: int
 ) -> None:
     """The row of `A` is withdrawn, and the row of `B` stays."""
@@ -220,9 +220,7 @@ def check_who_shares_what_is_taken_back_has_it_made_at_the_same_cost(
 
 
 @ROOM.law("P22", (3, 4), item_is_let_go_behind_its_first_place)
-def check_item_is_held_while_a_token_of_any_place_is_not_computed(
-    num_computed: int, offset: int
-) -> None:
+def check_item_is_held_until_all_its_places_are_computed(num_computed: int, offset: int) -> None:
     """The item is at two offsets, two tokens long, the first at the beginning."""
     assert 0 <= num_computed and 2 <= offset
     request = request_of("A", item(0, 2), item(offset, 2))
@@ -236,7 +234,7 @@ def check_item_is_held_while_a_token_of_any_place_is_not_computed(
 
 
 @ROOM.law("P8 P11", (9, 5, 4))
-def check_blocks_across_hold_the_items_however_long_the_request_gets(
+def check_cross_attention_blocks_hold_all_items_from_the_first_chunk_on(
     num_slots: int, num_across: int, block_size: int
 ) -> None:
     """These blocks are charged and allocated with the first chunk; later chunks add none."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.law import Room
+from blockstep.conformance.prove.law import LawModule
 from blockstep.spec.core.block_pool import Pool, free_blocks, get_num_free_blocks
 from blockstep.spec.core.requests import NO_HIT, Holding
 from blockstep.spec.core.slots import allocate_slots
@@ -25,7 +25,7 @@ from blockstep.spec.features.forks import (
 from blockstep.spec.features.full_isl import can_finish
 from blockstep.spec.vocabulary import BlockId, Config, KVGroup
 
-ROOM = Room("forks")
+ROOM = LawModule("forks")
 TABLE: tuple[BlockId, ...] = (1, 2, 3)
 
 
@@ -52,7 +52,7 @@ def build_shared_pool(num_holders: int, num_free: int) -> Pool:
 
 
 @ROOM.law("P2 P5", (1, 2, 1, 3))
-def check_what_two_texts_have_in_common_is_the_same(
+def check_common_prefix_is_equal_and_as_long_as_possible(
     one: int, two: int, other_one: int, other_two: int
 ) -> None:
     """The tokens after that differ, or one of the sequences ends."""
@@ -64,7 +64,7 @@ def check_what_two_texts_have_in_common_is_the_same(
 
 
 @ROOM.law("P2 P5", (7, 1))
-def check_the_most_is_shared_that_leaves_findable_blocks_alone(
+def check_branch_shares_all_it_can_without_writing_to_cached_blocks(
     num_tokens: int, num_settled: int
 ) -> None:
     """All tokens are shared, or those before the cached block in which they would end."""
@@ -75,7 +75,7 @@ def check_the_most_is_shared_that_leaves_findable_blocks_alone(
 
 
 @ROOM.law("P2 P3", (6, 1))
-def check_a_branch_holds_what_it_has_computed_and_no_more(
+def check_branch_holds_exactly_the_blocks_of_its_computed_tokens(
     num_shared: int, num_settled: int
 ) -> None:
     """The branch shares the blocks that its tokens fill, the last one in part; only full ones are
@@ -92,7 +92,7 @@ def check_a_branch_holds_what_it_has_computed_and_no_more(
 
 
 @ROOM.law("P1 P2", (6, 2))
-def check_who_writes_in_a_shared_block_has_its_own(num_computed: int, num_holders: int) -> None:
+def check_writer_of_a_shared_block_gets_a_copy(num_computed: int, num_holders: int) -> None:
     """Other holders keep theirs; a sole holder, or one that continues in a new block, copies
     nothing.
     """
@@ -108,7 +108,7 @@ def check_who_writes_in_a_shared_block_has_its_own(num_computed: int, num_holder
 
 
 @ROOM.law("P2 P7 P8", (6, 5, 2, 2))
-def check_the_estimate_counts_the_copy_and_it_is_taken(
+def check_capacity_check_counts_the_copied_block(
     num_computed: int, num_new: int, num_holders: int, num_free: int
 ) -> None:
     """Slots are granted exactly if the new blocks and the copy are free; then these are taken."""
@@ -127,7 +127,7 @@ def check_the_estimate_counts_the_copy_and_it_is_taken(
 
 
 @ROOM.law("P8 P10", (6, 9, 2, 1))
-def check_the_gate_asks_for_the_copy_too(
+def check_admission_check_counts_the_copied_block(
     num_computed: int, num_known: int, num_holders: int, num_free: int
 ) -> None:
     """A waiting branch with two blocks needs the missing ones and a copy of the shared one."""
@@ -142,7 +142,7 @@ def check_the_gate_asks_for_the_copy_too(
 
 
 @ROOM.law("P8 P10", (9, 1, 1))
-def check_an_admission_leaves_blocks_for_those_that_run(
+def check_admission_leaves_blocks_for_running_requests(
     num_prompt: int, num_left: int, has_runner: int
 ) -> None:
     """Four of five blocks are free, or all five; alone the request may have all."""
@@ -157,7 +157,7 @@ def check_an_admission_leaves_blocks_for_those_that_run(
 
 
 @ROOM.law("P1 P16", (2, 1))
-def check_a_stack_gives_back_what_was_freed_last(num_holders: int, num_outer: int) -> None:
+def check_lifo_pool_reuses_the_block_freed_last(num_holders: int, num_outer: int) -> None:
     """The tail of the last freed table comes first, without the blocks that others hold."""
     assert 1 <= num_holders <= 3 and 1 <= num_outer <= 2
     counts = (0, num_outer, num_holders, 1, 0, 0)

@@ -9,23 +9,23 @@ where the output is complete. Token 7 ends the reasoning, if there is any.
 from __future__ import annotations
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.law import LawModule, Right, instead
 from blockstep.spec.core.requests import FrameRow
 from blockstep.spec.features.structured_output import IS_CUT, get_verifiable_drafts
 from blockstep.spec.features.structured_output.grammar import (
     Follow,
-    Stand,
+    GrammarState,
     get_allowed,
-    get_first_stand,
+    get_first_state,
     get_mask,
-    get_next_stand,
-    get_stand_behind,
-    get_stands,
+    get_next_state,
+    get_state_after,
+    get_states,
     holds,
 )
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Config, Grammar, TokenIds
 
-ROOM = Room("grammars")
+ROOM = LawModule("grammars")
 GRAMMAR = Grammar((((1, 1), (9, 2)), ((2, 0),), ()))
 PLAIN = h.build_config()
 REASONING = h.build_config(reasoning_end_token_id=7)
@@ -36,25 +36,25 @@ Mask = tuple[TokenIds | None, ...]
 # Mistakes.
 
 
-@instead(get_next_stand, theirs="#44006")
+@instead(get_next_state, theirs="#44006")
 def nothing_holds_the_rest_of_the_step_in_which_reasoning_ends(
-    right: Right[Stand | None], config: Config, stand: Stand
-) -> Stand | None:
+    right: Right[GrammarState | None], config: Config, stand: GrammarState
+) -> GrammarState | None:
     """The grammar is not advanced by tokens of the step in which reasoning ends."""
     return right() if holds(config, stand) else stand
 
 
 @instead(get_mask, theirs="not found upstream")
-def padding_unmasks_what_follows(
+def forbidden_draft_unmasks_later_positions(
     right: Right[Mask],
     config: Config,
     grammar: Grammar,
-    stand: Stand,
+    stand: GrammarState,
     drafts: TokenIds,
     follow: Follow,
 ) -> Mask:
     """Positions after a placeholder are not masked."""
-    num_read = len(get_stands(config, grammar, stand, drafts, follow))
+    num_read = len(get_states(config, grammar, stand, drafts, follow))
     return (*right()[:num_read], *[None] * (len(drafts) + 1 - num_read))
 
 
@@ -72,10 +72,10 @@ def lead(state: int, token: int) -> int:
 
 
 @ROOM.law("P23", (1, 3))  # fmt: skip
-def check_drafts_are_cut_to_the_longest_prefix_that_is_accepted(first: int, second: int) -> None:
+def check_drafts_are_cut_to_the_longest_accepted_prefix(first: int, second: int) -> None:
     """A placeholder never belongs to this prefix."""
     assert first >= PAD and second >= PAD
-    stands = get_stands(PLAIN, GRAMMAR, Stand(), (first, second), get_next_stand)
+    stands = get_states(PLAIN, GRAMMAR, GrammarState(), (first, second), get_next_state)
     if not is_led(0, first):
         assert len(stands) == 1
     elif not is_led(lead(0, first), second):
@@ -85,15 +85,15 @@ def check_drafts_are_cut_to_the_longest_prefix_that_is_accepted(first: int, seco
 
 
 @ROOM.law("P23", (4,))
-def check_complete_text_accepts_no_draft(token: int) -> None:
+def check_complete_output_accepts_no_draft(token: int) -> None:
     """This holds for every draft."""
     assert token >= 0
-    stands = get_stands(PLAIN, GRAMMAR, Stand(2), (token,), get_next_stand)
+    stands = get_states(PLAIN, GRAMMAR, GrammarState(2), (token,), get_next_state)
     assert len(stands) == 1
 
 
 @ROOM.law("P24", (2, 3))
-def check_nobody_can_accept_a_draft_that_a_mask_cut_off(num_accepted: int, num_cut: int) -> None:
+def check_draft_cut_by_a_mask_cannot_be_accepted(num_accepted: int, num_cut: int) -> None:
     """A placeholder may stand for any draft if there is no bitmask."""
     assert 0 <= num_accepted <= 3 and 0 <= num_cut <= 3
     drafts = (1,) * num_accepted + (PAD,) * num_cut
@@ -105,11 +105,11 @@ def check_nobody_can_accept_a_draft_that_a_mask_cut_off(num_accepted: int, num_c
 # Bitmasks.
 
 
-@ROOM.law("P24", (1, PAD), padding_unmasks_what_follows)  # fmt: skip
-def check_mask_follows_the_grammar_through_the_drafts(first: int, second: int) -> None:
+@ROOM.law("P24", (1, PAD), forbidden_draft_unmasks_later_positions)  # fmt: skip
+def check_masks_follow_the_grammar_through_the_drafts(first: int, second: int) -> None:
     """Positions after a rejected draft repeat the last mask; only a complete output is unmasked."""
     assert first >= PAD and second >= PAD
-    mask = get_mask(PLAIN, GRAMMAR, Stand(), (first, second), get_next_stand)
+    mask = get_mask(PLAIN, GRAMMAR, GrammarState(), (first, second), get_next_state)
     behind: TokenIds | None = (1, 9)
     assert len(mask) == 3
     assert mask[0] == behind
@@ -122,21 +122,23 @@ def check_mask_follows_the_grammar_through_the_drafts(first: int, second: int) -
 
 
 @ROOM.law("P23", (5,))
-def check_complete_text_is_held_by_nothing(token: int) -> None:
+def check_complete_output_is_not_constrained(token: int) -> None:
     """The state stays as it is for every sampled token."""
     assert token >= 0
-    allowed = get_allowed(PLAIN, GRAMMAR, Stand(2))
+    allowed = get_allowed(PLAIN, GRAMMAR, GrammarState(2))
     assert allowed is None
-    assert get_stand_behind(PLAIN, GRAMMAR, Stand(2), (token,), get_next_stand) == Stand(2)
+    assert get_state_after(
+        PLAIN, GRAMMAR, GrammarState(2), (token,), get_next_state
+    ) == GrammarState(2)
 
 
 @ROOM.law("P23", (3,))
-def check_token_is_allowed_by_a_mask_exactly_if_it_can_be_read(token: int) -> None:
+def check_mask_allows_exactly_the_tokens_that_the_grammar_accepts(token: int) -> None:
     """A worker that samples by the bitmask is therefore never rejected."""
     assert token >= 0
     for state in (0, 1):
-        allowed = get_allowed(PLAIN, GRAMMAR, Stand(state))
-        read = get_stand_behind(PLAIN, GRAMMAR, Stand(state), (token,), get_next_stand)
+        allowed = get_allowed(PLAIN, GRAMMAR, GrammarState(state))
+        read = get_state_after(PLAIN, GRAMMAR, GrammarState(state), (token,), get_next_state)
         assert allowed is not None
         assert (token in allowed) == (read is not None)
 
@@ -145,30 +147,30 @@ def check_token_is_allowed_by_a_mask_exactly_if_it_can_be_read(token: int) -> No
 
 
 @ROOM.law("P23", (4, 7, 1), nothing_holds_the_rest_of_the_step_in_which_reasoning_ends)  # fmt: skip
-def check_outputs_lead_to_the_same_state_however_steps_divide_them(
+def check_grammar_state_does_not_depend_on_the_division_into_steps(
     first: int, second: int, third: int
 ) -> None:
     """This also holds if reasoning ends within a step."""
     assert first >= 0 and second >= 0 and third >= 0
     text = (first, second, third)
-    config, grammar, follow = REASONING, GRAMMAR, get_next_stand
-    at_once = get_stand_behind(config, grammar, Stand(), text, follow)
-    halfway = get_stand_behind(config, grammar, Stand(), text[:1], follow)
+    config, grammar, follow = REASONING, GRAMMAR, get_next_state
+    at_once = get_state_after(config, grammar, GrammarState(), text, follow)
+    halfway = get_state_after(config, grammar, GrammarState(), text[:1], follow)
     assert halfway is not None
     for token in text[1:]:
         if halfway is not None:
-            halfway = get_stand_behind(config, grammar, halfway, (token,), follow)
+            halfway = get_state_after(config, grammar, halfway, (token,), follow)
     ended = 7 in text[:2]
     assert at_once == halfway
     assert at_once is None or at_once.reasoning_ended == (ended or third == 7)
 
 
 @ROOM.law("P23", (4,))  # fmt: skip
-def check_grammar_begins_behind_the_end_of_reasoning(token: int) -> None:
+def check_grammar_applies_after_the_end_of_reasoning(token: int) -> None:
     """Reasoning ends in the prompt or in an output; before that every token may be sampled."""
     assert token >= 0
-    stand = get_first_stand(REASONING, (token,))
+    stand = get_first_state(REASONING, (token,))
     assert stand.reasoning_ended == (token == 7)
-    assert get_first_stand(PLAIN, (token,)) == Stand()
-    behind = get_stand_behind(REASONING, GRAMMAR, Stand(), (token,), get_next_stand)
-    assert behind == Stand(0, reasoning_ended=token == 7)
+    assert get_first_state(PLAIN, (token,)) == GrammarState()
+    behind = get_state_after(REASONING, GRAMMAR, GrammarState(), (token,), get_next_state)
+    assert behind == GrammarState(0, reasoning_ended=token == 7)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.law import LawModule, Right, instead
 from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.prefix_cache import get_group_keys, get_prefix_hit
 from blockstep.spec.core.requests import Hit, Holding, RequestState
@@ -22,10 +22,10 @@ from blockstep.spec.features.groups.kinds import (
     compute_num_skipped_blocks,
     compute_num_skipped_tokens,
 )
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.vocabulary import BlockKey, Config, GroupKind, KVGroup
 
-ROOM = Room("groups")
+ROOM = LawModule("groups")
 FULL, WINDOW, CHUNK = GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL
 FIRST = BlockKey(None, (0,))
 CHAIN = (FIRST, BlockKey(FIRST, (1,)))
@@ -55,14 +55,14 @@ def window_is_charged_the_whole_request(group: KVGroup, num_slots: int) -> int:
 @instead(skip_slots, theirs="not found upstream")
 def drafts_in_flight_count_as_computed(right: Right[Skipped]) -> Skipped:
     """The window advances as if all drafts in flight were accepted."""
-    return right(num_in_doubt=0)
+    return right(num_unverified=0)
 
 
 # Skipped blocks.
 
 
 @ROOM.law("P8", (5, 9, 3))
-def check_token_behind_a_window_is_skipped_and_no_other(
+def check_window_skips_exactly_the_tokens_out_of_its_reach(
     position: int, num_computed: int, num_tokens: int
 ) -> None:
     """The next token attends to itself and to the tokens before it, `num_tokens` in all."""
@@ -72,7 +72,7 @@ def check_token_behind_a_window_is_skipped_and_no_other(
 
 
 @ROOM.law("P8", (5, 9, 8))
-def check_token_of_an_earlier_chunk_is_skipped_and_no_other(
+def check_chunked_attention_skips_exactly_the_tokens_of_earlier_chunks(
     position: int, num_computed: int, size: int
 ) -> None:
     """The next token attends to the tokens of its own chunk."""
@@ -83,7 +83,7 @@ def check_token_of_an_earlier_chunk_is_skipped_and_no_other(
 
 
 @ROOM.law("P8", (9, 20, 3, 4))
-def check_block_is_skipped_when_all_of_its_tokens_are(
+def check_block_is_skipped_when_all_its_tokens_are(
     position: int, num_computed: int, num_tokens: int, block_size: int
 ) -> None:
     """A block with one token that is still read stays."""
@@ -98,7 +98,7 @@ def check_block_is_skipped_when_all_of_its_tokens_are(
 
 
 @ROOM.law("P8 P11", (9, 4, 3, 4, 4))
-def check_window_holds_no_more_blocks_than_it_is_charged(
+def check_window_holds_at_most_the_blocks_charged(
     num_computed: int, num_ahead: int, num_tokens: int, reach: int, block_size: int
 ) -> None:
     """This holds at every position, with any number of slots within the reach of a step."""
@@ -111,7 +111,7 @@ def check_window_holds_no_more_blocks_than_it_is_charged(
 
 
 @ROOM.law("P8 P11", (11, 4, 4))
-def check_chunks_hold_no_more_blocks_than_they_are_charged(
+def check_chunked_attention_holds_at_most_the_blocks_charged(
     num_computed: int, num_ahead: int, reach: int
 ) -> None:
     """Chunks have six tokens and blocks four, so every second chunk begins within a block."""
@@ -134,17 +134,17 @@ def check_charge_of_a_window_does_not_grow_with_the_request(
 
 
 @ROOM.law("P1 P8", (20, 2, 3, 8), drafts_in_flight_count_as_computed)
-def check_blocks_behind_the_first_draft_are_freed_from_the_last_to_the_first(
-    num_computed: int, num_in_doubt: int, num_tokens: int, block_size: int
+def check_skipped_blocks_are_freed_from_the_last_to_the_first(
+    num_computed: int, num_unverified: int, num_tokens: int, block_size: int
 ) -> None:
     """Tokens that a rejected draft would make the request read again are still there."""
-    assert 1 <= block_size and 0 <= num_in_doubt <= num_computed <= 3 * block_size
+    assert 1 <= block_size and 0 <= num_unverified <= num_computed <= 3 * block_size
     assert 1 <= num_tokens and num_computed < 8192
     config = build_config(window(num_tokens, block_size), block_size=block_size, num_blocks=6)
     request = h.build_runner("a", 1, num_computed, (1, 2, 3), 3)
     pool = h.build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3))
-    after, skipped = skip_slots(config, pool, request, num_in_doubt, get_config_rules(config))
-    next_token = num_computed - num_in_doubt
+    after, skipped = skip_slots(config, pool, request, num_unverified, get_config_rules(config))
+    next_token = num_computed - num_unverified
     num_left = max(next_token - num_tokens + 1, 0) // block_size
     assert skipped.holdings == (Holding((0,) * num_left + (1, 2, 3)[num_left:], 3),)
     assert after.free_queue == (4, 5, *(3, 2, 1)[3 - num_left :])
@@ -154,9 +154,7 @@ def check_blocks_behind_the_first_draft_are_freed_from_the_last_to_the_first(
 
 
 @ROOM.law("P1 P8", (30, 16))
-def check_groups_are_granted_what_they_need_together_or_nothing(
-    num_new: int, block_size: int
-) -> None:
+def check_all_groups_get_their_blocks_or_none_does(num_new: int, block_size: int) -> None:
     """One group shares both blocks of the hit, one of them free; the other shares the last one."""
     assert 1 <= block_size and 1 <= num_new and 2 * block_size + num_new < 8192
     groups = (KVGroup(FULL, block_size), window(2, block_size))
@@ -190,7 +188,7 @@ def build_published(num_full: int, first: int, end: int) -> Pool:
 
 
 @ROOM.law("P5", (9, 2, 1, 2, 5), is_slow=True)
-def check_hit_is_the_greatest_length_that_is_valid_for_both_groups(
+def check_hit_is_the_greatest_length_valid_for_both_groups(
     num_known: int, num_full: int, first: int, end: int, num_tokens: int
 ) -> None:
     """Blocks have four tokens, and windows any number."""
@@ -210,7 +208,7 @@ def check_hit_is_the_greatest_length_that_is_valid_for_both_groups(
 
 
 @ROOM.law("P5 P6", (2, 0, 3))
-def check_larger_block_is_named_by_its_last_tokens_and_its_group(
+def check_key_of_a_larger_block_has_its_last_tokens_and_its_group(
     num_links: int, first: int, end: int
 ) -> None:
     """The chain has six keys."""

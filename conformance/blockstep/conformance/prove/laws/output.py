@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.hosts import RESULTS, build_host
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.host_states import RESULTS, build_host
+from blockstep.conformance.prove.law import LawModule, Right, instead
 from blockstep.spec import vocabulary as v
 from blockstep.spec.core.endings import Stop, compute_stop, get_extended
 from blockstep.spec.core.prefix_cache import extend_block_keys, get_tokens
@@ -21,11 +21,11 @@ from blockstep.spec.core.rules import STRICT_RULES, Rules
 from blockstep.spec.features import get_config_rules
 from blockstep.spec.features.identity import get_item_keys
 from blockstep.spec.features.repetition import is_repeating
-from blockstep.spec.releases.identity import (
-    output_blocks_name_the_last_item as last_item_names_outputs,
+from blockstep.spec.releases.block_keys import (
+    output_block_key_has_only_the_last_item as last_item_names_outputs,
 )
 
-ROOM = Room("output")
+ROOM = LawModule("output")
 Names = tuple[tuple[str, int], ...]
 
 
@@ -52,7 +52,7 @@ def last_item_names_the_blocks_of_outputs(
 
 
 @ROOM.law("P9 P10 P13", (5, 20, 20, 30, 100), min_tokens_hold_off_the_length)
-def check_length_ends_a_request_whatever_min_tokens_says(
+def check_length_finishes_a_request_even_below_min_tokens(
     num_prompt: int, num_outputs: int, max_tokens: int, min_tokens: int, max_model_len: int
 ) -> None:
     """Otherwise it could neither run nor finish: position max_model_len - 1 is never computed."""
@@ -66,7 +66,7 @@ def check_length_ends_a_request_whatever_min_tokens_says(
 
 
 @ROOM.law("P13", (7, 7, 9, 3, 2))
-def check_text_ends_a_request_from_min_tokens_on(
+def check_stop_tokens_finish_a_request_from_min_tokens_on(
     last: int, eos: int, stop: int, num_outputs: int, min_tokens: int
 ) -> None:
     """The end of sequence comes before a stop token, and either comes before the length caps."""
@@ -82,7 +82,7 @@ def check_text_ends_a_request_from_min_tokens_on(
 
 
 @ROOM.law("P13", (1, 7, 2, 7))
-def check_nothing_is_delivered_behind_the_token_that_ends(
+def check_no_token_is_delivered_after_the_stop(
     first: int, second: int, third: int, eos: int
 ) -> None:
     """A step has three tokens; those up to the first end of sequence are delivered."""
@@ -97,7 +97,9 @@ def check_nothing_is_delivered_behind_the_token_that_ends(
 
 
 @ROOM.law("P13", (4, 4, 4))
-def check_three_copies_are_three_equal_tokens(first: int, second: int, third: int) -> None:
+def check_repetition_of_one_token_needs_three_equal_tokens(
+    first: int, second: int, third: int
+) -> None:
     """The pattern has one token, and three copies are demanded."""
     assert 0 <= first and 0 <= second and 0 <= third
     is_over = is_repeating((9, first, second, third), v.RepetitionDetection(1, min_count=3))
@@ -108,7 +110,7 @@ def check_three_copies_are_three_equal_tokens(first: int, second: int, third: in
 
 
 @ROOM.law("P6", (3, 4, 0, 4))
-def check_item_names_exactly_the_blocks_that_it_overlaps(
+def check_item_is_in_the_keys_of_exactly_the_blocks_it_overlaps(
     offset: int, length: int, index: int, block_size: int
 ) -> None:
     """The item is in the key exactly if the block shares a token with it."""
@@ -121,7 +123,7 @@ def check_item_names_exactly_the_blocks_that_it_overlaps(
 
 
 @ROOM.law("P6", (0, 1, 2, 4))
-def check_one_item_at_two_places_of_a_block_has_two_names(
+def check_item_at_two_offsets_of_a_block_has_two_keys(
     offset: int, other_offset: int, length: int, block_size: int
 ) -> None:
     """The placeholder tokens are equal in both blocks, so only the offset differs."""
@@ -133,7 +135,7 @@ def check_one_item_at_two_places_of_a_block_has_two_names(
 
 
 @ROOM.law("P3", (2, 5))
-def check_tokens_of_a_block_are_those_of_prompt_and_outputs_in_one(start: int, end: int) -> None:
+def check_block_key_has_the_tokens_of_prompt_and_outputs(start: int, end: int) -> None:
     """This holds wherever the prompt ends."""
     assert 0 <= start <= end <= 6
     request = replace(
@@ -144,7 +146,7 @@ def check_tokens_of_a_block_are_those_of_prompt_and_outputs_in_one(start: int, e
 
 
 @ROOM.law("P3 P6", (4, 6), last_item_names_the_blocks_of_outputs)
-def check_block_that_an_output_completes_names_every_item_in_it(
+def check_block_completed_by_an_output_has_all_its_items_in_the_key(
     offset: int, next_offset: int
 ) -> None:
     """Blocks have four tokens; the prompt has seven, with two items in its second block; one
@@ -163,7 +165,7 @@ def check_block_that_an_output_completes_names_every_item_in_it(
 
 
 @ROOM.law("P13", (5, 3, 3, 5, 100))
-def check_engine_ends_a_request_for_its_length_at_the_same_token(
+def check_engine_finishes_for_length_at_the_same_token(
     num_prompt: int, num_outputs: int, max_tokens: int, min_tokens: int, max_model_len: int
 ) -> None:
     """It has one bound instead of two."""
@@ -176,7 +178,7 @@ def check_engine_ends_a_request_for_its_length_at_the_same_token(
 
 
 @ROOM.law("P13", (7, 7, 9, 3, 2, 5))
-def check_engine_ends_a_request_for_its_text_at_the_same_token(
+def check_engine_finishes_for_a_stop_token_at_the_same_token(
     last: int, eos: int, stop: int, num_outputs: int, min_tokens: int, max_tokens: int
 ) -> None:
     """It looks for such tokens only where a request has some."""

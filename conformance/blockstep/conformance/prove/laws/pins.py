@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.law import LawModule, Right, instead
 from blockstep.spec.core.block_pool import Pool, get_num_free_blocks
 from blockstep.spec.core.endings import get_ended
 from blockstep.spec.core.state import State
@@ -14,8 +14,8 @@ from blockstep.spec.features.pins import (
     PINS,
     Pins,
     free_pins,
-    get_turn_ended,
-    get_warm_first,
+    get_after_turn,
+    get_pinned_jobs_first,
     list_expired,
     list_givers,
     select_cold_victim,
@@ -23,7 +23,7 @@ from blockstep.spec.features.pins import (
     tell_time,
     without_pins,
 )
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.vocabulary import (
     Config,
     Pin,
@@ -32,7 +32,7 @@ from blockstep.spec.vocabulary import (
     Status,
 )
 
-ROOM = Room("pins")
+ROOM = LawModule("pins")
 TABLE = (1, 2, 3)
 """The block table of a turn that finishes."""
 
@@ -75,7 +75,7 @@ def pin_is_freed_with_its_last_holder(
 
 
 @ROOM.law("P17 P18", (3, 5, 5))
-def check_a_pin_is_over_from_its_end_on(now: int, told: int, end: int) -> None:
+def check_pin_expires_at_its_end(now: int, told: int, end: int) -> None:
     """The latest time counts, even if an earlier one arrives after it."""
     assert 0 <= now and 0 <= told and 0 <= end
     pins = tell_time(Pins(now, (Pin("x", (TABLE,), end),)), told)
@@ -83,7 +83,7 @@ def check_a_pin_is_over_from_its_end_on(now: int, told: int, end: int) -> None:
 
 
 @ROOM.law("P17", (3, 5, 4, 9))
-def check_an_estimate_counts_from_now(now: int, end: int, ttl: int, other_end: int) -> None:
+def check_estimate_counts_from_now(now: int, end: int, ttl: int, other_end: int) -> None:
     """It sets the end of the existing pin and of the next one; other jobs are not affected."""
     assert 0 <= now and 0 <= end and 0 <= ttl and 0 <= other_end
     other = Pin("y", ((4,),), other_end)
@@ -96,13 +96,11 @@ def check_an_estimate_counts_from_now(now: int, end: int, ttl: int, other_end: i
 
 
 @ROOM.law("P1 P17", (2, 5, 0))
-def check_what_stays_and_what_is_freed_is_the_table(
-    num_settled: int, ttl: int, is_last: int
-) -> None:
+def check_pinned_and_freed_blocks_are_the_table(num_settled: int, ttl: int, is_last: int) -> None:
     """Cached blocks are pinned, and the older pin ends; after a last turn no block is pinned."""
     assert 0 <= num_settled <= 3 and 0 <= ttl and 0 <= is_last <= 1
     state = build_turns(num_settled, ttl, is_last == 1)
-    after = get_ended(get_turn_ended(state, "a"), ["a"])
+    after = get_ended(get_after_turn(state, "a"), ["a"])
     is_kept = num_settled > 0 and ttl > 0 and not is_last
     expected = () if is_last else PINS.of(state).pins
     if is_kept:
@@ -114,7 +112,7 @@ def check_what_stays_and_what_is_freed_is_the_table(
 
 
 @ROOM.law("P1 P17", (2, 1), pin_is_freed_with_its_last_holder)
-def check_the_end_of_a_pin_takes_nothing_from_who_shares_it(num_shared: int, is_twice: int) -> None:
+def check_end_of_a_pin_frees_no_block_of_other_holders(num_shared: int, is_twice: int) -> None:
     """Some leading blocks of the pin are also held by one or two running requests."""
     assert 0 <= num_shared <= 3 and 0 <= is_twice <= 1
     names = ("a", "b")[: 1 + is_twice]
@@ -132,7 +130,7 @@ def check_the_end_of_a_pin_takes_nothing_from_who_shares_it(num_shared: int, is_
 def check_no_pin_outlives_a_reset(num_settled: int) -> None:
     """All pinned blocks are free, and the estimates are gone."""
     assert 1 <= num_settled <= 3
-    ended = get_ended(get_turn_ended(build_turns(num_settled, 5, False), "a"), ["a"])
+    ended = get_ended(get_after_turn(build_turns(num_settled, 5, False), "a"), ["a"])
     after = without_pins(ended)
     assert get_num_free_blocks(after.pool) == 5
     assert not PINS.of(after).pins
@@ -140,9 +138,7 @@ def check_no_pin_outlives_a_reset(num_settled: int) -> None:
 
 
 @ROOM.law("P10 P17", (7, 5, 40))
-def check_a_step_takes_what_is_over_before_it_takes_a_block(
-    now: int, end: int, num_prompt: int
-) -> None:
+def check_step_frees_expired_pins_before_it_allocates(now: int, end: int, num_prompt: int) -> None:
     """A request runs, so no pin is reclaimed; another is admitted if the pins leave enough
     blocks.
     """
@@ -161,7 +157,7 @@ def check_a_step_takes_what_is_over_before_it_takes_a_block(
 
 
 @ROOM.law("P16", (1, 2, 0))
-def check_the_line_is_a_stable_partition(first: int, second: int, third: int) -> None:
+def check_queue_order_is_a_stable_partition(first: int, second: int, third: int) -> None:
     """Three requests wait: each is new or preempted (2 or more), with a pinned job or not (odd)."""
     assert 0 <= first <= 3 and 0 <= second <= 3 and 0 <= third <= 3
     kinds = (first, second, third)
@@ -172,7 +168,7 @@ def check_the_line_is_a_stable_partition(first: int, second: int, third: int) ->
         )
         for name, kind in zip("abc", kinds, strict=True)
     }
-    line = get_warm_first(tuple(requests), requests, ["x"])
+    line = get_pinned_jobs_first(tuple(requests), requests, ["x"])
     preempted = [name for name, kind in zip("abc", kinds, strict=True) if kind >= 2]
     warm = [name for name, kind in zip("abc", kinds, strict=True) if kind == 1]
     cold = [name for name, kind in zip("abc", kinds, strict=True) if kind == 0]
@@ -180,7 +176,9 @@ def check_the_line_is_a_stable_partition(first: int, second: int, third: int) ->
 
 
 @ROOM.law("P16", (0, 0, 1))
-def check_who_is_warm_is_preempted_last(first: int, second: int, third: int) -> None:
+def check_running_request_of_a_pinned_job_is_preempted_last(
+    first: int, second: int, third: int
+) -> None:
     """Three requests run, each with a pinned job (1) or not; the last one without a pin is the
     victim.
     """
@@ -199,7 +197,7 @@ def check_who_is_warm_is_preempted_last(first: int, second: int, third: int) -> 
 
 
 @ROOM.law("P10 P17", (5, 3, 3, 1))
-def check_pins_give_way_in_one_order(one: int, two: int, three: int, owner: int) -> None:
+def check_pins_are_reclaimed_in_a_strict_order(one: int, two: int, three: int, owner: int) -> None:
     """Owner, end and age of the pins give a strict order, and each pin occurs once."""
     assert 0 <= one and 0 <= two and 0 <= three and 0 <= owner <= 3
     ends = (one, two, three)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.hosts import BLOCKS, COLUMNS, build_host
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.host_states import BLOCKS, COLUMNS, build_host
+from blockstep.conformance.prove.law import LawModule, Right, instead
 from blockstep.spec.core.block_pool import (
     Pool,
     allocate_blocks,
@@ -30,7 +30,7 @@ from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.core.slots import revoke_slots
 from blockstep.spec.vocabulary import BlockId
 
-ROOM = Room("pool")
+ROOM = LawModule("pool")
 
 QUEUE: tuple[BlockId, ...] = (5, 4, 6)
 
@@ -65,9 +65,7 @@ def keys_of_unwritten_blocks_stay(pool: Pool, request: RequestState) -> Pool:
 
 
 @ROOM.law("P1 P16", (1, 2, 3))
-def check_touched_free_block_leaves_the_middle_of_the_queue(
-    first: int, second: int, third: int
-) -> None:
+def check_touched_block_leaves_the_free_queue(first: int, second: int, third: int) -> None:
     """The others keep their order, and no other ref count changes."""
     assert 1 <= first and 1 <= second and 1 <= third
     pool = touch_blocks(build(first, second, third), (2, 4))
@@ -96,7 +94,7 @@ def check_freed_tail_is_evicted_before_its_prefix_and_after_all_others(
 
 
 @ROOM.law("P1 P16", (1, 2, 1))
-def check_freeing_undoes_touching_but_for_the_place_in_the_queue(
+def check_freeing_undoes_touching_except_for_the_queue_position(
     first: int, second: int, third: int
 ) -> None:
     """The ref counts are those of before; blocks that were free are evicted later than before."""
@@ -146,7 +144,7 @@ def check_hit_takes_the_block_that_was_published_first(first: int, second: int, 
 
 
 @ROOM.law("P3 P4", (1, 2, 3))
-def check_withdrawing_a_block_leaves_its_equals_findable(
+def check_withdrawing_a_block_leaves_equal_blocks_cached(
     first: int, second: int, third: int
 ) -> None:
     """Ref counts and free queue stay as they are."""
@@ -159,9 +157,7 @@ def check_withdrawing_a_block_leaves_its_equals_findable(
 
 
 @ROOM.law("P25", (1, 2, 3), reset_puts_free_blocks_in_order_of_their_ids)
-def check_reset_leaves_nothing_to_hit_and_the_queue_as_it_was(
-    first: int, second: int, third: int
-) -> None:
+def check_reset_empties_the_cache_and_keeps_the_queue(first: int, second: int, third: int) -> None:
     """Ref counts do not change either."""
     assert 0 <= first and 0 <= second and 0 <= third
     before = build(first, second, third)
@@ -172,7 +168,7 @@ def check_reset_leaves_nothing_to_hit_and_the_queue_as_it_was(
 
 
 @ROOM.law("P3 P4", (20, 16, 1), keys_of_unwritten_blocks_stay)
-def check_preemption_withdraws_exactly_the_keys_that_nobody_will_write(
+def check_preemption_withdraws_exactly_the_keys_of_unwritten_blocks(
     num_computed: int, block_size: int, second: int
 ) -> None:
     """Blocks 2 and 3 are published by this step; a block keeps its key if it was full before."""

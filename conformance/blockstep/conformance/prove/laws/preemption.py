@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.hosts import PLANNING, build_host
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.host_states import PLANNING, build_host
+from blockstep.conformance.prove.law import LawModule, Right, instead
 from blockstep.spec.core.preemption import get_preempted, process_preemption
 from blockstep.spec.core.queues import get_rank, process_prepend, select_queue, select_victim
 from blockstep.spec.core.requests import NOTHING_HELD, Holding, RequestState
 from blockstep.spec.core.work import Scheduled, Step
 from blockstep.spec.vocabulary import Config, Policy, RequestId, Stats, Status
 
-ROOM = Room("preemption")
+ROOM = LawModule("preemption")
 
 Requests = Mapping[RequestId, RequestState]
 
@@ -62,7 +62,7 @@ def budget_of_the_victim_is_lost(right: Right[RequestId], step: Step) -> Request
 
 
 @ROOM.law("P10 P16", (1, 5, 1, 5, 0, 9), first_of_equals_goes)
-def check_victim_stands_behind_everybody_who_stays(
+def check_victim_has_the_last_rank_of_running_requests(
     priority_a: int,
     arrival_a: int,
     priority_b: int,
@@ -82,7 +82,7 @@ def check_victim_stands_behind_everybody_who_stays(
 
 
 @ROOM.law("P16", (1, 5, 0, 9))
-def check_first_come_first_served_preempts_the_last_admitted(
+def check_fcfs_preempts_the_last_admitted(
     priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
 ) -> None:
     """This holds for all priorities."""
@@ -146,7 +146,7 @@ def build_step(budget: int, num_first: int, num_second: int) -> Step:
 
 
 @ROOM.law("P9 P14 P15 P26", (3, 5, 7, 0), budget_of_the_victim_is_lost)
-def check_victim_leaves_the_step_with_its_tokens_and_nobody_else_does(
+def check_preemption_returns_the_tokens_of_the_victim_only(
     budget: int, num_first: int, num_second: int, victim_index: int
 ) -> None:
     """The victim has no row and waits, its tokens return to the budget, and one preemption is
@@ -165,7 +165,7 @@ def check_victim_leaves_the_step_with_its_tokens_and_nobody_else_does(
 
 
 @ROOM.law("P12 P13", (10, 5, 12, 3, 2))
-def check_preempted_request_keeps_its_tokens_and_what_is_in_flight_and_nothing_else(
+def check_preempted_request_keeps_only_its_tokens_and_those_in_flight(
     num_prompt: int, num_outputs: int, num_computed: int, num_placeholders: int, num_before: int
 ) -> None:
     """It computes all tokens again, but samples none twice."""

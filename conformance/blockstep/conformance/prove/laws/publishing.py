@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.hosts import BLOCKS, COLUMNS, build_host
-from blockstep.conformance.prove.law import Room
+from blockstep.conformance.prove.host_states import BLOCKS, COLUMNS, build_host
+from blockstep.conformance.prove.law import LawModule
 from blockstep.spec.core.slots import (
     compute_num_publishable_blocks,
     compute_num_slots,
 )
 from blockstep.spec.vocabulary import MAX_INT
 
-ROOM = Room("publishing")
+ROOM = LawModule("publishing")
 
 
 # The specification.
 
 
 @ROOM.law("P3 P4", (16, 20, 33, 16))
-def check_published_blocks_are_those_full_of_known_tokens_that_the_step_computes(
+def check_published_blocks_are_full_of_computed_known_tokens(
     num_computed: int, num_new: int, num_known: int, block_size: int
 ) -> None:
     """No draft, no partly filled block and nothing that a later step computes is published.

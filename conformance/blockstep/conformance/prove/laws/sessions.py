@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import cast
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.law import LawModule, instead
 from blockstep.spec.core.block_pool import Pool
 from blockstep.spec.core.requests import Holding, RequestState
 from blockstep.spec.core.rules import STRICT_RULES
-from blockstep.spec.features.reclaim import process_giving
+from blockstep.spec.features.reclaim import process_reclaim
 from blockstep.spec.features.sessions import (
     compute_longest,
     compute_num_kept,
@@ -23,7 +23,7 @@ from blockstep.spec.features.sessions import (
 )
 from blockstep.spec.vocabulary import BlockKey, Status
 
-ROOM = Room("sessions")
+ROOM = LawModule("sessions")
 
 
 # Mistakes.
@@ -53,7 +53,7 @@ def chunks_are_looked_at_alone() -> int:
     return 0
 
 
-@instead(process_giving, theirs="#49439")
+@instead(process_reclaim, theirs="#49439")
 def sessions_never_give_way() -> bool:
     """An idle session keeps its blocks when another request lacks them."""
     return False
@@ -63,7 +63,7 @@ def sessions_never_give_way() -> bool:
 
 
 @ROOM.law("P3 P12 P13", (5, 3, 2), as_many_are_kept_as_are_computed, computed_is_left_as_it_is)
-def check_all_but_the_last_token_is_kept_however_many_are_computed(
+def check_stopped_session_keeps_all_tokens_but_the_last(
     num_prompt: int, num_outputs: int, num_computed: int
 ) -> None:
     """The input has stopped while it ran, or after it was preempted.
@@ -80,7 +80,7 @@ def check_all_but_the_last_token_is_kept_however_many_are_computed(
 
 
 @ROOM.law("P3 P6", (6, 3), keys_are_appended)
-def check_keys_are_kept_of_blocks_full_of_tokens_that_are_kept(
+def check_stopped_session_keeps_the_keys_of_full_kept_blocks(
     num_known: int, block_size: int
 ) -> None:
     """All full blocks have keys; the last token, which is dropped, may complete a block."""
@@ -93,7 +93,7 @@ def check_keys_are_kept_of_blocks_full_of_tokens_that_are_kept(
 
 
 @ROOM.law("P11", (5, 3, 2, 4, 100), chunks_are_looked_at_alone)
-def check_a_session_never_outgrows_what_its_chunks_were_reckoned_as(
+def check_session_never_exceeds_the_length_its_inputs_were_checked_for(
     num_prompt: int, num_outputs: int, num_more: int, max_tokens: int, max_model_len: int
 ) -> None:
     """This holds however early an input stops; `num_more` tokens follow the kept ones."""
@@ -104,7 +104,9 @@ def check_a_session_never_outgrows_what_its_chunks_were_reckoned_as(
 
 
 @ROOM.law("P10 P17", (20, 8, 100), sessions_never_give_way)
-def check_nobody_waits_for_a_session_that_rests(known_b: int, block_size: int, budget: int) -> None:
+def check_idle_session_gives_up_blocks_that_a_waiting_request_needs(
+    known_b: int, block_size: int, budget: int
+) -> None:
     """Request `a` holds two of three blocks; it keeps them exactly if `b` needs only one."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_b <= 3 * block_size < 8192
     config = h.build_config(block_size, num_blocks=4, max_num_batched_tokens=budget)

@@ -8,8 +8,8 @@ Block sizes are symbolic, so the laws hold for every block size.
 from __future__ import annotations
 
 from blockstep.conformance.prove.harness import Tokens, build_config, build_runner
-from blockstep.conformance.prove.hosts import COLUMNS, GROUPS, build_host
-from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.host_states import COLUMNS, GROUPS, build_host
+from blockstep.conformance.prove.law import LawModule, instead
 from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.core.slots import (
     compute_max_slots,
@@ -20,7 +20,7 @@ from blockstep.spec.core.slots import (
 )
 from blockstep.spec.vocabulary import MAX_INT, Config, Request
 
-ROOM = Room("slots")
+ROOM = LawModule("slots")
 
 
 # Mistakes.
@@ -43,7 +43,7 @@ def whole_pool_holds_the_model_length(config: Config) -> bool:
 
 
 @ROOM.law("P8", (33, 16))
-def check_blocks_hold_the_tokens_and_none_is_to_spare(num_tokens: int, block_size: int) -> None:
+def check_blocks_are_the_fewest_that_hold_the_tokens(num_tokens: int, block_size: int) -> None:
     """One block fewer would not hold them."""
     assert 1 <= num_tokens and 1 <= block_size
     num_blocks = compute_num_blocks(num_tokens, block_size)
@@ -51,7 +51,7 @@ def check_blocks_hold_the_tokens_and_none_is_to_spare(num_tokens: int, block_siz
 
 
 @ROOM.law("P8", (40, 16, 2), surplus_gives_a_negative_count)
-def check_new_blocks_fill_up_what_is_held_and_never_give_back(
+def check_new_blocks_are_those_that_the_table_lacks(
     num_slots: int, block_size: int, num_held: int
 ) -> None:
     """The new blocks are just enough, and none is taken if the held ones suffice."""
@@ -102,7 +102,7 @@ def check_no_slot_lies_past_the_model_length(
 
 
 @ROOM.law("P11", (10, 20, 3, 12, 3, 2, 4, 4, 100))
-def check_no_step_needs_more_slots_than_the_longest(
+def check_no_step_needs_more_slots_than_the_maximum(
     num_prompt: int,
     max_tokens: int,
     num_outputs: int,
@@ -128,7 +128,7 @@ def check_no_step_needs_more_slots_than_the_longest(
 
 
 @ROOM.law("P11", (10, 20, 3, 3, 100))
-def check_some_step_needs_as_many_slots_as_the_longest(
+def check_some_step_needs_the_maximum_of_slots(
     num_prompt: int, max_tokens: int, num_speculative: int, num_lookahead: int, max_model_len: int
 ) -> None:
     """It is the last step, with all drafts: no request is rejected that would fit."""
@@ -170,7 +170,7 @@ def check_accepted_request_alone_in_the_pool_always_gets_its_blocks(
 
 
 @ROOM.law("P8 P9", (20, 15, 16, 100))
-def check_engine_needs_as_many_blocks_for_a_runner(
+def check_engine_counts_the_same_blocks_for_a_running_request(
     num_computed: int, num_new: int, block_size: int, max_model_len: int
 ) -> None:
     """The request holds two blocks; there are two lookahead slots."""
@@ -184,7 +184,7 @@ def check_engine_needs_as_many_blocks_for_a_runner(
 
 
 @ROOM.law("P8", (40, 1, 16))
-def check_engine_needs_as_many_blocks_for_a_newcomer(
+def check_engine_counts_the_same_blocks_for_a_new_request(
     num_tokens: int, num_hits: int, block_size: int
 ) -> None:
     """The blocks of its hit are as good as held."""
@@ -195,7 +195,7 @@ def check_engine_needs_as_many_blocks_for_a_newcomer(
 
 
 @ROOM.law("P11", (40, 16))
-def check_engine_refuses_the_same_requests_for_their_size(num_slots: int, block_size: int) -> None:
+def check_engine_rejects_the_same_requests_for_their_size(num_slots: int, block_size: int) -> None:
     """A request holds the blocks of all its slots at once."""
     assert 1 <= num_slots <= MAX_INT and 1 <= block_size <= MAX_INT
     host = build_host(build_config(block_size))

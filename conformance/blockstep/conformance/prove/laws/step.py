@@ -11,15 +11,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.law import LawModule, Right, instead
 from blockstep.conformance.prove.laws.preemption import budget_of_the_victim_is_lost
 from blockstep.spec.core.schedule import process_grant, process_running_phase
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
-from blockstep.spec.releases.order import victim_without_a_row_shifts_the_next as shift_rule
+from blockstep.spec.releases.policy_order import victim_without_a_row_skips_a_request as shift_rule
 from blockstep.spec.vocabulary import Plan, Policy
 
-ROOM = Room("step")
+ROOM = LawModule("step")
 
 
 # Mistakes.
@@ -34,7 +34,7 @@ def grant_takes_nothing_off_the_budget(right: Right[None], step: Step) -> None:
 
 
 @instead(process_running_phase, theirs="not found upstream")
-def victim_without_a_row_shifts_the_next(right: Right[None], step: Step) -> None:
+def victim_without_a_row_skips_a_request(right: Right[None], step: Step) -> None:
     """The index into the running list is corrected only for a victim that had a row."""
     before = step.state
     step.state = replace(before, rules=shift_rule(before.rules, before.config))
@@ -72,7 +72,7 @@ def check_request_alone_in_the_pool_gets_a_token_in_every_step(
 
 
 @ROOM.law("P1 P2 P8", (50, 20, 30, 0, 16))
-def check_every_computed_token_of_a_runner_lies_in_a_block_of_its_own(
+def check_running_request_holds_exactly_the_blocks_of_its_tokens(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
 ) -> None:
     """It holds no block more than its tokens need; all others stay free."""
@@ -119,7 +119,7 @@ def check_two_requests_share_budget_and_blocks_in_order(
 
 
 @ROOM.law("P10 P15", (60, 20, 30, 40, 16))
-def check_oldest_request_that_fits_the_pool_gets_all_that_the_budget_has(
+def check_oldest_request_gets_the_whole_budget_if_it_fits_the_pool(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
 ) -> None:
     """The younger request may be preempted for it; so some request always progresses."""
@@ -130,7 +130,7 @@ def check_oldest_request_that_fits_the_pool_gets_all_that_the_budget_has(
 
 
 @ROOM.law("P15", (32, 20, 30, 12, 16))
-def check_younger_request_gets_what_the_older_one_leaves_of_the_budget(
+def check_younger_request_gets_the_rest_of_the_budget(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
 ) -> None:
     """It gets all of the rest, if the blocks suffice for both."""
@@ -158,7 +158,7 @@ def step_of_three(
 
 
 @ROOM.law("P9 P15", (2, 10, 10, 20, 16), budget_of_the_victim_is_lost)
-def check_tokens_of_a_victim_go_to_those_behind(
+def check_tokens_of_a_victim_go_to_later_requests(
     gap_a: int, gap_b: int, known_c: int, budget: int, block_size: int
 ) -> None:
     """Request `a` is planned, then preempted for a block of `b`; `c` gets the rest of the
@@ -174,7 +174,7 @@ def check_tokens_of_a_victim_go_to_those_behind(
 
 
 @ROOM.law("P10 P16", (2, 10, 10, 20, 16, 1))
-def check_least_urgent_of_three_goes_and_ties_go_by_the_id(
+def check_least_urgent_of_three_is_preempted_and_ties_break_by_id(
     gap_a: int, gap_b: int, known_c: int, budget: int, block_size: int, priority_a: int
 ) -> None:
     """`b` needs a block; of equal requests the last is the victim, so that two never alternate."""
@@ -185,8 +185,8 @@ def check_least_urgent_of_three_goes_and_ties_go_by_the_id(
     assert after.waiting == (("a",) if priority_a > 0 else ("c",))
 
 
-@ROOM.law("P15", (12, 10, 10, 20, 16), victim_without_a_row_shifts_the_next)
-def check_nobody_is_passed_over_because_of_a_victim_without_a_row(
+@ROOM.law("P15", (12, 10, 10, 20, 16), victim_without_a_row_skips_a_request)
+def check_victim_without_a_row_makes_no_request_skipped(
     known_a: int, gap_b: int, known_c: int, budget: int, block_size: int
 ) -> None:
     """`a` waits for its last token and is preempted for a block of `b`; `c` is next."""

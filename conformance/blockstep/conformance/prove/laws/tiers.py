@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.law import Room
+from blockstep.conformance.prove.law import LawModule
 from blockstep.spec.core.requests import Holding
-from blockstep.spec.features.admission_control import is_closed
+from blockstep.spec.features.admission_control import is_admission_closed
 from blockstep.spec.features.offload import compute_break_even, compute_num_saved, get_save
 from blockstep.spec.features.tiers import Names, Tiers, clear, count_held, create_tiers, fetch, keep
 from blockstep.spec.vocabulary import KVSave
 
-ROOM = Room("tiers")
+ROOM = LawModule("tiers")
 TEXT: Names = ("a", "b", "c")
 OTHER: Names = ("p", "q")
 SIZES = (2, 4, 6)
@@ -45,7 +45,7 @@ def list_held(tiers: Tiers) -> list[bool]:
 
 
 @ROOM.law("P1 P16", (2, 1, 1))
-def check_no_tier_holds_more_than_its_room_nor_anything_twice(
+def check_tier_stays_within_its_capacity_without_duplicates(
     upper: int, lower: int, num_kept: int
 ) -> None:
     """This holds after blocks are kept and fetched."""
@@ -58,7 +58,7 @@ def check_no_tier_holds_more_than_its_room_nor_anything_twice(
 
 
 @ROOM.law("P5 P16", (2, 1, 1))
-def check_of_a_text_a_beginning_is_kept(upper: int, lower: int, num_kept: int) -> None:
+def check_stored_blocks_are_a_prefix(upper: int, lower: int, num_kept: int) -> None:
     """Kept are as many blocks as fit, and all that were kept before."""
     assert 0 <= upper <= 3 and 0 <= lower <= 3 and 0 <= num_kept <= 3
     before = build_tiers(upper, lower, num_kept)
@@ -70,9 +70,7 @@ def check_of_a_text_a_beginning_is_kept(upper: int, lower: int, num_kept: int) -
 
 
 @ROOM.law("P5 P19", (2, 2, 1))
-def check_what_is_fetched_is_held_up_to_what_cannot_be_read(
-    upper: int, lower: int, unreadable: int
-) -> None:
+def check_fetch_drops_the_unreadable_block_only(upper: int, lower: int, unreadable: int) -> None:
     """The unreadable block is dropped, and the blocks after it stay."""
     assert 0 <= upper <= 3 and 0 <= lower <= 3 and 0 <= unreadable <= 3
     before = build_tiers(upper, lower, 3)
@@ -84,7 +82,7 @@ def check_what_is_fetched_is_held_up_to_what_cannot_be_read(
 
 
 @ROOM.law("P25", (2, 1))
-def check_nothing_is_fetched_that_was_kept_before_a_reset(upper: int, lower: int) -> None:
+def check_fetch_finds_nothing_from_before_a_reset(upper: int, lower: int) -> None:
     """After a reset, a fetch finds no block in either tier."""
     assert 0 <= upper <= 3 and 0 <= lower <= 3
     tiers = clear(build_tiers(upper, lower, 3))
@@ -93,7 +91,7 @@ def check_nothing_is_fetched_that_was_kept_before_a_reset(upper: int, lower: int
 
 
 @ROOM.law("P4 P5", (30, 26, 13))
-def check_what_is_saved_is_known_and_computed_in_whole_blocks_and_enough(
+def check_saved_tokens_are_computed_full_blocks_above_the_threshold(
     num_computed: int, num_known: int, min_tokens: int
 ) -> None:
     """All such tokens are swapped out, or none."""
@@ -110,24 +108,24 @@ def check_what_is_saved_is_known_and_computed_in_whole_blocks_and_enough(
 
 
 @ROOM.law("P4 P19", (9, 10, 0))
-def check_a_victim_is_saved_by_its_first_blocks_unless_they_may_not_have_come(
-    num_computed: int, num_known: int, is_unsettled: int
+def check_victim_is_saved_unless_its_load_is_unconfirmed(
+    num_computed: int, num_known: int, has_unconfirmed_kv: int
 ) -> None:
     """Blocks have four slots; three are held."""
-    assert 0 <= num_computed <= 12 and 0 <= num_known <= 14 and 0 <= is_unsettled <= 1
+    assert 0 <= num_computed <= 12 and 0 <= num_known <= 14 and 0 <= has_unconfirmed_kv <= 1
     table = (4, 5, 6)
     victim = h.build_runner("a", num_known, num_computed, table)
-    victim = replace(victim, is_unsettled=is_unsettled == 1, holdings=(Holding(table),))
+    victim = replace(victim, has_unconfirmed_kv=has_unconfirmed_kv == 1, holdings=(Holding(table),))
     config = replace(h.build_config(4), kv_connector=True, swap_min_tokens=1)
     save = get_save(config, victim)
     num_blocks = min(num_computed, num_known) // 4
-    assert (save is None) == (is_unsettled == 1 or num_blocks == 0)
+    assert (save is None) == (has_unconfirmed_kv == 1 or num_blocks == 0)
     if save is not None:
         assert save == KVSave("a", (table[:num_blocks],), 4 * num_blocks)
 
 
 @ROOM.law("P8", (100, 3, 4, 120))
-def check_from_the_break_even_on_moving_costs_no_more_than_computing(
+def check_from_the_break_even_length_on_swapping_is_not_slower(
     num_setup: int, num_moved: int, num_computed: int, num_tokens: int
 ) -> None:
     """Below it, moving costs more. If it is 0, moving always costs more, or gains nothing."""
@@ -142,13 +140,13 @@ def check_from_the_break_even_on_moving_costs_no_more_than_computing(
 
 
 @ROOM.law("P10 P16", (4, 2, 6, 1))
-def check_between_the_thresholds_nothing_opens_and_nothing_closes(
+def check_admission_keeps_its_state_between_the_thresholds(
     num_free: int, low: int, high: int, num_running: int
 ) -> None:
     """This holds while requests run and none is preempted; outside the thresholds it changes."""
     assert 0 <= num_free and 0 <= low <= high and 1 <= high and 1 <= num_running
     for was_closed in (False, True):
-        now = is_closed(was_closed, num_running, False, num_free, low, high)
+        now = is_admission_closed(was_closed, num_running, False, num_free, low, high)
         if low <= num_free < high:
             assert now == was_closed
         else:
@@ -156,11 +154,11 @@ def check_between_the_thresholds_nothing_opens_and_nothing_closes(
 
 
 @ROOM.law("P10 P16", (4, 2, 6, 1, 1))
-def check_preempting_closes_and_an_empty_engine_is_open(
+def check_preemption_closes_admission_and_an_empty_engine_opens_it(
     num_free: int, low: int, high: int, num_running: int, was_closed: int
 ) -> None:
     """The number of free blocks does not matter; without a high threshold it is always open."""
     assert 0 <= num_free and 0 <= low <= high and 0 <= num_running and 0 <= was_closed <= 1
-    now = is_closed(was_closed == 1, num_running, True, num_free, low, high)
+    now = is_admission_closed(was_closed == 1, num_running, True, num_free, low, high)
     assert now == (num_running > 0 and high > 0)
-    assert not is_closed(was_closed == 1, 0, False, num_free, low, high)
+    assert not is_admission_closed(was_closed == 1, 0, False, num_free, low, high)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.law import LawModule, Right, instead
 from blockstep.spec.core.admission import process_waiting_phase
 from blockstep.spec.core.rules import STRICT_RULES
 from blockstep.spec.core.work import Step
-from blockstep.spec.features.kv_transfer import settle_slots
+from blockstep.spec.features.kv_transfer import publish_loaded
 from blockstep.spec.features.kv_transfer.transfers import (
     NO_STORE,
     TRANSFERS,
@@ -20,8 +20,11 @@ from blockstep.spec.features.kv_transfer.transfers import (
     end_transfer,
     take_offer,
 )
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.releases.transfers import compute_num_loaded, loads_publish_at_once
+from blockstep.spec.frozen_map import FrozenMap
+from blockstep.spec.releases.transfers import (
+    compute_num_loaded,
+    loads_are_published_before_they_are_loaded,
+)
 from blockstep.spec.vocabulary import (
     BlockTables,
     GroupKind,
@@ -32,7 +35,7 @@ from blockstep.spec.vocabulary import (
     Status,
 )
 
-ROOM = Room("transfers")
+ROOM = LawModule("transfers")
 
 
 # Mistakes.
@@ -77,7 +80,9 @@ def any_end_ends_all_holds(
 def loads_are_findable_at_once(right: Right[None], step: Step) -> None:
     """Blocks are published in the step that starts their load."""
     before = step.state
-    step.state = replace(before, rules=loads_publish_at_once(before.rules, before.config))
+    step.state = replace(
+        before, rules=loads_are_published_before_they_are_loaded(before.rules, before.config)
+    )
     right()
     step.state = before
 
@@ -86,7 +91,7 @@ def loads_are_findable_at_once(right: Right[None], step: Step) -> None:
 
 
 @ROOM.law("P13", (20, 10, 4, 0), last_token_is_loaded)
-def check_a_token_is_left_to_compute_behind_every_load(
+def check_load_leaves_a_token_to_compute(
     num_offered: int, num_known: int, num_local: int, is_async: int
 ) -> None:
     """The local hit leaves a token to compute, and so does a load after it, now or later."""
@@ -97,7 +102,7 @@ def check_a_token_is_left_to_compute_behind_every_load(
 
 
 @ROOM.law("P5", (3, 10, 4))
-def check_a_hit_is_longer_by_all_that_a_store_has_behind_it(
+def check_store_extends_the_hit_by_all_blocks_it_has(
     num_offered: int, num_known: int, num_local: int
 ) -> None:
     """It is never shorter."""
@@ -107,10 +112,11 @@ def check_a_hit_is_longer_by_all_that_a_store_has_behind_it(
 
 
 @ROOM.law("P1 P8", (4, 9, 1), longer_hit_takes_a_negative_amount)
-def check_a_group_that_loads_in_its_turn_takes_no_negative_amount(
+def check_group_that_loads_in_turn_takes_no_negative_number_of_blocks(
     block_size: int, num_tokens: int, num_found: int
 ) -> None:
-    """This is for the quirk `groups_load_by_turns`: a hit longer than the load takes no block."""
+    """This is for the quirk `external_blocks_per_group`: a hit longer than the load takes no
+    block."""
     assert 1 <= block_size and 0 <= num_tokens and 0 <= num_found
     group = KVGroup(GroupKind.FULL, block_size)
     num_loaded = compute_num_loaded(group, num_tokens, num_found)
@@ -121,7 +127,7 @@ def check_a_group_that_loads_in_its_turn_takes_no_negative_amount(
 
 
 @ROOM.law("P19", (16, 1, 2), hit_may_have_failed)
-def check_a_load_is_there_up_to_its_first_invalid_block(
+def check_load_counts_up_to_its_first_invalid_block(
     block_size: int, first: int, index: int
 ) -> None:
     """Blocks from `first` on are loaded, and the one at `index` is invalid."""
@@ -131,7 +137,7 @@ def check_a_load_is_there_up_to_its_first_invalid_block(
 
 
 @ROOM.law("P5 P19", (8, 16, 1, 0), first_group_speaks_for_all)
-def check_no_group_counts_on_tokens_that_another_lacks(
+def check_no_group_counts_tokens_that_another_lacks(
     one_size: int, other_size: int, one_index: int, other_index: int
 ) -> None:
     """One block in each of two groups is invalid."""
@@ -145,7 +151,7 @@ def check_no_group_counts_on_tokens_that_another_lacks(
 
 
 @ROOM.law("P4 P19", (40, 20, 16))
-def check_only_full_blocks_of_what_has_come_are_findable(
+def check_only_full_loaded_blocks_are_cached(
     num_known: int, num_there: int, block_size: int
 ) -> None:
     """All of the full blocks are cached; three blocks are held."""
@@ -153,18 +159,18 @@ def check_only_full_blocks_of_what_has_come_are_findable(
     pool = h.build_pool((0, 1, 1, 1), (), ())
     keys = tuple(map(h.key_of, (1, 2, 3)))
     request = h.build_runner("a", num_known, num_there, (1, 2, 3))
-    request = replace(request, block_keys=keys, is_unsettled=True)
+    request = replace(request, block_keys=keys, has_unconfirmed_kv=True)
     config = h.build_config(block_size, num_blocks=4, enable_prefix_caching=True)
-    pool, after = settle_slots(config, pool, request, num_there, STRICT_RULES)
+    pool, after = publish_loaded(config, pool, request, num_there, STRICT_RULES)
     (holding,) = after.holdings
     num_settled = holding.num_cached_blocks
     assert num_settled * block_size <= num_there < (num_settled + 1) * block_size
     assert len(pool.cached) == num_settled
-    assert not after.is_unsettled
+    assert not after.has_unconfirmed_kv
 
 
 @ROOM.law("P17", (1, 1, 0), any_end_ends_all_holds)
-def check_blocks_are_held_until_the_last_of_their_holds_has_ended(
+def check_blocks_are_held_until_their_last_transfer_ends(
     is_recving: int, is_sending: int, is_of_load: int
 ) -> None:
     """One or two directions hold the blocks, and the end of one of them is reported."""
@@ -179,7 +185,7 @@ def check_blocks_are_held_until_the_last_of_their_holds_has_ended(
 
 
 @ROOM.law("P4 P19", (33, 20, 16), loads_are_findable_at_once)
-def check_nothing_of_a_load_is_findable_before_its_answer(
+def check_load_is_not_cached_before_it_is_confirmed(
     num_known: int, num_offered: int, block_size: int
 ) -> None:
     """Tokens that the same step computes after the load are not cached either."""
@@ -199,7 +205,7 @@ def check_nothing_of_a_load_is_findable_before_its_answer(
 
 
 @ROOM.law("P9 P15", (5, 9, 4))
-def check_who_is_parked_takes_no_tokens_from_others(
+def check_loading_request_takes_no_tokens_from_others(
     num_offered: int, num_known: int, budget: int
 ) -> None:
     """The second request in the queue gets the only running slot, and the whole budget."""

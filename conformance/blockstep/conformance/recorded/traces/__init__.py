@@ -1,6 +1,6 @@
 """Reading and writing of traces: files of lines, and recorded runs among them."""
 
-from blockstep.conformance.protocol.lines import TraceError, read_lines
+from blockstep.conformance.protocol.trace_lines import TraceError, read_lines
 from blockstep.conformance.recorded.traces.recorded import (
     TRACE_FORMAT,
     TRACE_VERSION,

@@ -28,8 +28,8 @@ import msgspec
 
 from blockstep.conformance.engine import EQUIVALENCES, EXACT
 from blockstep.conformance.protocol.codec import build, build_tagged, get_fields
-from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
-from blockstep.conformance.protocol.telling import to_forms
+from blockstep.conformance.protocol.kv_event_json import to_forms
+from blockstep.conformance.protocol.trace_lines import TraceError, read_lines, shown
 from blockstep.spec.vocabulary import (
     EVENT_TYPES,
     Config,

@@ -10,7 +10,7 @@ engine share the child, so that no event crosses a process boundary and a run is
 isolation. Only plain values cross the boundary; other values are turned into them first.
 """
 
-from blockstep.conformance.search.isolation.place import Isolation
+from blockstep.conformance.search.isolation.executor import Isolation
 from blockstep.conformance.search.isolation.process import (
     BUILD_SECONDS,
     EVENT_SECONDS,

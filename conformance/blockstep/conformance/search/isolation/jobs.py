@@ -20,20 +20,20 @@ from typing import Any, BinaryIO, TypeAlias
 
 from blockstep.conformance.engine import BadEngineError, EngineFactory
 from blockstep.conformance.protocol.findings import tell_error
-from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.link import share_group
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
+from blockstep.conformance.protocol.trace_lines import TraceError
 from blockstep.conformance.search.check import (
     CheckResult,
     play_program,
     see_again,
     shrink_first,
 )
+from blockstep.conformance.search.engine_wrappers import stop_before
 from blockstep.conformance.search.episodes import EpisodeResult, run_episode
-from blockstep.conformance.search.isolation.watched import IMPORTING, Journal, WatchedFactory
+from blockstep.conformance.search.isolation.call_journal import IMPORTING, Journal, WatchedFactory
 from blockstep.conformance.search.options import CheckOptions, load
-from blockstep.conformance.search.wrapped import stop_before
 from blockstep.spec.vocabulary import ConfigError
 
 OUR_FOLDER = Path(__file__).parent

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.isolation import jobs
-from blockstep.conformance.search.isolation.watched import ASIDE, BUILDING, IMPORTING
+from blockstep.conformance.search.isolation.call_journal import ASIDE, BUILDING, IMPORTING
 
 if sys.platform == "win32":
     import msvcrt

@@ -104,7 +104,7 @@ def get_other_size_problem(state: State, request: Request) -> Rejected | None:
 # The items of a row.
 
 
-class Claim(NamedTuple):
+class EncoderShare(NamedTuple):
     """The tokens that a row may have of those that it could have, and the items that these read."""
 
     num_tokens: int
@@ -114,7 +114,7 @@ class Claim(NamedTuple):
     """The encoder after the row, if it may read items."""
 
 
-CLAIM: Final = Note("encoder_claim", Claim(0))
+CLAIM: Final = Note("encoder_claim", EncoderShare(0))
 """The claim of the row that is being planned."""
 
 
@@ -149,7 +149,7 @@ def limit_to_items(step: Step, request: RequestState, num_computed: int, num_new
     """Return the tokens of a row before the first item without room; a request that gets none drops
     its items. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P7, P15, P22.
     """
-    asked, encoder, claim = request.request, ENCODER.of(step), Claim(num_new)
+    asked, encoder, claim = request.request, ENCODER.of(step), EncoderShare(num_new)
     if num_new > 0 and asked.items and (encoder.is_shared or num_computed == 0):
         claim = get_claim(Chunk(step.state, asked, num_computed, encoder), num_new)
         if claim.num_tokens == 0:
@@ -158,7 +158,7 @@ def limit_to_items(step: Step, request: RequestState, num_computed: int, num_new
     return claim.num_tokens
 
 
-def get_claim(chunk: Chunk, num_new: int) -> Claim:
+def get_claim(chunk: Chunk, num_new: int) -> EncoderShare:
     """Return the items that a chunk of `num_new` tokens reads, and the tokens that it gets.
 
     The chunk ends before the first item that does not fit. With `disable_chunked_mm_input` it never
@@ -168,7 +168,7 @@ def get_claim(chunk: Chunk, num_new: int) -> Claim:
     """
     num_computed = chunk.num_computed
     num_new = chunk.get_end(num_computed + num_new) - num_computed
-    claim = Claim(num_new, (), chunk.encoder)
+    claim = EncoderShare(num_new, (), chunk.encoder)
     num_ahead = chunk.state.config.num_encoder_lookahead_tokens
     for index, item in enumerate(chunk.request.items):
         end = num_computed + claim.num_tokens + num_ahead
@@ -179,7 +179,7 @@ def get_claim(chunk: Chunk, num_new: int) -> Claim:
     return claim
 
 
-def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> Claim:
+def get_claim_at_item(chunk: Chunk, index: int, claim: EncoderShare) -> EncoderShare:
     """Return the claim with the next item, if the chunk reads it; or a shorter one that ends before
     the item, if that is neither in the cache nor has room.
 
@@ -191,10 +191,10 @@ def get_claim_at_item(chunk: Chunk, index: int, claim: Claim) -> Claim:
     if item.identifier not in encoder.entries and not rules[cache.has_room](encoder, item):
         return rules[get_shorter_claim](chunk, index, claim)
     encoder = rules[cache.take_item](encoder, chunk.request, index)
-    return Claim(claim.num_tokens, (*claim.items, index), encoder)
+    return EncoderShare(claim.num_tokens, (*claim.items, index), encoder)
 
 
-def get_shorter_claim(chunk: Chunk, index: int, claim: Claim) -> Claim:
+def get_shorter_claim(chunk: Chunk, index: int, claim: EncoderShare) -> EncoderShare:
     """Return the claim of a chunk that neither reads an item nor lets the draft head read it.
 
     If it would end inside another item that must be whole, a shorter chunk is tried. Source: vLLM

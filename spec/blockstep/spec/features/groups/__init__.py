@@ -31,7 +31,7 @@ from blockstep.spec.features.groups.kinds import KINDS, compute_num_skipped_bloc
 from blockstep.spec.features.mamba import compute_num_certain
 from blockstep.spec.vocabulary import NULL_BLOCK, Config, FrameId, KVGroup, RequestId
 
-IN_DOUBT: Final = Part("num_in_doubt", 0)
+IN_DOUBT: Final = Part("num_unverified", 0)
 """The computed tokens of a row in flight that may have to be computed again."""
 
 
@@ -51,7 +51,7 @@ def get_num_in_doubt(row: Scheduled) -> int:
     return len(row.drafts)
 
 
-def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
+def count_unverified(frames: Sequence[Frame], request_id: RequestId) -> int:
     """Return a request's computed tokens that frames in flight may roll back. Source: P14."""
     return sum([IN_DOUBT.of(row) for row in list_rows_in_flight(frames, request_id)])
 
@@ -68,15 +68,15 @@ def process_skipping(step: Step, pool: Pool, request: RequestState) -> tuple[Poo
     if request.num_computed_tokens == 0:
         return pool, request
     config, rules, name = step.state.config, step.state.rules, request.request_id
-    num_in_doubt = rules[count_in_doubt](step.state.frames, name)
-    return skip_slots(config, pool, request, num_in_doubt, rules, step.get_fence(name))
+    num_unverified = rules[count_unverified](step.state.frames, name)
+    return skip_slots(config, pool, request, num_unverified, rules, step.get_fence(name))
 
 
 def skip_slots(
     config: Config,
     pool: Pool,
     request: RequestState,
-    num_in_doubt: int,
+    num_unverified: int,
     rules: Rules,
     fence: FrameId | None = None,
 ) -> tuple[Pool, RequestState]:
@@ -84,16 +84,15 @@ def skip_slots(
 
     This happens before the request asks for slots, and whether or not it gets them: those blocks
     are of no use to it. A null block takes the place of each, so that no other one moves; the last
-    is queued first. `num_in_doubt` computed tokens are drafts in flight: if they are rejected, the
-    request rolls back to the first of them, and reads the window before it. Frame `fence`, if
+    is queued first. `num_unverified` computed tokens are drafts in flight: if they are rejected,
+    the request rolls back to the first of them, and reads the window before it. Frame `fence`, if
     given, still reads the blocks: they are free after its commit. Source: vLLM 0.19.1
-    `remove_skipped_blocks`; P1, P8, P14.
-    """
+    `remove_skipped_blocks`; P1, P8, P14."""
     holdings = [*request.holdings]
     num_left = 0
     for index, group in enumerate(config.groups):
         table = holdings[index].block_table
-        num_certain = rules[compute_num_certain](group, request.num_computed_tokens, num_in_doubt)
+        num_certain = rules[compute_num_certain](group, request.num_computed_tokens, num_unverified)
         num_skipped = rules[count_skipped_blocks](group, holdings[index], num_certain)
         left = without_nulls(table[:num_skipped])
         if left:

@@ -8,9 +8,9 @@ from typing import Final
 from blockstep.spec.core.requests import Holding, RequestState, list_rows_in_flight, without_nulls
 from blockstep.spec.core.state import State
 from blockstep.spec.features.groups.kinds import (
-    compute_max_doubt,
     compute_max_held_blocks,
     compute_max_reach,
+    compute_max_unverified,
     compute_num_skipped_blocks,
     get_num_slots_of,
 )
@@ -42,8 +42,8 @@ def is_every_attended_block_held(state: State) -> bool:
         if group.kind is GroupKind.CROSS_ATTENTION or not is_begun:
             continue
         rows = list_rows_in_flight(state.frames, request.request_id)
-        num_in_doubt = sum(len(row.draft_token_ids) for row in rows)
-        num_skipped = compute_num_skipped_blocks(group, num_computed - num_in_doubt)
+        num_unverified = sum(len(row.draft_token_ids) for row in rows)
+        num_skipped = compute_num_skipped_blocks(group, num_computed - num_unverified)
         num_blocks = len(table) - group.num_speculative_blocks
         is_gap_free = group.kind is not GroupKind.RECURRENT
         if is_gap_free and NULL_BLOCK in table[table.count(NULL_BLOCK) :]:
@@ -58,7 +58,7 @@ def is_every_window_as_small_as_charged(state: State) -> bool:
 
     Source: P8, P11.
     """
-    reach, doubt = compute_max_reach(state.config), compute_max_doubt(state.config)
+    reach, doubt = compute_max_reach(state.config), compute_max_unverified(state.config)
     for _, group, holding in list_holdings(state):
         table = holding.block_table
         num_slots = (len(table) - group.num_speculative_blocks) * group.block_size

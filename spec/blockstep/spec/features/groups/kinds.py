@@ -164,10 +164,10 @@ def compute_max_reach(config: Config) -> int:
     A row of a step, the lookahead after it, and drafts in flight before it: until they are verified
     a request may have to roll back to the first of them. Source: P8, P14.
     """
-    return compute_max_doubt(config) + compute_max_row(config) + config.num_lookahead_tokens
+    return compute_max_unverified(config) + compute_max_row(config) + config.num_lookahead_tokens
 
 
-def compute_max_doubt(config: Config) -> int:
+def compute_max_unverified(config: Config) -> int:
     """Return the most computed tokens of one request that are drafts in flight. Source: P14."""
     num_frames = config.max_frames_in_flight - 1 if config.async_scheduling else 0
     return num_frames * min(config.num_speculative_tokens, compute_max_row(config) - 1)
@@ -193,7 +193,7 @@ def count_held_at_most(config: Config, group: KVGroup, num_slots: int) -> int:
 
     Source: upstream #39734; P8, P11.
     """
-    reach, doubt = compute_max_reach(config), compute_max_doubt(config)
+    reach, doubt = compute_max_reach(config), compute_max_unverified(config)
     return compute_max_held_blocks(group, num_slots, reach, doubt)
 
 

@@ -90,7 +90,7 @@ def has_store(config: Config) -> bool:
 # Loads.
 
 
-def asks_store(request: RequestState) -> bool:
+def queries_store(request: RequestState) -> bool:
     """Whether a waiting request asks a store: if it computed nothing, and may read the cache.
 
     Source: vLLM 0.19.1 `schedule`; P6, P21.
@@ -111,7 +111,7 @@ def look_in_store(
     P3, P5, P19.
     """
     config, rules = step.state.config, step.state.rules
-    if not rules[asks_store](request):
+    if not rules[queries_store](request):
         return request, hit
     offer = get_offer(TRANSFERS.of(step), request.request_id)
     if offer.num_tokens is None:
@@ -123,8 +123,8 @@ def look_in_store(
     tables = hit.block_tables
     if config.groups:
         tables = get_clipped_tables(config, hit, num_start, request.block_tables)
-    hit, request = Hit(num_start, tables, num_external), replace(request, is_unsettled=True)
-    return rules[process_parking](step, request, hit) if offer.is_async else (request, hit)
+    hit, request = Hit(num_start, tables, num_external), replace(request, has_unconfirmed_kv=True)
+    return rules[process_async_load](step, request, hit) if offer.is_async else (request, hit)
 
 
 def get_clipped_tables(config: Config, hit: Hit, num_start: int, held: BlockTables) -> BlockTables:
@@ -151,7 +151,7 @@ def get_first_blocks(config: Config, request: RequestState, num_tokens: int) -> 
     return tuple([table[: compute_num_blocks(num_tokens, size)] for table, size in tables])
 
 
-def process_return(step: Step, request_id: RequestId) -> None:
+def process_load_done(step: Step, request_id: RequestId) -> None:
     """Confirm a request's asynchronous load, which has finished, and publish the loaded blocks.
 
     If nothing was loaded, it holds nothing and asks again. If it is not admitted afterwards, all of
@@ -162,7 +162,7 @@ def process_return(step: Step, request_id: RequestId) -> None:
         process_gift(step, request_id)
         return
     request, rules = process_unparking(step, request_id), step.state.rules
-    step.pool, request = settle_slots(step.state.config, step.pool, request, num_loaded, rules)
+    step.pool, request = publish_loaded(step.state.config, step.pool, request, num_loaded, rules)
     step.requests[request_id] = request
 
 
@@ -173,17 +173,17 @@ def process_unparking(step: Step, request_id: RequestId) -> RequestState:
     transfers = TRANSFERS.of(step)
     TRANSFERS.set(step, replace(transfers, parked=transfers.parked.without(request_id)))
     status = transfers.parked[request_id].status
-    return replace(step.requests[request_id], status=status, is_unsettled=False)
+    return replace(step.requests[request_id], status=status, has_unconfirmed_kv=False)
 
 
-def settle_slots(
+def publish_loaded(
     config: Config, pool: Pool, request: RequestState, num_there: int, rules: Rules
 ) -> tuple[Pool, RequestState]:
     """Confirm the KV of `num_there` tokens in total, and publish their blocks.
 
     Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
     """
-    request = replace(request, is_unsettled=False)
+    request = replace(request, has_unconfirmed_kv=False)
     if not config.enable_prefix_caching:
         return pool, request
     num_there = min(num_there, request.num_known_tokens)
@@ -201,7 +201,7 @@ def fill_loads(step: Step, frame: Frame) -> Frame:
     return FRAME_LOADS.put(frame, tuple([load for load in LOADS.of(step) if not load.is_async]))
 
 
-def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
+def process_async_load(step: Step, request: RequestState, hit: Hit) -> Verdict:
     """Start an asynchronous load for `request` if its blocks are available; else change nothing.
 
     It takes no tokens and no running slot, and blocks only for the loaded tokens, and for drafts
@@ -221,7 +221,7 @@ def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
     return Verdict.SUSPENDED
 
 
-def process_trial(step: Step, request_id: RequestId) -> Verdict:
+def process_admission_attempt(step: Step, request_id: RequestId) -> Verdict:
     """Try to admit a waiting request; one with an ended asynchronous load as it is after the load.
 
     If it is not admitted it keeps waiting for the load's admission, and none of its blocks is
@@ -232,7 +232,7 @@ def process_trial(step: Step, request_id: RequestId) -> Verdict:
         return admission.process_gates(step, request_id)
     if not is_received(transfers, request_id):
         return Verdict.PASSED_OVER
-    step.state.rules[process_return](step, request_id)
+    step.state.rules[process_load_done](step, request_id)
     verdict = admission.process_gates(step, request_id)
     if verdict not in (Verdict.ADMITTED, Verdict.SUSPENDED):
         step.pool, step.requests[request_id] = pool, request
@@ -267,7 +267,7 @@ def process_admitted(step: Step, request: RequestState, after: RequestState, hit
         is_async = name in TRANSFERS.of(step).parked
         load = KVLoad(name, tables, hit.num_local, hit.num_pending, is_async)
         LOADS.set(step, (*LOADS.of(step), load))
-    if not step.state.rules[asks_store](request):
+    if not step.state.rules[queries_store](request):
         return
     stats, num_behind = step.stats, request.num_known_tokens - hit.num_local
     step.stats = replace(
@@ -378,12 +378,12 @@ def get_failures(
         num_valid = compute_num_valid(load.block_ids, firsts, config.block_sizes, invalid)
         if num_valid is None:
             if request.status is Status.RUNNING:
-                state = get_settled(state, request, request.num_computed_tokens)
+                state = get_load_confirmed(state, request, request.num_computed_tokens)
             continue
         if fails:
             failed.append(load.request_id)
         else:
-            state = get_gone_back(state, request, num_valid)
+            state = get_rolled_back_to_load(state, request, num_valid)
         frames = tuple([drop_row(other, load.request_id) for other in state.frames])
         state = replace(state, frames=frames)
     return state, tuple(failed)
@@ -421,16 +421,16 @@ def is_awaited(state: State, load: KVLoad) -> bool:
     if request.status is not Status.RUNNING:
         return any(row.samples for row in list_rows_in_flight(state.frames, name))
     later = [other.request_id for frame in state.frames[1:] for other in FRAME_LOADS.of(frame)]
-    return request.is_unsettled and name not in later
+    return request.has_unconfirmed_kv and name not in later
 
 
-def get_settled(state: State, request: RequestState, num_there: int) -> State:
+def get_load_confirmed(state: State, request: RequestState, num_there: int) -> State:
     """Return the state with a load confirmed, up to a number of tokens. Source: P4, P19."""
-    pool, request = settle_slots(state.config, state.pool, request, num_there, state.rules)
+    pool, request = publish_loaded(state.config, state.pool, request, num_there, state.rules)
     return replace(state, pool=pool, requests=state.requests.having(request.request_id, request))
 
 
-def get_gone_back(state: State, request: RequestState, num_valid: int) -> State:
+def get_rolled_back_to_load(state: State, request: RequestState, num_valid: int) -> State:
     """Roll a request back to its loaded tokens; tokens that frames sample for it do not count.
 
     A preempted one computes everything again, anyway. Source: vLLM 0.19.1
@@ -440,7 +440,7 @@ def get_gone_back(state: State, request: RequestState, num_valid: int) -> State:
     request = replace(request, num_output_placeholders=0)
     if is_running and not state.config.has_windows:
         request = replace(request, spec_token_ids=(), is_prefill_chunk=True)
-        return get_settled(state, replace(request, num_computed_tokens=num_valid), num_valid)
+        return get_load_confirmed(state, replace(request, num_computed_tokens=num_valid), num_valid)
     state = replace(state, requests=state.requests.having(name, request))
     return get_preempted_alone(state, name) if is_running else state
 
@@ -533,7 +533,7 @@ def list_held(state: State) -> list[BlockTables]:
 def get_snapshot(state: State) -> TransfersSnapshot:
     """Return the transfers between pool and store. Source: architecture D1."""
     moving, requests = TRANSFERS.of(state), state.requests
-    unsettled = [name for name in state.running if requests[name].is_unsettled]
+    unsettled = [name for name in state.running if requests[name].has_unconfirmed_kv]
     return TransfersSnapshot(
         offers=tuple([moving.offers[name] for name in sorted(moving.offers)]),
         received=tuple([name for name in sorted(moving.parked) if is_received(moving, name)]),
@@ -555,7 +555,7 @@ FEATURE: Final = Feature(
     ),
     instead={
         block_pool.get_fence: get_fence,
-        admission.process_gates: process_trial,
+        admission.process_gates: process_admission_attempt,
         reclaim.list_queued: list_queued,
         reclaim.process_gift: process_gift,
         commit.get_committed: get_committed,

@@ -31,7 +31,7 @@ def is_every_load_unpublished(state: State) -> bool:
     planned = {load.request_id: load for frame in state.frames for load in FRAME_LOADS.of(frame)}
     for name, request in sorted(state.requests.items()):
         is_parked = name in TRANSFERS.of(state).parked
-        if not request.is_unsettled:
+        if not request.has_unconfirmed_kv:
             if is_parked:
                 return False
             continue

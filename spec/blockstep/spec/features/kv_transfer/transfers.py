@@ -18,7 +18,7 @@ from typing import Final
 
 from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.core.parts import Part
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,

@@ -23,11 +23,11 @@ from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Scheduled, Step, Verdict
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
-    get_first_stand,
+    get_first_state,
     get_mask,
-    get_next_stand,
-    get_stand_behind,
-    get_stands,
+    get_next_state,
+    get_state_after,
+    get_states,
 )
 from blockstep.spec.features.structured_output.invariants import INVARIANTS
 from blockstep.spec.vocabulary import (
@@ -71,7 +71,7 @@ def get_structured_entry(state: State, entry: RequestState) -> RequestState:
         entry = replace(entry, status=COMPILING)
     if asked.grammar is None:
         return entry
-    return STAND.put(entry, get_first_stand(state.config, asked.prompt_token_ids))
+    return STAND.put(entry, get_first_state(state.config, asked.prompt_token_ids))
 
 
 def process_grammar_gate(step: Step, request: RequestState) -> Verdict | None:
@@ -250,7 +250,7 @@ def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
     grammar = request.request.grammar
     assert grammar is not None, "a mask has rows of requests with a grammar"
     rules, drafts = state.rules, row.draft_token_ids
-    follow = rules[get_next_stand]
+    follow = rules[get_next_state]
     allowed = rules[get_mask](state.config, grammar, STAND.of(request), drafts, follow)
     return GrammarRow(row.request_id, allowed, drafts)
 
@@ -263,8 +263,8 @@ def get_accepted_drafts(state: State, request: RequestState, drafts: TokenIds) -
     grammar = request.request.grammar
     if grammar is None:
         return drafts
-    follow = state.rules[get_next_stand]
-    return drafts[: len(get_stands(state.config, grammar, STAND.of(request), drafts, follow)) - 1]
+    follow = state.rules[get_next_state]
+    return drafts[: len(get_states(state.config, grammar, STAND.of(request), drafts, follow)) - 1]
 
 
 def get_forbidden(state: State, frame: Frame, commit: Commit) -> str:
@@ -290,8 +290,8 @@ def get_advanced(state: State, request: RequestState, tokens: TokenIds) -> Reque
     """
     grammar = request.request.grammar
     assert grammar is not None, "a mask has rows of requests with a grammar"
-    follow = state.rules[get_next_stand]
-    stand = get_stand_behind(state.config, grammar, STAND.of(request), tokens, follow)
+    follow = state.rules[get_next_state]
+    stand = get_state_after(state.config, grammar, STAND.of(request), tokens, follow)
     return None if stand is None else STAND.put(request, stand)
 
 

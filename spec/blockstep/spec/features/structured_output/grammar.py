@@ -16,7 +16,7 @@ from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Config, Grammar, TokenI
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class GrammarState:
     """The grammar state of a token sequence."""
 
     state: int = 0
@@ -24,13 +24,13 @@ class Stand:
     reasoning_ended: bool = False
 
 
-STAND: Final = Part("grammar", Stand())
+STAND: Final = Part("grammar", GrammarState())
 """The state of a request's grammar after its outputs, if it has one (P23)."""
-Follow: TypeAlias = Callable[[Config, Grammar, Stand, TokenId], Stand | None]
+Follow: TypeAlias = Callable[[Config, Grammar, GrammarState, TokenId], GrammarState | None]
 """Returns the grammar state after one more token; None if the grammar does not accept it."""
 
 
-def holds(config: Config, stand: Stand) -> bool:
+def holds(config: Config, stand: GrammarState) -> bool:
     """Whether the grammar applies: not while the model reasons, unless `enable_in_reasoning`.
 
     Source: vLLM 0.19.1 `should_fill_bitmask`; P23.
@@ -39,13 +39,15 @@ def holds(config: Config, stand: Stand) -> bool:
     return stand.reasoning_ended or not has_reasoning
 
 
-def get_first_stand(config: Config, prompt: TokenIds) -> Stand:
+def get_first_state(config: Config, prompt: TokenIds) -> GrammarState:
     """Return the grammar state before any output: the prompt may have ended the reasoning.
 
     Source: vLLM 0.19.1 `should_fill_bitmask`; P23.
     """
     marker = config.reasoning_end_token_id
-    return Stand(0, marker is not None and not config.enable_in_reasoning and marker in prompt)
+    return GrammarState(
+        0, marker is not None and not config.enable_in_reasoning and marker in prompt
+    )
 
 
 def is_terminated(grammar: Grammar, state: int) -> bool:
@@ -56,7 +58,7 @@ def is_terminated(grammar: Grammar, state: int) -> bool:
     return not grammar.edges[state]
 
 
-def get_allowed(config: Config, grammar: Grammar, stand: Stand) -> TokenIds | None:
+def get_allowed(config: Config, grammar: Grammar, stand: GrammarState) -> TokenIds | None:
     """Return the tokens that may follow, sorted; None if all may.
 
     Source: vLLM 0.19.1 `fill_bitmask`; P23.
@@ -66,23 +68,25 @@ def get_allowed(config: Config, grammar: Grammar, stand: Stand) -> TokenIds | No
     return tuple([token for token, _ in grammar.edges[stand.state]])
 
 
-def get_next_stand(config: Config, grammar: Grammar, stand: Stand, token: TokenId) -> Stand | None:
+def get_next_state(
+    config: Config, grammar: Grammar, stand: GrammarState, token: TokenId
+) -> GrammarState | None:
     """Return the grammar state after a token; None if the grammar does not accept it.
 
     The token that ends the reasoning is the last unconstrained one: the grammar applies after it,
     also within one step. Source: upstream #44006; P23.
     """
     if not holds(config, stand):
-        return Stand(stand.state, token == config.reasoning_end_token_id)
+        return GrammarState(stand.state, token == config.reasoning_end_token_id)
     for allowed, state in grammar.edges[stand.state]:
         if allowed == token:
-            return Stand(state, stand.reasoning_ended)
+            return GrammarState(state, stand.reasoning_ended)
     return None
 
 
-def get_stands(
-    config: Config, grammar: Grammar, stand: Stand, drafts: TokenIds, follow: Follow
-) -> tuple[Stand, ...]:
+def get_states(
+    config: Config, grammar: Grammar, stand: GrammarState, drafts: TokenIds, follow: Follow
+) -> tuple[GrammarState, ...]:
     """Return the grammar state before each draft, and after the last accepted one.
 
     The longest accepted prefix has one draft fewer than there are states. A placeholder is not
@@ -97,9 +101,9 @@ def get_stands(
     return tuple(found)
 
 
-def get_stand_behind(
-    config: Config, grammar: Grammar, stand: Stand, tokens: TokenIds, follow: Follow
-) -> Stand | None:
+def get_state_after(
+    config: Config, grammar: Grammar, stand: GrammarState, tokens: TokenIds, follow: Follow
+) -> GrammarState | None:
     """Return the grammar state after sampled tokens; None if one of them is forbidden.
 
     A complete output keeps its state, whatever follows. Source: vLLM 0.19.1 `accept_tokens`; P23.
@@ -115,7 +119,7 @@ def get_stand_behind(
 
 
 def get_mask(
-    config: Config, grammar: Grammar, stand: Stand, drafts: TokenIds, follow: Follow
+    config: Config, grammar: Grammar, stand: GrammarState, drafts: TokenIds, follow: Follow
 ) -> tuple[TokenIds | None, ...]:
     """Return the tokens allowed at the position of each draft, and after the last.
 
@@ -125,6 +129,6 @@ def get_mask(
     After a placeholder draft nothing is sampled, because it cannot be accepted. So that no position
     is unmasked, the mask before it is repeated. Source: vLLM 0.19.1 `grammar_bitmask`; P24.
     """
-    stands = get_stands(config, grammar, stand, drafts, follow)
+    stands = get_states(config, grammar, stand, drafts, follow)
     allowed = [get_allowed(config, grammar, found) for found in stands]
     return (*allowed, *allowed[-1:] * (len(drafts) + 1 - len(stands)))

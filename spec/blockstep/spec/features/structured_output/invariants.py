@@ -10,10 +10,10 @@ from blockstep.spec.core.speculation import get_verifiable_drafts
 from blockstep.spec.core.state import State
 from blockstep.spec.features.structured_output.grammar import (
     STAND,
-    get_first_stand,
-    get_next_stand,
-    get_stand_behind,
-    get_stands,
+    get_first_state,
+    get_next_state,
+    get_state_after,
+    get_states,
 )
 from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER
 
@@ -29,15 +29,15 @@ def is_every_grammar_in_step(state: State) -> bool:
         grammar, asked = request.request.grammar, request.request
         if grammar is None:
             continue
-        first = get_first_stand(config, asked.prompt_token_ids)
+        first = get_first_state(config, asked.prompt_token_ids)
         outputs = request.output_token_ids
-        if get_stand_behind(config, grammar, first, outputs, get_next_stand) != STAND.of(request):
+        if get_state_after(config, grammar, first, outputs, get_next_state) != STAND.of(request):
             return False
         rows = list_rows_in_flight(state.frames, request.request_id)
         mine = [state.rules[get_verifiable_drafts](row) for row in rows if row.samples]
         for drafts in (request.spec_token_ids, *mine[:1]):
             known = tuple([token for token in drafts if token != DRAFT_PLACEHOLDER])
-            stands = get_stands(config, grammar, STAND.of(request), known, get_next_stand)
+            stands = get_states(config, grammar, STAND.of(request), known, get_next_state)
             if len(stands) <= len(known):
                 return False
     return True
