@@ -152,6 +152,9 @@ def test_the_publisher_of_the_release_is_followed(places: tuple[str, str]) -> No
     release = pytest.importorskip("vllm.distributed.kv_events")
     theirs = release.ZmqEventPublisher(0, *places)
     stored = {"block_size": 1, "lora_id": None, "medium": "GPU", "lora_name": None}
+    stored = {
+        name: stored[name] for name in release.BlockStored.__struct_fields__ if name in stored
+    }
 
     def publish(name: int) -> None:
         event = release.BlockStored([name], None, [0], **stored)

@@ -53,7 +53,7 @@ class Stored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
     block_size: int
     lora_id: int | None
     medium: str | None
-    lora_name: str | None
+    lora_name: str | None = None
     extra_keys: list[ExtraKeys] | None = None
 
 

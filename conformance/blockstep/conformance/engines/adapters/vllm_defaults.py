@@ -28,7 +28,7 @@ FOLLOWS: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("enable_chunked_prefill", "chunked_prefill_enabled"),
                 *("long_prefill_token_threshold", "policy", "async_scheduling"),
                 *("scheduler_reserve_full_isl", "encoder_cache_size"),
-                "max_num_encoder_input_tokens",
+                *("max_num_encoder_input_tokens", "cuda_graph_sizes"),
             }
         ),
         "CacheConfig": frozenset(
@@ -65,8 +65,7 @@ LEFT: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("watermark", "prefill_schedule_interval", "max_num_queued_reqs"),
                 *("max_num_queued_tokens", "max_num_active_seqs"),
                 *("long_prefill_token_threshold_adaptive", "max_num_partial_prefills"),
-                *("max_long_partial_prefills", "num_lookahead_slots", "cuda_graph_sizes"),
-                "send_delta_data",
+                *("max_long_partial_prefills", "num_lookahead_slots", "send_delta_data"),
             }
         ),
         "CacheConfig": frozenset(
