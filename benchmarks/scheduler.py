@@ -31,10 +31,10 @@ from blockstep.conformance.bench.measure import Measurement, Reading, get_slope
 from blockstep.conformance.bench.profile import Profile, to_lines
 from blockstep.conformance.bench.report import (
     YARDSTICK,
+    format_machine,
     get_ratio,
     make_markdown,
     make_pipes,
-    say_machine,
 )
 from blockstep.conformance.bench.scenarios import TRACE
 
@@ -223,7 +223,7 @@ def make_profiles(plain: Mapping[str, Any]) -> str:
     found = msgspec.convert(plain["profiles"], list[Profile])
     told = [to_lines(entry)[: 2 + NUM_LINES] for entry in found]
     blocks = ["\n".join(["```text", *lines, "```"]) for lines in told]
-    return "\n\n".join([f"`{plain['command']}`", say_machine(plain["machine"]), *blocks])
+    return "\n\n".join([f"`{plain['command']}`", format_machine(plain["machine"]), *blocks])
 
 
 # Measuring.

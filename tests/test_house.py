@@ -108,7 +108,10 @@ FORBIDDEN = (
     ("kernels.attention", "import blockstep.conformance.lockstep.driver"),
     ("conformance.lockstep.driver", "import blockstep.impl.host.engine"),
     ("conformance.lockstep.driver", "def f():\n    import blockstep.kernels.attention"),
-    ("conformance.search.check", "from blockstep.conformance.report.failure import tell_failure"),
+    (
+        "conformance.search.check",
+        "from blockstep.conformance.report.failure import render_first_failure",
+    ),
     ("conformance.draw.actions", "from blockstep.conformance.judge import coverage_goals"),
     ("conformance.features.pins.draws", "from blockstep.conformance.judge import coverage_goals"),
     ("conformance.features.pins.goals", "import blockstep.conformance.search.check"),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
-from blockstep.conformance.report.brief import CHARS_MAX, LINES_MAX, cut, join, tell_seen
+from blockstep.conformance.report.brief import CHARS_MAX, LINES_MAX, cut, describe_seen, join
 
 LEAKS = "museum:leak-on-abort"
 EPISODE = str(find_failing())
@@ -90,5 +90,5 @@ def test_what_is_long_is_cut_and_counted() -> None:
     assert cut("one\n two") == "one two"
     rows = tuple(Difference(f"field{n}", "1" * 500, "2") for n in range(3))
     finding = Finding(FindingKind.DIVERGENCE, "", "a_b", "they differ", rows)
-    assert tell_seen(finding).startswith("they differ; field0: spec 1111")
-    assert tell_seen(finding).endswith("..., engine 2 and 2 more")
+    assert describe_seen(finding).startswith("they differ; field0: spec 1111")
+    assert describe_seen(finding).endswith("..., engine 2 and 2 more")

@@ -12,7 +12,7 @@ from blockstep.conformance.engine import BadEngineError, Deviation, EngineTraits
 from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.report.finding_text import tell_stale
+from blockstep.conformance.report.finding_text import make_stale_line
 from blockstep.conformance.report.hunt import render_hunt
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import verdict_text
@@ -159,8 +159,8 @@ def test_a_deviation_that_is_gone_is_told() -> None:
 def test_a_deviation_that_excuses_findings_is_not_to_be_dropped() -> None:
     """Its program does not show it, and hundreds of findings do."""
     gone = "m: its program does not show it, and no finding does; the adapter can drop it"
-    assert tell_stale("m", 0) == gone
-    told = tell_stale("m", 1875)
+    assert make_stale_line("m", 0) == gone
+    told = make_stale_line("m", 1875)
     assert told == "m: its program does not show it, and 1,875 findings do: mend that"
 
 

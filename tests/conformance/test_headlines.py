@@ -46,7 +46,7 @@ from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.check_texts import SENTENCES
 from blockstep.conformance.report.explain import explain_name
-from blockstep.conformance.report.failure import tell_failure
+from blockstep.conformance.report.failure import render_first_failure
 from blockstep.conformance.report.headlines import CHARS_MAX, CHECK_HEADLINES, make_headline
 from blockstep.conformance.report.jsonform import finding_to_json
 from blockstep.conformance.search.check import (
@@ -420,7 +420,7 @@ def test_constructor_that_raises_is_a_fault_with_the_config_as_its_program() -> 
     (fault,) = result.failure.findings
     assert fault.message == "the engine raised IndexError: no room for one while being built"
     assert fault.frames[-1].startswith("__init__ (test_headlines.py:")
-    assert "FAULT at event 0: the engine raised IndexError" in tell_failure(result)
+    assert "FAULT at event 0: the engine raised IndexError" in render_first_failure(result)
 
 
 def test_program_with_such_a_config_is_a_fault() -> None:
@@ -449,7 +449,7 @@ def test_both_sides_are_told_where_the_specification_fails(
     monkeypatch.setattr(SpecEngine, "apply", fail, raising=False)
     result = play_program(CheckOptions(), program, Fine)
     assert result.exit_code is ExitCode.SPEC
-    told = tell_failure(result)
+    told = render_first_failure(result)
     assert "the spec is wrong: an amount is negative" in told
     assert "spec's answer to schedule: it failed an assertion" in told
     assert "engine's answer: plan 0: A new" in told

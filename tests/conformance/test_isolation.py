@@ -15,7 +15,7 @@ from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError, SpecEngine
 from blockstep.conformance.recorded.episodes import write_episode
 from blockstep.conformance.recorded.validate import validate
-from blockstep.conformance.report.failure import tell_failure, tell_program
+from blockstep.conformance.report.failure import render_first_failure, render_outcome
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.search.check import CheckResult, check
 from blockstep.conformance.search.episodes import play_episode
@@ -161,7 +161,7 @@ def test_a_lost_engine_is_a_fault_with_its_program_and_its_place(
     started = time.monotonic()
     result = isolation.check(options(name))
     assert time.monotonic() - started < 20
-    told, text = check_to_json(result), tell_failure(result)
+    told, text = check_to_json(result), render_first_failure(result)
     failure = told["failure"]
     assert told["exit_code"] == 1
     assert [finding["kind"] for finding in failure["findings"]] == ["fault"]
@@ -218,14 +218,14 @@ def test_an_engine_that_cannot_be_built_is_a_fault(isolation: Isolation) -> None
     assert result.exit_code is ExitCode.FAILED
     message = "the engine raised TypeError: which config? while being built"
     assert check_to_json(result)["failure"]["findings"][0]["message"] == message
-    assert message in tell_failure(result)
+    assert message in render_first_failure(result)
 
 
 def test_an_engine_lost_while_its_failure_is_shrunk_is_reported_with_it(
     isolation: Isolation,
 ) -> None:
     result = isolation.check(options("ExitingWhileShrunk"))
-    failure, text = check_to_json(result)["failure"], tell_failure(result)
+    failure, text = check_to_json(result)["failure"], render_first_failure(result)
     kinds = [finding["kind"] for finding in failure["findings"]]
     assert (kinds[0], kinds[-1]) == ("property", "fault")
     assert text.startswith("blockstep check: VIOLATION at event ")
@@ -240,7 +240,7 @@ def test_an_engine_that_is_lost_whenever_its_failure_is_seen_again_is_reported_w
     failure = check_to_json(result)["failure"]
     assert [finding["kind"] for finding in failure["findings"]] == ["property", "fault"]
     assert failure["episode"] == result.num_episodes - 1
-    assert "seen in the same episode before: P1 " in tell_failure(result)
+    assert "seen in the same episode before: P1 " in render_first_failure(result)
 
 
 def test_what_an_engine_prints_and_reads_is_its_own_business(isolation: Isolation) -> None:
@@ -338,7 +338,7 @@ PROGRAM = Program(
 
 def test_programs_follow_one_another_in_one_child(isolation: Isolation) -> None:
     assert isolation.run(CheckOptions("spec"), PROGRAM).first is None
-    told = tell_program(isolation.run(CheckOptions(CANARY), PROGRAM), CANARY)
+    told = render_outcome(isolation.run(CheckOptions(CANARY), PROGRAM), CANARY)
     assert told.startswith("blockstep: VIOLATION at event 2: MEMORY: ")
     assert told.splitlines()[0].endswith(f"(P1 every_block_is_free_or_held, engine {CANARY})")
     assert "preset" not in told
@@ -348,7 +348,7 @@ def test_programs_follow_one_another_in_one_child(isolation: Isolation) -> None:
 def test_another_child_follows_one_that_was_lost(isolation: Isolation) -> None:
     name = "isolated_engines:Exiting"
     program = replace(PROGRAM, actions=(PROGRAM.actions[0], *(Schedule(),) * 1000))
-    told = tell_program(isolation.run(CheckOptions(name), program), name)
+    told = render_outcome(isolation.run(CheckOptions(name), program), name)
     assert told.startswith("blockstep: FAULT at event 1000: ")
     assert told.splitlines()[0].endswith(f"(engine {name})")
     assert "ended with exit code 3" in told

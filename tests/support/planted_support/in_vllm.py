@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.engines.adapters.vllm import VllmEngine
-from blockstep.conformance.report.failure import tell_failure
+from blockstep.conformance.report.failure import render_first_failure
 from blockstep.conformance.search.check import CheckResult, InProcess, check
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
@@ -60,7 +60,9 @@ def run_check(entry: Planted) -> CheckResult:
 def tell_first_line(entry: Planted) -> str:
     """Return the first line of the report of a check that meets the wrong decision."""
     result = run_check(entry)
-    return "it is not found" if result.first is None else tell_failure(result).splitlines()[0]
+    return (
+        "it is not found" if result.first is None else render_first_failure(result).splitlines()[0]
+    )
 
 
 # Memory.

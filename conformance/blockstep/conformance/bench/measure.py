@@ -265,8 +265,8 @@ def get_slope(measurements: Sequence[Measurement], engine: str, reading: str) ->
 def describe_machine() -> dict[str, object]:
     """Return processor, cores, Python, system, date and load of this machine."""
     cpuinfo = Path("/proc/cpuinfo")
-    told = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    model = re.search(r"^model name.*?:(.*)", told, re.MULTILINE)
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    model = re.search(r"^model name.*?:(.*)", text, re.MULTILINE)
     return {
         "processor": model[1].strip() if model else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),

@@ -34,9 +34,9 @@ def make_rows(entry: Measurement) -> list[dict[str, str]]:
         parts = (found.schedule, found.commit, found.step)
         times = [show_time(value) for part in parts for value in (part.p50, part.p99)]
         ratios = [get_ratio(entry, found), get_ratio(entry, found, "mean")]
-        told = ["" if ratio is None else f"{ratio:.1f}" for ratio in ratios]
+        ratio_cells = ["" if ratio is None else f"{ratio:.1f}" for ratio in ratios]
         values = (entry.scenario, f"{entry.num_running:,}", found.engine, found.reading)
-        cells = (*values, *times, *told, f"{found.memory_mib:.0f}")
+        cells = (*values, *times, *ratio_cells, f"{found.memory_mib:.0f}")
         rows.append(dict(zip(COLUMNS, cells, strict=True)))
     return rows
 
@@ -115,12 +115,12 @@ def make_markdown(
 ) -> str:
     """Return a section of a page: command, machine, a table for each scenario, plot."""
     compared = RATIO if any(map(get_yardstick, measurements)) else ""
-    told = (
-        f"{say_machine(conditions['machine'])} Garbage collection while measuring: "
+    paragraph = (
+        f"{format_machine(conditions['machine'])} Garbage collection while measuring: "
         f"{conditions['gc']}. All sides made the same decisions: their digests are equal in every "
         "row."
     )
-    lines = [f"`{conditions['command']}`", "", told, "", f"{LEGEND}{compared}.", ""]
+    lines = [f"`{conditions['command']}`", "", paragraph, "", f"{LEGEND}{compared}.", ""]
     for entries in group(measurements):
         lines += _make_scenario(entries)
     if plot is not None:
@@ -134,7 +134,7 @@ def make_pipes(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, marks, *rows)]
 
 
-def say_machine(machine: Mapping[str, Any]) -> str:
+def format_machine(machine: Mapping[str, Any]) -> str:
     """Return the result of `describe_machine` as text."""
     return (
         f"{machine['processor']}, {machine['cores']} cores, Python {machine['python']}, "
@@ -145,7 +145,7 @@ def say_machine(machine: Mapping[str, Any]) -> str:
 def _make_scenario(entries: Sequence[Measurement]) -> list[str]:
     """Return the lines of a scenario: a table with a row for each size, and the slopes."""
     first = entries[0]
-    told = f": {SCENARIOS[first.scenario].summary}" if first.scenario in SCENARIOS else ""
+    suffix = f": {SCENARIOS[first.scenario].summary}" if first.scenario in SCENARIOS else ""
     head = ["running", *(f"{found.engine}, {found.reading}" for found in first.readings)]
     rows = [
         [f"{entry.num_running:,}", *(_show_cell(entry, found) for found in entry.readings)]
@@ -160,7 +160,7 @@ def _make_scenario(entries: Sequence[Measurement]) -> list[str]:
             for found in first.readings
         ]
         rows.append([f"all {first.num_steps:,} steps", *cells])
-    return [f"**{first.scenario}**{told}.", "", *make_pipes(head, rows), ""]
+    return [f"**{first.scenario}**{suffix}.", "", *make_pipes(head, rows), ""]
 
 
 def _show_cell(entry: Measurement, found: Reading) -> str:

@@ -25,7 +25,7 @@ from blockstep.conformance.engine import (
     get_traits,
 )
 from blockstep.conformance.protocol.features import UsageError, find_lacking, get_missing
-from blockstep.conformance.protocol.findings import tell_error
+from blockstep.conformance.protocol.findings import describe_error
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec import vocabulary as v
 from blockstep.spec.vocabulary import Config, Request
@@ -156,7 +156,7 @@ def ask(call: Callable[..., Any], *arguments: Any) -> Any:
     except (v.ConfigError, BadEngineError):
         raise
     except Exception as error:
-        raise SideError(f"the engine raised {tell_error(error)}") from error
+        raise SideError(f"the engine raised {describe_error(error)}") from error
 
 
 def time_call(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
@@ -240,15 +240,15 @@ class TimedEngine:
         rows = sorted(decision.rows, key=lambda row: row.request_id)
         if not self.sees_blocks:
             rows = [row._replace(new_block_ids=()) for row in rows]
-        told = sorted(delivered, key=lambda row: row[0])
-        self._digest.update(repr((rows, decision.preempted, decision.finished, told)).encode())
+        outputs = sorted(delivered, key=lambda row: row[0])
+        self._digest.update(repr((rows, decision.preempted, decision.finished, outputs)).encode())
         return self._digest.hexdigest()
 
 
 def read_rows(rows: Iterable[Any]) -> Delivered:
     """Return ids, tokens and finish reasons of output rows, ours or vLLM's."""
-    told = [(row, None if row.finish_reason is None else str(row.finish_reason)) for row in rows]
-    return tuple((row.request_id, tuple(row.new_token_ids), reason) for row, reason in told)
+    pairs = [(row, None if row.finish_reason is None else str(row.finish_reason)) for row in rows]
+    return tuple((row.request_id, tuple(row.new_token_ids), reason) for row, reason in pairs)
 
 
 def _read_row(row: v.NewRow | v.CachedRow) -> PlannedRow:

@@ -63,15 +63,15 @@ class VllmSide(s.TimedEngine):
     def read_plan(self, plan: Any) -> s.Decision:
         """See `Side`."""
         cached = plan.scheduled_cached_reqs
-        told = {
+        by_name = {
             new.req_id: (new.num_computed_tokens, new.block_ids, True)
             for new in plan.scheduled_new_reqs
         }
         for index, name in enumerate(cached.req_ids):
-            told[name] = (cached.num_computed_tokens[index], cached.new_block_ids[index], False)
+            by_name[name] = (cached.num_computed_tokens[index], cached.new_block_ids[index], False)
         rows = []
         for name, num_scheduled in plan.num_scheduled_tokens.items():
-            computed, groups, is_new = told[name]
+            computed, groups, is_new = by_name[name]
             blocks = tuple(block for group in groups or () for block in group)
             drafts = plan.scheduled_spec_decode_tokens.get(name, ())
             rows.append(s.PlannedRow(name, computed, num_scheduled, blocks, len(drafts), is_new))

@@ -22,7 +22,7 @@ from blockstep.conformance.search.isolation import HarnessError
 PATIENCE_SECONDS = 600.0
 """Time for which a store may be away."""
 WAIT_SECONDS_MAX = 3.2
-FIRST_TOLD = 0.4
+LOG_SECONDS_MIN = 0.4
 """Time between two tries from which on they are reported."""
 
 P = ParamSpec("P")
@@ -103,17 +103,17 @@ def patiently(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
                 if waited > PATIENCE_SECONDS:
                     what = f"the store {self.name} was away for {waited:.0f} s"
                     raise HarnessError(f"{what}: {error}") from error
-                if seconds == FIRST_TOLD:
-                    _tell(f"the store {self.name} is away: {error}; trying again")
+                if seconds == LOG_SECONDS_MIN:
+                    _log(f"the store {self.name} is away: {error}; trying again")
                 time.sleep(seconds)
                 seconds = min(2 * seconds, WAIT_SECONDS_MAX)
                 continue
-            if seconds > FIRST_TOLD:
-                _tell(f"the store {self.name} is back after {time.monotonic() - started:.1f} s")
+            if seconds > LOG_SECONDS_MIN:
+                _log(f"the store {self.name} is back after {time.monotonic() - started:.1f} s")
             return value
 
     return call
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     print(f"blockstep: {text}", file=sys.stderr, flush=True)  # noqa: T201 - from a thread

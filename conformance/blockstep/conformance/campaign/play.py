@@ -89,10 +89,10 @@ class Counts:
 
     def find_rare(self, goals: Iterable[str], lines: Iterable[str]) -> list[str]:
         """Return those that at most `RARE` episodes had reached, the rarest first."""
-        told = [(self.goals, goals), (self.lines, lines)]
+        counted = [(self.goals, goals), (self.lines, lines)]
         rare = [
             (counts.get(name, 0), name)
-            for counts, names in told
+            for counts, names in counted
             if counts is not None
             for name in names
             if counts.get(name, 0) <= RARE
@@ -157,11 +157,11 @@ def play_unit(
         failed = played.episode
         if failed.first is None:
             continue
-        said = _get_message(failed)
-        shrunk, before = outcome.result.shrunk, target.shrunk.get(said, 0)
-        outcome.result.sayings[said] = outcome.result.sayings.get(said, 0) + 1
-        if said not in shrunk and (not before or before + last_place < PATIENCE):
-            shrunk[said] = 1
+        message = _get_message(failed)
+        shrunk, before = outcome.result.shrunk, target.shrunk.get(message, 0)
+        outcome.result.sayings[message] = outcome.result.sayings.get(message, 0) + 1
+        if message not in shrunk and (not before or before + last_place < PATIENCE):
+            shrunk[message] = 1
             defect = _dig(replace(options, episode=failed.index), failed, make_steady(call))
             program = mutants[failed.index - unit.start] if mutants else failed.program
             if program is None and failed.loss is not None and failed.loss.events:

@@ -65,8 +65,8 @@ class RedisStore(Patient):
             self._redis: Any = redis.Redis.from_url(
                 address, socket_timeout=SOCKET_SECONDS, socket_connect_timeout=SOCKET_SECONDS
             )
-            told = self._redis.connection_pool.connection_kwargs
-            self.name = f"{told.get('host', told.get('path'))}:{told.get('port', '')}"
+            kwargs = self._redis.connection_pool.connection_kwargs
+            self.name = f"{kwargs.get('host', kwargs.get('path'))}:{kwargs.get('port', '')}"
             self._prefix = f"blockstep:{campaign}:"
             self._open, self._owners = self._key("open"), self._key("owners")
             scripts = (PUBLISH, TAKE, RENEW, COMMIT, LIST)

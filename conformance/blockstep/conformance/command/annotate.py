@@ -25,14 +25,14 @@ def annotate_command(
     The summary goes to the file that GITHUB_STEP_SUMMARY names. Always exits 0: the command that
     made the result has failed already.
     """
-    told = _read(result)
-    for line in list_annotations(told, Path.cwd()):
+    data = _read(result)
+    for line in list_annotations(data, Path.cwd()):
         typer.echo(line)
     path = os.environ.get(SUMMARY_VARIABLE)
     if path:
         try:
             with Path(path).open("a", encoding="utf-8") as file:
-                file.write(make_summary(told))
+                file.write(make_summary(data))
         except OSError as error:
             console.usage(f"{path}: cannot write: {error.strerror}")
 
@@ -40,9 +40,9 @@ def annotate_command(
 def _read(path: Path) -> dict[str, Any]:
     """Return the JSON of a result; bad input if it is something else."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         console.usage(f"{path}: cannot be read: {error}")
-    if not isinstance(told, dict) or told.get("format") not in FORMATS:
+    if not isinstance(data, dict) or data.get("format") not in FORMATS:
         console.usage(f"{path}: is not a JSON result of check, hunt or pytest")
-    return told
+    return data

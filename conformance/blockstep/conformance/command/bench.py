@@ -115,7 +115,7 @@ def scheduler_command(
             measure.rehearse(team, advance)
         measurements, left_out = _measure_all(tasks, most, gc_on, advance, through_apply)
     _show(measurements, screen)
-    for line in (*_tell_terms(teams, work), *left_out):
+    for line in (*_describe_terms(teams, work), *left_out):
         screen.print(line, soft_wrap=True)
     if plot is not None:
         report.draw_plot(plot, measurements)
@@ -163,7 +163,9 @@ def _pick(team: tuple[str, ...], scenario: Scenario, size: int) -> tuple[str, ..
     return tuple(name for name in team if find_obstacle(name, config) is None)
 
 
-def _tell_terms(teams: list[tuple[str, ...]], work: list[tuple[Scenario, int]]) -> Iterator[str]:
+def _describe_terms(
+    teams: list[tuple[str, ...]], work: list[tuple[Scenario, int]]
+) -> Iterator[str]:
     """Yield which engines were compared, and what was changed or left out for an engine."""
     scenarios = {scenario.name: scenario.get_config(size) for scenario, size in work}
     for team in teams:

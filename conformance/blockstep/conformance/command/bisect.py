@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from blockstep.conformance.command import console, options, programs
-from blockstep.conformance.command.check import EventSecondsOption, is_ours, tell_progress
+from blockstep.conformance.command.check import EventSecondsOption, describe_progress, is_ours
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program, write_program
@@ -82,7 +82,7 @@ def bisect_command(
     with console.input_errors():
         given = None if program is None else read_program(program)
         found = _bisect(wanted, (good, bad), given, event_seconds, screen)
-    console.say(render_bisection(found), json_path)
+    console.print_text(render_bisection(found), json_path)
     console.write_json(json_path, bisection_to_json(found))
     if save is not None:
         question = found.question
@@ -101,11 +101,11 @@ def _bisect(
     """Bisect, and print each commit that was tried."""
     with console.progress(screen, f"bisecting {wanted.engine}") as advance:
 
-        def tell(step: Step) -> None:
+        def show_step(step: Step) -> None:
             screen.print(render_step(step), markup=False, soft_wrap=True)
             advance(1.0, f"{step.commit.short} is tried: {step.mark}")
 
         def see(now: CheckResult) -> None:
-            advance(*tell_progress(wanted, now))
+            advance(*describe_progress(wanted, now))
 
-        return bisect(wanted, names, program, event_seconds, see, tell)
+        return bisect(wanted, names, program, event_seconds, see, show_step)

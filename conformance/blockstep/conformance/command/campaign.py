@@ -24,8 +24,8 @@ from blockstep.conformance.command import console, options
 from blockstep.conformance.command.check import is_ours
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.program_file import parse_program
-from blockstep.conformance.report.campaign import render_campaign, render_page, tell_past
-from blockstep.conformance.report.failure import tell_program
+from blockstep.conformance.report.campaign import make_progress_line, render_campaign, render_page
+from blockstep.conformance.report.failure import render_outcome
 from blockstep.conformance.search.check import CheckResult, play_program
 from blockstep.conformance.search.isolation import Isolation
 from blockstep.conformance.search.options import load
@@ -89,7 +89,7 @@ def run_command(
                     gauges.set(summarize(plan, held))
                 past = Campaign(plan, held).get_past()
                 share = past.events / plan.max_events if plan.max_events else None
-                advance(None if share is None else min(share, 1.0), tell_past(past))
+                advance(None if share is None else min(share, 1.0), make_progress_line(past))
 
             def runs_here(target: Target) -> bool:
                 return number == 1 and target.python is None and is_ours(target.engine)
@@ -162,7 +162,7 @@ def replay_command(
     if result.first is None:
         typer.echo(f"blockstep campaign replay: {digest} passes in {wanted}")
     else:
-        console.say(tell_program(result, wanted), None)
+        console.print_text(render_outcome(result, wanted), None)
     raise typer.Exit(result.exit_code)
 
 
@@ -195,7 +195,7 @@ def _open(path: Path, store: str | None, budget: str | None = None) -> tuple[Pla
 
 
 def _end(summary: Summary, json_path: Path | None) -> None:
-    console.say(render_campaign(summary), json_path)
+    console.print_text(render_campaign(summary), json_path)
     console.write_json(json_path, summary_to_json(summary))
     raise typer.Exit(summary.exit_code)
 

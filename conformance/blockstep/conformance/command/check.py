@@ -15,7 +15,7 @@ from blockstep.conformance.judge.checks import PROPERTIES
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.recorded.episodes import write_episode
-from blockstep.conformance.report.brief import tell_found
+from blockstep.conformance.report.brief import brief_found
 from blockstep.conformance.report.check_texts import SENTENCES
 from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.jsonform import check_to_json
@@ -201,14 +201,14 @@ def _check(
 ) -> CheckResult:
     """Check and report, in this process or in isolation; then record the run if requested."""
     with console.progress(screen, f"checking {wanted.engine}") as advance:
-        is_told = brief  # a brief finding takes five lines, and no more
+        is_shown = brief  # a brief finding takes five lines, and no more
 
-        def tell(now: CheckResult) -> None:
-            nonlocal is_told
-            if now.first is not None and now.loss is None and not is_told:
-                is_told = True  # shrinking may take a while
-                show(console.get_errors(screen), tell_found(now))
-            advance(*tell_progress(wanted, now))
+        def on_progress(now: CheckResult) -> None:
+            nonlocal is_shown
+            if now.first is not None and now.loss is None and not is_shown:
+                is_shown = True  # shrinking may take a while
+                show(console.get_errors(screen), brief_found(now))
+            advance(*describe_progress(wanted, now))
 
         known = (
             KnownFindings(wanted, _get_call(wanted, isolation), programs_known)
@@ -216,10 +216,10 @@ def _check(
             else None
         )
         if isolation is None:
-            result = check(wanted, tell, known=known)
+            result = check(wanted, on_progress, known=known)
         else:
-            result = isolation.check(wanted, tell, known)
-    programs.tell(result, screen, brief, shows_coverage)
+            result = isolation.check(wanted, on_progress, known)
+    programs.print_result(result, screen, brief, shows_coverage)
     if record is not None and isolation is None:
         write_episode(wanted, None, record)
     elif record is not None and isolation is not None:
@@ -234,7 +234,7 @@ def _record_isolated(isolation: Isolation, wanted: CheckOptions, record: Path) -
         typer.echo(f"blockstep: --record {record}: nothing to write: {lost}", err=True)
 
 
-def tell_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float | None, str]:
+def describe_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float | None, str]:
     """Return how far a check is (None while it shrinks), and what it has seen."""
     done = 0.0
     if wanted.max_events:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from blockstep.conformance.engine import BadEngineError, EngineFactory, get_capabilities
 from blockstep.conformance.protocol.features import UsageError
-from blockstep.conformance.protocol.findings import tell_error
+from blockstep.conformance.protocol.findings import describe_error
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.recorded.traces import TraceError
 from blockstep.conformance.report.colour import show
@@ -31,7 +31,7 @@ from blockstep.spec.vocabulary import ConfigError
 SECONDS_BETWEEN_LINES = 10.0
 FILE_WIDTH_MIN = 100
 """Least width of output that is not a terminal."""
-TELLING = frozenset({"brief", "json_path"})
+OUTPUT_PARAMS = frozenset({"brief", "json_path"})
 """Parameters of commands that say how a result is printed."""
 CHECK_IT = "`blockstep check` shows where"
 _so_far: list[str] = []
@@ -68,7 +68,7 @@ def get_errors(screen: Console) -> Console:
     return screen if screen.is_terminal else make_screen(Path("-"))
 
 
-def say(text: str, json_path: Path | None) -> None:
+def print_text(text: str, json_path: Path | None) -> None:
     """Print a text for people, as `show` does."""
     show(make_screen(json_path), text)
 
@@ -83,7 +83,7 @@ def input_errors() -> Iterator[None]:
     except HarnessError as error:
         end(ExitCode.HARNESS, f"the check itself failed: {error}")
     except SystemExit as error:  # ours are `typer.Exit`
-        end(ExitCode.FAILED, f"the engine ended the process: {tell_error(error)}; {CHECK_IT}")
+        end(ExitCode.FAILED, f"the engine ended the process: {describe_error(error)}; {CHECK_IT}")
 
 
 def require_engine(make_engine: EngineFactory) -> EngineFactory:
@@ -99,7 +99,7 @@ def require_engine(make_engine: EngineFactory) -> EngineFactory:
     except (BadEngineError, ConfigError):
         raise
     except (Exception, SystemExit) as error:
-        end(ExitCode.FAILED, f"the engine raised {tell_error(error)} while built; {CHECK_IT}")
+        end(ExitCode.FAILED, f"the engine raised {describe_error(error)} while built; {CHECK_IT}")
     return make_engine
 
 
@@ -148,12 +148,12 @@ def plain_progress(title: str) -> Callable[[float | None, str], None]:
     return advance
 
 
-def note(*said: str) -> None:
+def note(*words: str) -> None:
     """Record what the command is doing, and has seen."""
-    _so_far[:] = said
+    _so_far[:] = words
 
 
-def tell_so_far() -> str:
+def describe_so_far() -> str:
     """Return the record for a command that is ended early."""
     return f"seen so far: {': '.join(_so_far)}" if len(_so_far) > 1 else "nothing was seen yet"
 
@@ -164,12 +164,12 @@ def probe(number: int) -> None:
         os.write(number, b"\n")
 
 
-def tell_command(context: typer.Context) -> str:
+def format_command_line(context: typer.Context) -> str:
     """Return the command line that was typed, without options of its output."""
     words = []
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
-        if source is None or source.name != "COMMANDLINE" or param.name in TELLING:
+        if source is None or source.name != "COMMANDLINE" or param.name in OUTPUT_PARAMS:
             continue
         value = context.params[param.name or ""]
         given = value if isinstance(value, list | tuple) else (value,)

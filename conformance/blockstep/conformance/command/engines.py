@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blockstep.conformance.command import console, options, tables
 from blockstep.conformance.engine import get_capabilities
-from blockstep.conformance.protocol.findings import tell_error
+from blockstep.conformance.protocol.findings import describe_error
 from blockstep.conformance.protocol.registry import (
     KNOWN_ENGINES,
     MUSEUM,
@@ -33,5 +33,5 @@ def _engine_row(name: str, summary: str, target: str) -> dict[str, object]:
     except EngineNotFoundError as error:
         implements = f"cannot be loaded: {error}"
     except Exception as error:  # an engine of an installed package may raise anything
-        implements = f"cannot be built: {tell_error(error)}"
+        implements = f"cannot be built: {describe_error(error)}"
     return {"name": name, "summary": summary, "target": target, "implements": implements}

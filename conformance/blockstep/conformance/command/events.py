@@ -77,8 +77,8 @@ def events_command(
     elif lie is not None or follower.num_contradictions:
         code = ExitCode.FAILED
     console.write_json(json_path, _to_json(source, follower, lie, num_lookups, code))
-    lines = _tell(source, follower, index, lie, num_lookups)
-    console.say("".join(f"{line}\n" for line in lines), json_path)
+    lines = _make_lines(source, follower, index, lie, num_lookups)
+    console.print_text("".join(f"{line}\n" for line in lines), json_path)
     raise typer.Exit(code)
 
 
@@ -137,7 +137,7 @@ def _follow(
     return follower, None, judge.num_lookups
 
 
-def _tell(
+def _make_lines(
     source: str, follower: Follower, index: str | None, lie: Lie | None, num_lookups: int
 ) -> Iterator[str]:
     counts = ", ".join(f"{count:,} {name}" for name, count in sorted(follower.num_events.items()))

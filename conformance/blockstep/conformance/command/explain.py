@@ -36,5 +36,5 @@ def explain_command(
         console.usage(f"--at {at}: needs a trace, and {what} is no file")
     with console.input_errors():
         text = explain_file(Path(what), at) if Path(what).is_file() else explain_name(what)
-    console.say(text, json_path)
+    console.print_text(text, json_path)
     console.write_json(json_path, {"what": what, "at": at, "text": text})

@@ -126,7 +126,7 @@ def explore_command(
     else:
         judges = properties and not stalls
         task = Task(worlds[0], follows, judges, stalls, engine=engine, max_states=max_states)
-        again = console.tell_command(context) if brief else ""
+        again = console.format_command_line(context) if brief else ""
         _explore([replace(task, world=world) for world in worlds], jobs, json_path, again)
 
 
@@ -175,21 +175,21 @@ def _show_rows(
     if screen.is_terminal:
         tables.show_rows(screen, [{k: v for k, v in row.items() if k != "program"} for row in rows])
     else:
-        console.say(render_table(rows), json_path)
+        console.print_text(render_table(rows), json_path)
     console.write_json(json_path, rows)
     if markdown is not None:
         console.write(markdown, render_table(on_page, markdown=True))
 
 
-def tell_progress(world: World) -> Callable[[int, int, int], None]:
+def make_progress(world: World) -> Callable[[int, int, int], None]:
     """Return the callback for the progress of a walk."""
     advance = console.plain_progress(f"exploring {world.name}")
     whole = "" if world.expected is None else f" of {world.expected.states:,}"
 
-    def tell(states: int, transitions: int, depth: int) -> None:
+    def on_progress(states: int, transitions: int, depth: int) -> None:
         advance(None, f"{states:,}{whole} states, {transitions:,} transitions, depth {depth}")
 
-    return tell
+    return on_progress
 
 
 def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None, again: str) -> None:
@@ -207,24 +207,24 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None, again: st
                 obstacle = get_obstacle(task)
                 if obstacle is not None:
                     what = f"{task.world.name}: not walked: {task.engine} {obstacle}"
-                    console.say(f"{what}\n", json_path)
+                    console.print_text(f"{what}\n", json_path)
                     continue
                 if task.engine and is_alone(task.engine):
-                    walked = walk_alone(task, tell_progress(task.world))
+                    walked = walk_alone(task, make_progress(task.world))
                 else:
-                    walked = walk(task, jobs, tell_progress(task.world))
+                    walked = walk(task, jobs, make_progress(task.world))
         except LostShardError as lost:
             console.end(ExitCode.HARNESS, str(lost))
         is_brief = bool(again and walked.found)
-        told = brief_walked(walked, again) if is_brief else render_walked(walked)
-        console.say(told, json_path)
+        text = brief_walked(walked, again) if is_brief else render_walked(walked)
+        console.print_text(text, json_path)
         results.append(walked)
         now = get_exit_code(walked)
         code = code if now is ExitCode.CONFORMS else now
         if code not in (ExitCode.CONFORMS, ExitCode.HARNESS):
             break
     if len(tasks) > 1:
-        console.say(summarize_walks(results, len(tasks)), json_path)
+        console.print_text(summarize_walks(results, len(tasks)), json_path)
     console.write_json(json_path, [walked_to_json(walked) for walked in results])
     raise typer.Exit(code if results else ExitCode.HARNESS)
 
@@ -247,7 +247,7 @@ def _show_witness(
         Task(world, properties=False, witness=witness, max_states=max_states) for world in worlds
     ]
     shortest = find_shortest(witness, tasks, jobs)
-    console.say(render_shortest(shortest), json_path)
+    console.print_text(render_shortest(shortest), json_path)
     console.write_json(
         json_path,
         {

@@ -23,7 +23,7 @@ from blockstep.conformance.command.programs import KnownOption, StandaloneOption
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import write_program
-from blockstep.conformance.report.brief import brief_hunt, tell_hunted
+from blockstep.conformance.report.brief import brief_hunt, brief_hunted
 from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.failure import show_options
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
@@ -126,19 +126,19 @@ def hunt_command(
         forgiven = frozenset(map(read_cause, forgive or ()))
         with Isolation(event_seconds) as place:
             programs = {} if known is None else read_known(known)
-            tell = partial(_tell, wanted, brief, json_path, markdown)
-            on = _make_teller(screen, brief), partial(_tell_early, tell, save)
+            print_result = partial(_print_result, wanted, brief, json_path, markdown)
+            on = _make_printer(screen, brief), partial(_print_early, print_result, save)
             result = _hunt(wanted, place, is_here, screen, scopes, forgiven, programs, *on)
-            tell(result)  # first, because a file may not be writable
+            print_result(result)  # first, because a file may not be writable
             call = call_here(load(wanted)) if standalone and is_here else place.call
             _save(save, result, call if standalone else None)
     raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)
 
 
-def _make_teller(screen: Console, brief: bool) -> Callable[[Defect], None]:
+def _make_printer(screen: Console, brief: bool) -> Callable[[Defect], None]:
     """Return a callback that shows a failure when it is found, or nothing with `brief`."""
     errors = console.get_errors(screen)
-    return lambda defect: None if brief else show(errors, tell_hunted(defect))
+    return lambda defect: None if brief else show(errors, brief_hunted(defect))
 
 
 def _hunt(
@@ -159,15 +159,15 @@ def _hunt(
         place.open_pool(wanted.jobs) as pool,
     ):
         pool_used = pool if wanted.jobs > 1 else None
-        told = on_found, on_interrupted
-        return hunt(wanted, call, advance, scopes, forgiven, pool_used, programs, *told)
+        callbacks = on_found, on_interrupted
+        return hunt(wanted, call, advance, scopes, forgiven, pool_used, programs, *callbacks)
 
 
-def _tell(
+def _print_result(
     wanted: CheckOptions, brief: bool, json_path: Path | None, page: Path | None, result: HuntResult
 ) -> None:
     """Print the report, and write it as JSON and as a page of Markdown, if requested."""
-    console.say(brief_hunt(result) if brief else render_hunt(result), json_path)
+    console.print_text(brief_hunt(result) if brief else render_hunt(result), json_path)
     console.write_json(json_path, hunt_to_json(result))
     if page is not None:
         given = f"{show_options(wanted)} --seed {wanted.seed} --budget {wanted.max_events}"
@@ -175,10 +175,12 @@ def _tell(
         console.write(page, render_hunt_page(result, command))
 
 
-def _tell_early(tell: Callable[[HuntResult], None], save: Path | None, result: HuntResult) -> None:
+def _print_early(
+    print_result: Callable[[HuntResult], None], save: Path | None, result: HuntResult
+) -> None:
     """Print and save what an interrupted hunt has found. It writes no scripts, which call the
     engine."""
-    tell(result)
+    print_result(result)
     _save(save, result, None)
 
 

@@ -37,7 +37,7 @@ from blockstep.conformance.command.validate import validate_command
 from blockstep.conformance.command.vectors import vectors_app
 
 
-def tell_version(is_wanted: bool) -> None:
+def print_version(is_wanted: bool) -> None:
     """Print the version: the callback of `--version`."""
     if is_wanted:
         try:
@@ -49,7 +49,7 @@ def tell_version(is_wanted: bool) -> None:
 
 
 Version = Annotated[
-    bool, typer.Option("--version", is_eager=True, callback=tell_version, help="Show the version.")
+    bool, typer.Option("--version", is_eager=True, callback=print_version, help="Show the version.")
 ]
 
 GROUPS: Mapping[str, Mapping[str, Callable[..., None] | typer.Typer]] = {

@@ -46,8 +46,8 @@ def arms_command(
             lambda done: advance(done / workloads, f"{done:,} workloads"),
         )
     is_found = result.contrast is not None or result.fault is not None
-    told = render_arms(result, wanted, time.perf_counter() - started)
-    console.say(brief_metamorphic(result, wanted) if brief and is_found else told, json_path)
+    text = render_arms(result, wanted, time.perf_counter() - started)
+    console.print_text(brief_metamorphic(result, wanted) if brief and is_found else text, json_path)
     console.write_json(json_path, arms_to_json(result, wanted))
     if is_found:
         raise typer.Exit(ExitCode.FAILED)

@@ -102,10 +102,10 @@ def museum_run_command(
     shown = ("exhibit", "events", "seconds", "shrunk to", "killed by")
     tables.show_rows(screen, [{name: row[name] for name in shown} for row in rows])
     screen.print(trial.summary(hunted))
-    told = [trial.json_of(entry) for entry in hunted]
-    console.write_json(json_path, told)
+    records = [trial.json_of(entry) for entry in hunted]
+    console.write_json(json_path, records)
     if markdown is not None:
-        console.write(markdown, trial.museum_page([*told, *others]))
+        console.write(markdown, trial.museum_page([*records, *others]))
     for what in dict.fromkeys(entry.problem for entry in hunted if entry.problem):
         wrong = [entry.exhibit.name for entry in hunted if entry.problem == what]
         typer.echo(f"blockstep: {what}: {', '.join(wrong)}", err=True)

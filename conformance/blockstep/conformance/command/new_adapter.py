@@ -59,7 +59,7 @@ def new_adapter_command(
     except OSError as error:
         console.usage(f"{path}: cannot write: {error.strerror}")
     command = f"blockstep check --engine {name}:make"
-    console.say(f"{path} is written; to see what it lacks, run\n  {command}\n", json_path)
+    console.print_text(f"{path} is written; to see what it lacks, run\n  {command}\n", json_path)
     console.write_json(json_path, {"path": str(path), "engine": f"{name}:make"})
 
 

@@ -18,7 +18,7 @@ from blockstep.conformance.protocol.program_file import read_program, write_prog
 from blockstep.conformance.report.as_test import write_test
 from blockstep.conformance.report.brief import brief_check
 from blockstep.conformance.report.colour import show
-from blockstep.conformance.report.failure import tell_failure
+from blockstep.conformance.report.failure import render_first_failure
 from blockstep.conformance.report.headlines import make_headline
 from blockstep.conformance.report.itf import make_itf
 from blockstep.conformance.report.verdict import render_verdict
@@ -84,19 +84,19 @@ def play(
     """Play the programs of the options and print the results. Raises as `play_file`."""
     if program is not None:
         result = play_file(options, program, isolation)
-        tell(result, screen, brief)
+        print_result(result, screen, brief)
         return [result]
     return [] if corpus is None else play_corpus(options, corpus, isolation, screen, brief, known)
 
 
-def tell(
+def print_result(
     result: CheckResult, screen: Console, brief: bool = False, shows_coverage: bool = False
 ) -> None:
     """Print the result of a check."""
     if result.first is None:
         render_verdict(result, screen, shows_coverage)
     else:
-        show(screen, brief_check(result) if brief else tell_failure(result))
+        show(screen, brief_check(result) if brief else render_first_failure(result))
 
 
 def play_file(options: CheckOptions, path: Path, isolation: Isolation | None) -> CheckResult:
@@ -141,14 +141,14 @@ def play_corpus(
             result.skipped[str(error)] = 1
         results.append(result)
         if result.first is not None:
-            tell(result, screen, brief)
+            print_result(result, screen, brief)
     failed = sum(result.first is not None for result in results)
     idle = [result for result in results if result.first is None and not result.num_events]
     for result in idle:
         reasons = "; ".join(result.skipped)
         screen.print(f"not tried   {result.options.program}: {reasons}", soft_wrap=True)
-    told = f"corpus      {folder}: {failed} of {len(results)} programs failed"
-    screen.print(f"{told}, {len(idle)} not tried", soft_wrap=True)
+    summary = f"corpus      {folder}: {failed} of {len(results)} programs failed"
+    screen.print(f"{summary}, {len(idle)} not tried", soft_wrap=True)
     return results
 
 
@@ -203,7 +203,7 @@ def view(path: Path | None, result: CheckResult, call: Call, isolation: Isolatio
     if program is not None and result.loss is None:
         with contextlib.suppress(LostError):
             film = call(make_film, replace(result.options, sentence=None), program)
-    console.write(path, make_page(tell_failure(result), film))
+    console.write(path, make_page(render_first_failure(result), film))
 
 
 def require_outputs(

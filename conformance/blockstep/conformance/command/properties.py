@@ -13,19 +13,19 @@ def properties_command(show_all: options.All = False, json_path: options.Json = 
     it.
     """
     screen = console.make_screen(json_path)
-    told, rows = [], []
+    shown, rows = [], []
     for entry in PROPERTIES:
         checks = [check.sentence for check in entry.checks]
         reasons = {it.sentence: it.why_not_at_safety for it in entry.checks}
         row = {"id": entry.id, "name": entry.name}
         lines = [f"{name} (not at safety: {why})" if why else name for name, why in reasons.items()]
-        told.append({**row, "what holds": "\n  ".join([entry.statement, *lines])})
+        shown.append({**row, "what holds": "\n  ".join([entry.statement, *lines])})
         not_asked = {name: why for name, why in reasons.items() if why}
         rows.append(
             {**row, "statement": entry.statement, "checks": checks, "not_at_safety": not_asked}
         )
     if show_all:
-        tables.show_rows(screen, told)
+        tables.show_rows(screen, shown)
     else:
         counts = [
             {

@@ -73,10 +73,10 @@ def prove_command(
     for problem in problems:
         typer.echo(f"blockstep: {problem}", err=True)
     screen.print(summarize(proofs, seconds))
-    told = proofs_to_json(proofs, code, seconds)
-    console.write_json(json_path, told)
+    data = proofs_to_json(proofs, code, seconds)
+    console.write_json(json_path, data)
     if markdown is not None:
-        console.write(markdown, laws_page(told, LAWS))
+        console.write(markdown, laws_page(data, LAWS))
     raise typer.Exit(code)
 
 

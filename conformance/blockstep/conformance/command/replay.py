@@ -136,23 +136,29 @@ def replay_command(
                 with_spec=spec,
                 pace=preset.pace,
                 snapshot_every=cadence,
-                on_progress=lambda now: advance(*tell_progress(now, len(workload))),
+                on_progress=lambda now: advance(*describe_progress(now, len(workload))),
                 follows=workload.follows,
             )
-    told = console.tell_command(context) if brief and report.finding is not None else None
-    raise typer.Exit(tell(report, engine, config, told, json_path))
+    command_line = (
+        console.format_command_line(context) if brief and report.finding is not None else None
+    )
+    raise typer.Exit(print_report(report, engine, config, command_line, json_path))
 
 
-def tell(
-    report: ReplayReport, engine: str, config: Config, told: str | None, json_path: Path | None
+def print_report(
+    report: ReplayReport,
+    engine: str,
+    config: Config,
+    command_line: str | None,
+    json_path: Path | None,
 ) -> ExitCode:
-    """Print a report, in a few lines if `told` is the command to show with them.
+    """Print a report, in a few lines if `command_line` is the command to show with them.
 
     Returns the exit code.
     """
     console.write_json(json_path, replay_to_json(report))
-    if told is not None:
-        console.say(brief_replay(report, engine, told), json_path)
+    if command_line is not None:
+        console.print_text(brief_replay(report, engine, command_line), json_path)
     else:
         screen = console.make_screen(json_path)
         render_replay(report, screen)
@@ -161,7 +167,7 @@ def tell(
     return ExitCode.HARNESS if is_idle else exit_code_of(report.finding)
 
 
-def tell_progress(now: ReplayReport, num_requests: int) -> tuple[float, str]:
+def describe_progress(now: ReplayReport, num_requests: int) -> tuple[float, str]:
     """Return how far a replay is, and what it has done."""
     done = now.requests_finished / max(num_requests, 1)
     return done, f"{now.requests_finished:,} requests, {now.steps:,} steps"

@@ -106,7 +106,7 @@ def score_command(
         with console.progress(screen, f"scoring {engine}") as advance:
             profiles = COMPARED if nearest or html is not None else ()
             result = score(wanted, call, lambda now: advance(*_progress(wanted, now)), profiles)
-    console.say(render_score(result, least / 100), json_path)
+    console.print_text(render_score(result, least / 100), json_path)
     _save(save, result)
     if html is not None:
         console.write(html, make_score_page(result))

@@ -27,7 +27,7 @@ from typing import NoReturn, TextIO
 import typer
 
 from blockstep.conformance.command import console
-from blockstep.conformance.protocol.findings import tell_error
+from blockstep.conformance.protocol.findings import describe_error
 from blockstep.conformance.search.isolation import end_all
 from blockstep.conformance.search.options import ExitCode
 
@@ -93,7 +93,7 @@ def _run(command: Callable[[], object]) -> object:
         code = error.code
     except Exception as error:
         traceback.print_exc()
-        typer.echo(f"blockstep: the command itself failed: {tell_error(error)}", err=True)
+        typer.echo(f"blockstep: the command itself failed: {describe_error(error)}", err=True)
         code = ExitCode.HARNESS
     for file in (sys.stdout, sys.stderr):
         if file is not None:
@@ -130,7 +130,7 @@ def _require_room() -> None:
 
 def _give_up(message: str) -> int:
     _forget_output(1)
-    _tell(message)
+    _print_error(message)
     return ExitCode.USAGE
 
 
@@ -150,7 +150,7 @@ def _forget_output(number: int) -> None:
     os.close(nowhere)
 
 
-def _tell(message: str) -> None:
+def _print_error(message: str) -> None:
     """Write one line to standard error, without its buffer, which another thread may hold."""
     with contextlib.suppress(OSError):
         os.write(2, f"blockstep: {message}\n".encode())
@@ -211,5 +211,5 @@ def _end(number: int) -> int:
     if number == SIGPIPE:
         _forget_output(1)
     else:
-        _tell(f"ended by {signal.Signals(number).name}; {console.tell_so_far()}")
+        _print_error(f"ended by {signal.Signals(number).name}; {console.describe_so_far()}")
     return 128 + number

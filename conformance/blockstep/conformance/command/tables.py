@@ -25,11 +25,11 @@ def show_rows(screen: Console, rows: Sequence[Mapping[str, object]]) -> None:
     if not rows:
         screen.print("nothing to show")
         return
-    cells = [list(rows[0]), *([_tell(value) for value in row.values()] for row in rows)]
+    cells = [list(rows[0]), *([_format_cell(value) for value in row.values()] for row in rows)]
     widths = fit_widths(cells, screen.width)
     if widths is None:
         for row in cells[1:]:
-            screen.print(Text(tell_paragraph(cells[0], row, screen.width)), soft_wrap=True)
+            screen.print(Text(format_paragraph(cells[0], row, screen.width)), soft_wrap=True)
         return
     table = Table(box=None, pad_edge=False)
     for name, width in zip(cells[0], widths, strict=True):
@@ -53,7 +53,7 @@ def count_areas(areas: Sequence[str], names: Sequence[str], title: str) -> list[
     ]
 
 
-def _tell(value: object) -> str:
+def _format_cell(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -64,8 +64,8 @@ def fit_widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
     """
     columns = list(zip(*cells, strict=True))
     lines = [[line for cell in column for line in cell.split("\n")] for column in columns]
-    natural = [max(map(len, told)) for told in lines]
-    words = [max(map(_get_longest_word, told)) for told in lines]
+    natural = [max(map(len, column_lines)) for column_lines in lines]
+    words = [max(map(_get_longest_word, column_lines)) for column_lines in lines]
     least = [max(word, min(COMFORT, most)) for word, most in zip(words, natural, strict=True)]
     least[0] = natural[0]
     room = width - GAP * (len(columns) - 1)
@@ -83,7 +83,7 @@ def _get_longest_word(line: str) -> int:
     return len(line) - len(line.lstrip()) + max(map(len, line.split()), default=0)
 
 
-def tell_paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> str:
+def format_paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> str:
     """Return one row as a paragraph under its name."""
     label = max(map(len, columns[1:]), default=0) + GAP
     lines = [row[0]]

@@ -29,9 +29,9 @@ def validate_command(
     """
     with console.input_errors():
         result = validate(trace)
-    told = render_validation(trace, result)
+    text = render_validation(trace, result)
     if brief and result.finding is not None:
-        told = brief_validation(trace, result, console.tell_command(context))
-    console.say(told, json_path)
+        text = brief_validation(trace, result, console.format_command_line(context))
+    console.print_text(text, json_path)
     console.write_json(json_path, validation_to_json(result))
     raise typer.Exit(exit_code_of(result.finding) if result.num_steps else ExitCode.HARNESS)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from blockstep.conformance.command import console, options
-from blockstep.conformance.command.explore import require_worlds, tell_progress
+from blockstep.conformance.command.explore import make_progress, require_worlds
 from blockstep.conformance.engine import EXACT
 from blockstep.conformance.engines.process import VERSION, Hello
 from blockstep.conformance.explore.consume import consume
@@ -49,9 +49,9 @@ def fill_command(
     """
     world = require_worlds([preset])[0]
     with console.input_errors():
-        filled = fill(out, world, max_states, tell_progress(world))
+        filled = fill(out, world, max_states, make_progress(world))
     manifest = filled.manifest
-    console.say(
+    console.print_text(
         f"{out}: {manifest.programs} programs, {filled.num_events} events, for all "
         f"{filled.num_deeds} branches, coverage goals and observations of "
         f"{'all' if filled.is_complete else 'the first'} {filled.num_states:,} states\n",
@@ -91,9 +91,11 @@ def pack_command(
     worlds = require_worlds(preset or [*WORLDS])
     with console.input_errors():
         schema = build_schema(Hello, VERSION)
-        files = pack(folder, worlds, max_states, schema, tell_progress)
+        files = pack(folder, worlds, max_states, schema, make_progress)
     programs, events = (sum(getattr(it, name) for it in files) for name in ("programs", "events"))
-    console.say(f"{folder}: {len(files)} files, {programs} programs, {events} events\n", json_path)
+    console.print_text(
+        f"{folder}: {len(files)} files, {programs} programs, {events} events\n", json_path
+    )
     console.write_json(json_path, {"path": str(folder), "files": [asdict(it) for it in files]})
 
 
@@ -119,11 +121,11 @@ def consume_command(
     for file in files:
         with console.input_errors():
             result = consume(read_vectors(file), console.require_engine(load_engine(engine)))
-        said = f"{result.num_programs} programs, {result.num_events} events"
+        summary = f"{result.num_programs} programs, {result.num_events} events"
         skipped = ", ".join(f"{count} for {why}" for why, count in result.skipped.items())
-        said += f"; not tried: {skipped}" if skipped else ""
+        summary += f"; not tried: {skipped}" if skipped else ""
         declared = ", ".join(f"{name} {count}" for name, count in result.excused.items())
-        said += f"; findings that the adapter declares: {declared}" if declared else ""
+        summary += f"; findings that the adapter declares: {declared}" if declared else ""
         if not result.conforms:
             code = ExitCode.FAILED if result.finding is None else exit_code_of(result.finding)
             where = f"program {result.program}, step {result.step}"
@@ -133,16 +135,16 @@ def consume_command(
                 f"  {r.field}: expected {r.expected}, seen {r.seen}" for r in result.differences
             ]
             lines += [] if result.finding is None else render_finding(result.finding)
-            told = "\n".join(lines) + "\n"
+            text = "\n".join(lines) + "\n"
             if brief:
-                told = brief_consumed(file, result, console.tell_command(context))
-            console.say(told, json_path)
+                text = brief_consumed(file, result, console.format_command_line(context))
+            console.print_text(text, json_path)
         elif not result.num_events:
             code = max(code, ExitCode.HARNESS)
-            console.say(f"{file}: NOTHING RAN: {said}\n", json_path)
+            console.print_text(f"{file}: NOTHING RAN: {summary}\n", json_path)
         else:
-            told = "" if result.equivalence == EXACT else f" (equivalence {result.equivalence})"
-            console.say(f"{file}: conforms{told}: {said}\n", json_path)
+            scope = "" if result.equivalence == EXACT else f" (equivalence {result.equivalence})"
+            console.print_text(f"{file}: conforms{scope}: {summary}\n", json_path)
         rows.append({"path": str(file), "conforms": result.conforms, **asdict(result)})
     console.write_json(json_path, rows)
     raise typer.Exit(code)

@@ -22,7 +22,7 @@ from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.judge.properties.store_history import StoreHistory
 from blockstep.conformance.lockstep.plan_equivalence import only_plan
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
-from blockstep.conformance.protocol.findings import Difference, tell_error
+from blockstep.conformance.protocol.findings import Difference, describe_error
 from blockstep.conformance.protocol.renaming import pair_states, rename_plan, rename_snapshot
 from blockstep.conformance.protocol.type_check import fault_of_types
 from blockstep.spec import vocabulary as v
@@ -285,7 +285,7 @@ def differ(
         seen = engine.apply(event)
         after = None if isinstance(scope, SamePlans) else engine.snapshot()
     except Exception as error:
-        return (Difference(RAISED, "none", tell_error(error)),)
+        return (Difference(RAISED, "none", describe_error(error)),)
     if (fault := fault_of_types(event, seen, after)) is not None:
         return fault.differences
     if isinstance(scope, SamePlans) or (isinstance(scope, Renamed) and after is None):

@@ -74,7 +74,7 @@ from blockstep.conformance.protocol.program import (
     Report,
 )
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.protocol.shown import complete_state, tells_holders
+from blockstep.conformance.protocol.shown import complete_state, shows_holders
 from blockstep.conformance.protocol.token_function import token_function
 from blockstep.conformance.protocol.type_check import fault_of_types
 from blockstep.spec import vocabulary as v
@@ -588,7 +588,7 @@ class LockStep(ActionResolver):
             snapshot = replace(snapshot, has_work=self.spec.snapshot().has_work)
         if isinstance(snapshot, PartOfState):
             self.skip(NOT_SHOWN)
-            if not tells_holders(snapshot, self.config):
+            if not shows_holders(snapshot, self.config):
                 return None
             return complete_state(snapshot, self.spec.snapshot(), bool(self.equivalence))
         if snapshot is None or not self.history.uncounted:

@@ -8,8 +8,8 @@ from blockstep.conformance.protocol.findings import (
     Difference,
     Finding,
     FindingKind,
+    describe_error,
     list_frames,
-    tell_error,
 )
 from blockstep.conformance.protocol.type_check import find_ill_typed
 from blockstep.spec import vocabulary as v
@@ -64,7 +64,7 @@ def fault_of(error: Exception, when: str = "") -> Finding:
         FindingKind.FAULT,
         "",
         "engine_raises_nothing",
-        f"the engine raised {tell_error(error)} {when}".rstrip(),
+        f"the engine raised {describe_error(error)} {when}".rstrip(),
         (Difference("exception", "none", type(error).__name__),),
         frames=list_frames(error),
     )

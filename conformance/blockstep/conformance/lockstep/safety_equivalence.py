@@ -47,7 +47,7 @@ from blockstep.conformance.lockstep.expected_rejections import (
 )
 from blockstep.conformance.lockstep.scoped_run import ScopedRun
 from blockstep.conformance.protocol.findings import Finding, violated
-from blockstep.conformance.protocol.shown import tells_holders
+from blockstep.conformance.protocol.shown import shows_holders
 from blockstep.conformance.protocol.transfer_tracker import list_failed
 from blockstep.conformance.protocol.type_check import fault_of_types
 from blockstep.spec import vocabulary as v
@@ -262,7 +262,7 @@ class SafetyRun(ScopedRun):
         )
         findings = [*told, *self.told.judge(event, seen, self.live, self.sessions)]
         findings += self.worker.observe(event, seen)
-        if after is not None and not tells_holders(after, self.config):
+        if after is not None and not shows_holders(after, self.config):
             self.skip(NOT_SHOWN)
             after = None
         if after is not None and self.before is not None:

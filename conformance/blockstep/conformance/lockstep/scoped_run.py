@@ -75,7 +75,7 @@ class ScopedRun(LockStep):
             return event
         if not event.transfers.invalid_block_ids:
             return event
-        invalid = self.loads.tell(event.transfers.invalid_block_ids)
+        invalid = self.loads.to_engine(event.transfers.invalid_block_ids)
         return replace(event, transfers=replace(event.transfers, invalid_block_ids=invalid))
 
     @classmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
-from blockstep.conformance.protocol.changed_spec import Right, stand_in
+from blockstep.conformance.protocol.changed_spec import Right, fit_parameters
 from blockstep.spec.core.rules import Rules
 from blockstep.spec.releases.quirk import Change
 from blockstep.spec.vocabulary import Config
@@ -75,9 +75,9 @@ class Page:
 def replacing(rules: Rules, right: Callable[..., Any], wrong: Callable[..., Any]) -> Rules:
     """Return the rules with a wrong function in the place of `right`.
 
-    The wrong function takes the parameters that it needs (`changed_spec.stand_in`).
+    The wrong function takes the parameters that it needs (`changed_spec.fit_parameters`).
     """
-    return rules.replacing(right, stand_in(rules[right], wrong, right))
+    return rules.replacing(right, fit_parameters(rules[right], wrong, right))
 
 
 def instead(right: Callable[..., R]) -> Callable[[Callable[..., R]], Change]:

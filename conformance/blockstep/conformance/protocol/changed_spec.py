@@ -45,7 +45,7 @@ Right = Callable[..., R]
 """The replaced function, with the arguments of the call."""
 
 
-def stand_in(
+def fit_parameters(
     right: Callable[..., R], wrong: Callable[..., R], declared: Function | None = None
 ) -> Callable[..., R]:
     """Return a wrong function with the parameters of the function that it replaces.

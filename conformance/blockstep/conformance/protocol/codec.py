@@ -28,9 +28,9 @@ def build(raw: dict[str, Any], cls: type[T], where: str) -> T:
     """Return a value of the class with these fields. Raises `msgspec.ValidationError`."""
     form = FORMS.get(cls)
     if form is not None:
-        told = msgspec.convert(raw, form)
-        _refuse_unknown(raw, msgspec.to_builtins(told), where)
-        return cls(**msgspec.structs.asdict(told) | {"kv_events": from_forms(told.kv_events)})
+        parsed = msgspec.convert(raw, form)
+        _refuse_unknown(raw, msgspec.to_builtins(parsed), where)
+        return cls(**msgspec.structs.asdict(parsed) | {"kv_events": from_forms(parsed.kv_events)})
     value = msgspec.convert(raw, cls)
     _refuse_unknown(raw, msgspec.to_builtins(value), where)
     return value

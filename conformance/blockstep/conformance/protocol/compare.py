@@ -63,7 +63,7 @@ def snapshot_differences(spec: v.Snapshot, engine: v.Snapshot) -> tuple[Differen
     found: list[Difference] = []
     for name in _QUEUES:
         found.extend(_field(name, spec, engine))
-    for names, find in _TOLD_IN_WORDS.items():
+    for names, find in _DESCRIBED_FIELDS.items():
         # Not everything has words, for example the order of requests or the parent of a key.
         found.extend(
             find(spec, engine) or [each for name in names for each in _field(name, spec, engine)]
@@ -221,9 +221,9 @@ def _short(value: object) -> str:
 
 
 _QUEUES = ("waiting", "skipped_waiting", "running", "free_queue")
-_TOLD_IN_WORDS: dict[tuple[str, ...], Callable[[v.Snapshot, v.Snapshot], list[Difference]]] = {
+_DESCRIBED_FIELDS: dict[tuple[str, ...], Callable[[v.Snapshot, v.Snapshot], list[Difference]]] = {
     ("requests",): _request_differences,
     ("ref_counts", "block_keys"): _block_differences,
     ("cached",): _cached_differences,
 }
-_SHOWN_APART = {*_QUEUES, *(name for names in _TOLD_IN_WORDS for name in names)}
+_SHOWN_APART = {*_QUEUES, *(name for names in _DESCRIBED_FIELDS for name in names)}

@@ -124,11 +124,11 @@ def list_frames(error: BaseException) -> tuple[str, ...]:
     if frames and frames[-1].filename.endswith(_PROCESS):  # where it raised is in no Python of ours
         return ()
     first = next((i for i, one in enumerate(frames) if not _HARNESS.search(one.filename)), 0)
-    told = []
+    lines = []
     for one in frames[first:][-FRAMES_MAX:]:
         where = f"{one.name} ({Path(one.filename).name}:{one.lineno})"
-        told.append(f"{where}: {shown(one.line)}" if one.line else where)
-    return tuple(told)
+        lines.append(f"{where}: {shown(one.line)}" if one.line else where)
+    return tuple(lines)
 
 
 def shown(value: object, length: int = 120) -> str:
@@ -149,7 +149,7 @@ def shown_apart(one: str, other: str, length: int = 120) -> tuple[str, str]:
     return tuple(shown(f"...{text[start:]}", length) for text in (one, other))  # type: ignore[return-value]
 
 
-def say(value: object, length: int = 60) -> str:
+def cut_repr(value: object, length: int = 60) -> str:
     """Return the repr of any value, cut to a part of a line."""
     try:
         text = repr(value)
@@ -158,7 +158,7 @@ def say(value: object, length: int = 60) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-def tell_error(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return type and text of an exception, in one line of limited length; its `__str__` may
     raise.
     """

@@ -114,7 +114,7 @@ class Link:
                 if checked > LINE_BYTES_MAX:
                     raise EngineFault(f"an answer of more than {LINE_BYTES_MAX} bytes in one line")
             elif not writable and self._has_ended():
-                raise EngineFault(self._tell_end())
+                raise EngineFault(self._describe_end())
             elif not writable and time.monotonic() >= end:
                 raise EngineFault(f"line {self.num_sent} was not answered within {seconds:g} s")
 
@@ -130,10 +130,10 @@ class Link:
         """Read what the process has written. Raises EngineFault at the end of its output."""
         data = os.read(self._output.fileno(), CHUNK_BYTES)
         if not data:
-            raise EngineFault(self._tell_end())
+            raise EngineFault(self._describe_end())
         self._unread += data
 
-    def _tell_end(self) -> str:
+    def _describe_end(self) -> str:
         cut = f" after {shown(self._unread.decode(errors='replace'))}" if self._unread else ""
         try:
             code = self._process.wait(timeout=END_SECONDS)

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from blockstep.conformance.protocol.codec import get_changed
-from blockstep.conformance.protocol.findings import say, shown
+from blockstep.conformance.protocol.findings import cut_repr, shown
 from blockstep.spec import vocabulary as v
 
 WIDTH = 100
@@ -228,10 +228,10 @@ def describe_offer(offer: v.KVOffer) -> str:
 def describe_report(report: Report) -> str:
     """Return a report in words, with failed blocks by request and index."""
     failed = [f"{place} of {name}" for name, place in report.invalid]
-    told = describe_transfers(v.KVTransfers(report.recving, report.sending))
+    text = describe_transfers(v.KVTransfers(report.recving, report.sending))
     if not failed:
-        return told
-    return "; ".join([told] * (told != "nothing") + [f"cannot load block {', '.join(failed)}"])
+        return text
+    return "; ".join([text] * (text != "nothing") + [f"cannot load block {', '.join(failed)}"])
 
 
 def describe_transfers(transfers: v.KVTransfers) -> str:
@@ -285,18 +285,18 @@ def describe_request(request: v.Request) -> str:
         if name not in {"request_id", "prompt_token_ids", "max_tokens"} and value != getattr(
             defaults, name
         ):
-            told = _items(value) if name == "items" else value
-            parts.append(f"{name}={told}")
+            text = _items(value) if name == "items" else value
+            parts.append(f"{name}={text}")
     return " ".join(parts)
 
 
 def _items(items: tuple[v.MultiModalItem, ...]) -> str:
     """Return the items like `repr`, without fields at their defaults."""
-    told = [
+    texts = [
         f"MultiModalItem({', '.join(f'{name}={part!r}' for name, part in get_changed(it).items())})"
         for it in items
     ]
-    return f"({', '.join(told)}{',' if len(told) == 1 else ''})"
+    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
 
 
 def describe_event(event: object) -> str:
@@ -305,8 +305,8 @@ def describe_event(event: object) -> str:
         case v.Submit(request=v.Request() as request):
             return f"submit {describe_request(request)}"
         case v.Commit(frame_id=frame_id, sampled=sampled, transfers=transfers):
-            told = f"; {describe_transfers(transfers)}" if transfers != v.NO_TRANSFERS else ""
-            return f"commit frame {frame_id} {_rows(sampled)}{told}"
+            suffix = f"; {describe_transfers(transfers)}" if transfers != v.NO_TRANSFERS else ""
+            return f"commit frame {frame_id} {_rows(sampled)}{suffix}"
         case v.Drafts(drafts=drafts):
             return f"drafts {_rows(drafts)}"
         case _:
@@ -319,7 +319,7 @@ def describe_observation(observation: object) -> str:
     try:
         return _describe_observation(observation)
     except Exception:  # the function relies on a well-formed plan
-        return say(observation, 200)
+        return cut_repr(observation, 200)
 
 
 def _describe_observation(observation: object) -> str:
@@ -334,11 +334,11 @@ def _describe_observation(observation: object) -> str:
                 parts += [f"{word} {' '.join(names)}"] if names else []
             copies = [f"{it.source} to {it.destination}" for it in observation.block_copies]
             parts += [f"copies block {', '.join(copies)}"] if copies else []
-            for word, told in (
+            for word, inputs in (
                 ("encodes", observation.scheduled_encoder_inputs),
                 ("loads", observation.external_encoder_inputs),
             ):
-                parts += [f"{word} {_numbers(one)} of {one.request_id}" for one in told]
+                parts += [f"{word} {_numbers(one)} of {one.request_id}" for one in inputs]
             parts += map(_saved, observation.kv_saves)
             parts += map(_loaded, observation.kv_loads)
             dropped = observation.free_encoder_mm_hashes

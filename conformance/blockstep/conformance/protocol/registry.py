@@ -30,7 +30,7 @@ from blockstep.conformance.engine import (
     get_capabilities,
     get_traits,
 )
-from blockstep.conformance.protocol.findings import tell_error
+from blockstep.conformance.protocol.findings import describe_error
 from blockstep.spec import Oracle
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.core.state import State
@@ -261,15 +261,15 @@ def _load_target(name: str, target: str) -> EngineFactory:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (Exception, SystemExit) as error:  # an import runs arbitrary code
         raise EngineNotFoundError(
-            f"engine {name!r}: cannot load {target}: {tell_error(error)}; "
-            + _tell_place(module_name, attribute, error)
+            f"engine {name!r}: cannot load {target}: {describe_error(error)}; "
+            + _describe_import_error(module_name, attribute, error)
         ) from error
     if not callable(factory):
         raise EngineNotFoundError(f"engine {name!r}: {target} is not callable: name a factory")
     return cast("Callable[[Config], Engine]", factory)
 
 
-def _tell_place(module_name: str, attribute: str, error: BaseException) -> str:
+def _describe_import_error(module_name: str, attribute: str, error: BaseException) -> str:
     """Return where an import raised, or what to check if the module itself was not found."""
     path = PurePath(module_name)
     if path.suffix == ".py" or "/" in module_name:

@@ -238,7 +238,7 @@ class LoadPairs:
                 self.of = {left: right for left, right in self.of.items() if right != other}
                 self.of[mine] = other
 
-    def tell(self, blocks: Iterable[v.BlockId]) -> tuple[v.BlockId, ...]:
+    def to_engine(self, blocks: Iterable[v.BlockId]) -> tuple[v.BlockId, ...]:
         """Return the spec's blocks in the engine's ids; blocks not loaded on either side pair in
         order.
         """

@@ -24,7 +24,7 @@ DEFAULTS = {
 }
 
 
-def tells_holders(shown: v.Snapshot, config: v.Config) -> bool:
+def shows_holders(shown: v.Snapshot, config: v.Config) -> bool:
     """Whether a state shows the holders of each block.
 
     A partial state does, except the blocks that no request holds, which `show_state` does not

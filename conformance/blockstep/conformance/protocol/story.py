@@ -100,21 +100,24 @@ def find_check(
 def show_call(called: str, *values: str, **keywords: Any) -> str:
     """Return a call; all values are source already, and keywords that are None are left out."""
     given = [f"{key}={value}" for key, value in keywords.items() if value is not None]
-    told = ", ".join([*values, *given])
-    line = f"{called}({told})"
+    arguments = ", ".join([*values, *given])
+    line = f"{called}({arguments})"
     if len(line) <= WIDTH - MARGIN:
         return line
-    inner = textwrap.wrap(told, WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+    inner = textwrap.wrap(arguments, WIDTH - 4, break_long_words=False, break_on_hyphens=False)
     return "\n".join([f"{called}(", *(f"    {part}" for part in inner), ")"])
 
 
 def show_docstring(story: Story, engine: str) -> str:
     """Return the docstring of a script: the defect, the engine, and what the status means."""
     head, message = (" ".join(text.split()) for text in (story.title, story.finding.message))
-    told = [head, f"{engine} {story.version}, on a CPU and without a model. Exits 1 if this is so."]
+    paragraphs = [
+        head,
+        f"{engine} {story.version}, on a CPU and without a model. Exits 1 if this is so.",
+    ]
     if story.finding.kind is FindingKind.PROPERTY and message not in head:
-        told.insert(1, message)
-    text = "\n\n".join("\n".join(textwrap.wrap(one, WIDTH)) for one in told)
+        paragraphs.insert(1, message)
+    text = "\n\n".join("\n".join(textwrap.wrap(one, WIDTH)) for one in paragraphs)
     return '"""' + text.replace("\\", "\\\\").replace('"', "'") + '\n"""'
 
 

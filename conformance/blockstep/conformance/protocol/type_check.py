@@ -13,7 +13,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, say
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, cut_repr
 from blockstep.spec import vocabulary as v
 
 STATE = v.Snapshot | None
@@ -58,7 +58,7 @@ def fault_of_types(event: v.Event, seen: object, after: object) -> Finding | Non
     ):
         found = find_ill_typed(value, kind)
         if found is not None:
-            text, path = say(found.value), f"{type(value).__name__}{found.path}"
+            text, path = cut_repr(found.value), f"{type(value).__name__}{found.path}"
             rule = found.rule
             if not found.path:
                 path, rule = "the answer", f"{KINDS[kind]} of blockstep.spec.vocabulary"
@@ -152,7 +152,7 @@ def _mapping(kind: Any, key_kind: Any, value_kind: Any) -> Check:
         for key, held in value.items():
             found = check_key(key) or check_value(held)
             if found is not None:
-                return found.inside(f"[{say(key)}]")
+                return found.inside(f"[{cut_repr(key)}]")
         return None
 
     return check

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeVar
 
-from blockstep.conformance.protocol.changed_spec import Right, stand_in
+from blockstep.conformance.protocol.changed_spec import Right, fit_parameters
 from blockstep.spec import features
 from blockstep.spec.core.rules import STRICT_RULES
 
@@ -85,7 +85,7 @@ def _importers(value: object, attribute: str) -> list[ModuleType]:
 def instead(right: Callable[..., R], theirs: str = "") -> Callable[[Callable[..., R]], WrongRule]:
     """Return a decorator that makes a mistake, which replaces `right` wherever it is used."""
     return lambda wrong: WrongRule(
-        right, stand_in(right, wrong), sentence_of(wrong), right.__name__, theirs=theirs
+        right, fit_parameters(right, wrong), sentence_of(wrong), right.__name__, theirs=theirs
     )
 
 

@@ -43,8 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options; all but `--blockstep` need an engine."""
     group = parser.getgroup(NAME, "blockstep: hold a scheduler to its specification")
     add = group.addoption
-    told = "Make tests of the engine that pyproject.toml names ([tool.blockstep])."
-    add("--blockstep", action="store_true", help=told)
+    text = "Make tests of the engine that pyproject.toml names ([tool.blockstep])."
+    add("--blockstep", action="store_true", help=text)
     add("--blockstep-engine", metavar="ENGINE", help="module:attribute of a factory, or a name.")
     add("--blockstep-path", metavar="FOLDER", help="A folder to look in first for the engine.")
     add("--blockstep-profile", metavar="NAME", default="strict", help="Release to follow.")
@@ -237,7 +237,7 @@ class Campaign:
 
     def _check(self, preset: str) -> dict[str, Any]:
         from blockstep.conformance.protocol import registry  # noqa: PLC0415
-        from blockstep.conformance.report.failure import tell_failure  # noqa: PLC0415
+        from blockstep.conformance.report.failure import render_first_failure  # noqa: PLC0415
         from blockstep.conformance.report.jsonform import check_to_json  # noqa: PLC0415
         from blockstep.conformance.report.verdict import verdict_text  # noqa: PLC0415
         from blockstep.conformance.search import isolation  # noqa: PLC0415
@@ -250,7 +250,7 @@ class Campaign:
             result = self.isolation.check(options, known=known)
         except (registry.EngineNotFoundError, isolation.HarnessError, ValueError) as error:
             return {"error": f"blockstep: {error}"}
-        text = verdict_text(result) if result.first is None else tell_failure(result)
+        text = verdict_text(result) if result.first is None else render_first_failure(result)
         return {"check": check_to_json(result), "text": text}
 
     def play(self, path: Path) -> tuple[str, str]:
@@ -260,7 +260,7 @@ class Campaign:
         """
         from blockstep.conformance.protocol import program_file, registry  # noqa: PLC0415
         from blockstep.conformance.protocol import trace_lines as lines  # noqa: PLC0415
-        from blockstep.conformance.report.failure import tell_failure  # noqa: PLC0415
+        from blockstep.conformance.report.failure import render_first_failure  # noqa: PLC0415
         from blockstep.conformance.search import isolation  # noqa: PLC0415
 
         options = replace(self._options[self.presets[0]], program=str(path))
@@ -270,7 +270,7 @@ class Campaign:
             return "", str(error)
         except (lines.TraceError, registry.EngineNotFoundError) as error:
             return f"blockstep: {error}", ""
-        text = "" if result.first is None else tell_failure(result)
+        text = "" if result.first is None else render_first_failure(result)
         return text, "; ".join(result.skipped)
 
     def get_outcomes(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -289,8 +289,8 @@ class Campaign:
                 yield f"{preset}: {lines[0]}"
                 yield f"{preset}: {outcome['check']['failure']['reproduce']}"
             else:
-                told = [line for line in lines if line.startswith(("not tried", "known", "gone"))]
-                yield from (f"{preset}: {line}" for line in (*told, lines[-1]))
+                notes = [line for line in lines if line.startswith(("not tried", "known", "gone"))]
+                yield from (f"{preset}: {line}" for line in (*notes, lines[-1]))
 
 
 CAMPAIGN = pytest.StashKey[Campaign]()

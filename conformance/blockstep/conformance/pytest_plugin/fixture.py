@@ -12,7 +12,7 @@ from blockstep.conformance.lockstep.start_run import get_start
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Program
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.report.failure import render_program, tell_program
+from blockstep.conformance.report.failure import render_outcome, render_program
 from blockstep.conformance.search.isolation import Isolation, RefusedError
 from blockstep.conformance.search.options import CheckOptions, find_profile, search_first
 from blockstep.conformance.search.shrink import conclude
@@ -74,7 +74,7 @@ class Bench:
         except RefusedError as error:
             pytest.skip(f"not tried: {error}")
         if outcome.first is not None:
-            raise AssertionError(f"{tell_program(outcome, self.engine)}\n{self._reproduce()}")
+            raise AssertionError(f"{render_outcome(outcome, self.engine)}\n{self._reproduce()}")
         for name, count in outcome.skipped.items():
             pytest.skip(f"not tried: the engine lacks {name} ({count} actions left out)")
 

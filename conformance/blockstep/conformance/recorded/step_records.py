@@ -139,11 +139,11 @@ class StepJudge:
             return violated("P16", "running_follows_from_decisions", what)
         return None
 
-    def _judge_decision(self, told: Decision) -> Finding | None:
+    def _judge_decision(self, decision: Decision) -> Finding | None:
         assert self.seen is not None, "a decision belongs to a snapshot"
-        left = [name for name in self.seen.running if name not in set(told.preempted_req_ids)]
-        self.left = left + told.admitted
-        found = (judge(self.seen, told) for judge in _OF_DECISIONS)
+        left = [name for name in self.seen.running if name not in set(decision.preempted_req_ids)]
+        self.left = left + decision.admitted
+        found = (judge(self.seen, decision) for judge in _OF_DECISIONS)
         return next(filter(None, found), None)
 
 
@@ -198,10 +198,10 @@ def _judge_hit(hit: Hit) -> Finding | None:
     return None
 
 
-def _judge_budget(seen: Snapshot, told: Decision) -> Finding | None:
-    total = sum(told.num_scheduled_tokens.values())
-    if total != told.total_scheduled_tokens:
-        what = f"rows of {total} tokens are counted as {told.total_scheduled_tokens}"
+def _judge_budget(seen: Snapshot, decision: Decision) -> Finding | None:
+    total = sum(decision.num_scheduled_tokens.values())
+    if total != decision.total_scheduled_tokens:
+        what = f"rows of {total} tokens are counted as {decision.total_scheduled_tokens}"
         return violated("P9", "plan_stays_within_token_budget", what)
     if total > seen.max_num_scheduled_tokens:
         what = f"{total} tokens in a step of at most {seen.max_num_scheduled_tokens}"
@@ -209,34 +209,34 @@ def _judge_budget(seen: Snapshot, told: Decision) -> Finding | None:
     return None
 
 
-def _judge_rows(seen: Snapshot, told: Decision) -> Finding | None:
+def _judge_rows(seen: Snapshot, decision: Decision) -> Finding | None:
     """Check that each row is of a running request or an admitted one, once, and runs a token."""
-    rows = Counter(told.admitted + told.scheduled_running_req_ids)
-    ran = set(seen.running) - set(told.preempted_req_ids)
-    strangers = [name for name in told.scheduled_running_req_ids if name not in ran]
-    strangers += [name for name in told.admitted if name not in seen.waiting]
-    strangers += [name for name in told.preempted_req_ids if name not in seen.running]
+    rows = Counter(decision.admitted + decision.scheduled_running_req_ids)
+    ran = set(seen.running) - set(decision.preempted_req_ids)
+    strangers = [name for name in decision.scheduled_running_req_ids if name not in ran]
+    strangers += [name for name in decision.admitted if name not in seen.waiting]
+    strangers += [name for name in decision.preempted_req_ids if name not in seen.running]
     if (
         strangers
-        or set(rows) != set(told.num_scheduled_tokens)
+        or set(rows) != set(decision.num_scheduled_tokens)
         or max(rows.values(), default=1) > 1
     ):
         what = f"rows are not of running or waiting requests, each once: {strangers or dict(rows)}"
         return violated("P26", "rows_are_of_running_or_waiting_requests", what)
-    if any(count < 1 for count in told.num_scheduled_tokens.values()):
+    if any(count < 1 for count in decision.num_scheduled_tokens.values()):
         return violated("P26", "rows_are_of_running_or_waiting_requests", "a row runs no token")
     return None
 
 
-def _judge_admission(seen: Snapshot, told: Decision) -> Finding | None:
+def _judge_admission(seen: Snapshot, decision: Decision) -> Finding | None:
     """Check that no more requests run than may, and that no step both preempts and admits.
 
     The fork of seed 001 first asserted the former, and later only warned of it ("Change 9").
     """
-    if told.admitted and told.preempted_req_ids:
-        what = f"{told.admitted} admitted although {told.preempted_req_ids} were preempted"
+    if decision.admitted and decision.preempted_req_ids:
+        what = f"{decision.admitted} admitted although {decision.preempted_req_ids} were preempted"
         return violated("P16", "no_admission_after_a_preemption", what)
-    num_running = len(seen.running) - len(told.preempted_req_ids) + len(told.admitted)
+    num_running = len(seen.running) - len(decision.preempted_req_ids) + len(decision.admitted)
     if num_running > seen.max_num_running_reqs:
         what = f"{num_running} run after the step, {seen.max_num_running_reqs} may"
         return violated("P9", "running_stays_within_max_num_seqs", what)

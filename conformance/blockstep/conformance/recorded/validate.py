@@ -118,7 +118,7 @@ def _validate_steps(path: Path) -> Validation:
 
 def _judge_exactly(trace: Trace) -> Callable[[TraceStep], Finding | None]:
     """Return a function that compares a step with the spec."""
-    spec, with_hints = SpecEngine(trace.config), _tells_hints(trace)
+    spec, with_hints = SpecEngine(trace.config), _has_hints(trace)
 
     def judge(step: TraceStep) -> Finding | None:
         expected = spec.apply(step.event)
@@ -133,13 +133,13 @@ def _judge_exactly(trace: Trace) -> Callable[[TraceStep], Finding | None]:
     return judge
 
 
-def _tells_hints(trace: Trace) -> bool:
+def _has_hints(trace: Trace) -> bool:
     """Return whether plans of the trace have hints, which an engine may leave out."""
     answers = (step.observation for step in trace.steps)
     return any(isinstance(seen, v.Plan) and seen.num_common_prefix_blocks for seen in answers)
 
 
-class _StandIn:
+class _TraceEngine:
     """Repeats the observations of the trace.
 
     It claims all capabilities, since every event was given.
@@ -160,25 +160,25 @@ class _StandIn:
         return self._capabilities
 
 
-class _Retold(Worker):
+class _RecordedWorker(Worker):
     """A worker that samples the recorded tokens, also for plans before their commit."""
 
     def __init__(self, trace: Trace, *args: Any) -> None:
         super().__init__(*args)
-        self._told = {
+        self._recorded = {
             (step.event.frame_id, row.request_id): row.token_ids
             for step in trace.steps
             if isinstance(step.event, v.Commit) and isinstance(step.observation, v.Outputs)
             for row in step.event.sampled
         }
 
-    def _get_told(self, request_id: v.RequestId) -> v.TokenIds | None:
+    def _get_recorded(self, request_id: v.RequestId) -> v.TokenIds | None:
         assert self.last_plan is not None, "a row is one of a plan"
-        return self._told.get((self.last_plan.frame_id, request_id))
+        return self._recorded.get((self.last_plan.frame_id, request_id))
 
     def _sample(self, row: FrameRow) -> v.TokenIds:
-        told = self._get_told(row.view.request.request_id)
-        return super()._sample(row) if told is None else told
+        recorded = self._get_recorded(row.view.request.request_id)
+        return super()._sample(row) if recorded is None else recorded
 
     def _fill_in(self, row: v.NewRow | v.CachedRow, view: RequestView) -> v.TokenIds:
         """Return the drafts of a row; accepted ones that were placeholders are known from the
@@ -187,11 +187,11 @@ class _Retold(Worker):
         drafts = super()._fill_in(row, view)
         if v.DRAFT_PLACEHOLDER not in row.draft_token_ids:
             return drafts
-        accepted = (self._get_told(row.request_id) or ())[:-1]
+        accepted = (self._get_recorded(row.request_id) or ())[:-1]
         return (*accepted, *drafts[len(accepted) :])
 
 
-class _RetoldCounting(_Retold, CountingWorker):
+class _RecordedCountingWorker(_RecordedWorker, CountingWorker):
     """The same, for plans without block ids."""
 
 
@@ -201,12 +201,12 @@ def _judge_run(
     """Return a function that checks a step at the trace's equivalence, except declared
     deviations.
     """
-    stand_in, scope = _StandIn(_tells_hints(trace)), _get_equivalence(trace)
+    engine, scope = _TraceEngine(_has_hints(trace)), _get_equivalence(trace)
     shows_blocks = not isinstance(scope, SamePlans) or scope.shows_blocks
-    worker = partial(_Retold if shows_blocks else _RetoldCounting, trace)
+    worker = partial(_RecordedWorker if shows_blocks else _RecordedCountingWorker, trace)
 
-    def make(_config: v.Config) -> _StandIn:
-        return stand_in
+    def make(_config: v.Config) -> _TraceEngine:
+        return engine
 
     deviations = tuple(
         Deviation(excuse.name, excuse.summary, None, excuse.sentences, excuse.fields)
@@ -218,7 +218,7 @@ def _judge_run(
     run.excuses.counts = excused
 
     def judge(step: TraceStep) -> Finding | None:
-        stand_in.answer, num_before = step.observation, run.num_events
+        engine.answer, num_before = step.observation, run.num_events
         findings = run.apply(step.event)
         if run.num_events == num_before:
             left_out[type(step.event).__name__] += 1

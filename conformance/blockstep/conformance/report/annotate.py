@@ -29,24 +29,24 @@ class Place:
     line: int
 
 
-def list_annotations(told: Mapping[str, Any], folder: Path) -> list[str]:
+def list_annotations(result: Mapping[str, Any], folder: Path) -> list[str]:
     """Return a line for GitHub Actions for each finding of a result as JSON."""
     lines = []
-    for engine, finding, again in _list_findings(told):
+    for engine, finding, again in _list_findings(result):
         name = f"{finding['property'] or finding['kind']} {finding['sentence']}"
         place = find_place(finding["frames"], engine, folder)
         where = "" if place is None else f"file={_property(place.file)},line={place.line},"
         message = _data(f"{_get_defect(finding)}\n{again}")
         lines.append(f"::error {where}title={_property(f'Blockstep: {name}')}::{message}")
-    lines += [f"::error title=Blockstep::{_data(why)}" for why in _list_lacking(told)]
+    lines += [f"::error title=Blockstep::{_data(why)}" for why in _list_lacking(result)]
     return lines
 
 
-def make_summary(told: Mapping[str, Any]) -> str:
+def make_summary(result: Mapping[str, Any]) -> str:
     """Return the result as Markdown, for the summary of a job, with a trailing newline."""
     lines = ["## Blockstep", ""]
-    for run in _list_runs(told):
-        lines.append(f"{_code(run['engine'])}: {_tell_run(run)}")
+    for run in _list_runs(result):
+        lines.append(f"{_code(run['engine'])}: {_describe_run(run)}")
         for failure in _list_failures(run):
             first = failure["findings"][0]
             name = f"{first['property'] or first['kind']} {first['sentence']}"
@@ -108,11 +108,11 @@ def _find_definition(file: Path, attribute: str) -> int:
     return 1
 
 
-def _list_runs(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _list_runs(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the checks and hunts in a result: one, or one for each preset that pytest played."""
-    if told["format"] == "blockstep-pytest":
-        return [run["check"] for run in told["runs"]]
-    return [told]
+    if result["format"] == "blockstep-pytest":
+        return [run["check"] for run in result["runs"]]
+    return [result]
 
 
 def _list_failures(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -124,8 +124,8 @@ def _list_failures(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [it for number, it in enumerate(failures) if it not in failures[:number]]
 
 
-def _list_findings(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    for run in _list_runs(told):
+def _list_findings(result: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    for run in _list_runs(result):
         for failure in _list_failures(run):
             yield run["engine"], failure["findings"][0], failure["reproduce"]
 
@@ -135,14 +135,14 @@ def _get_defect(finding: Mapping[str, Any]) -> str:
     return str(finding.get("headline") or finding["message"])
 
 
-def _list_lacking(told: Mapping[str, Any]) -> Iterator[str]:
+def _list_lacking(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield why a check without a failure is no success."""
-    for run in _list_runs(told):
+    for run in _list_runs(result):
         if not _list_failures(run) and run.get("exit_code"):
-            yield _tell_run(run)
+            yield _describe_run(run)
 
 
-def _tell_run(run: Mapping[str, Any]) -> str:
+def _describe_run(run: Mapping[str, Any]) -> str:
     failures = len(_list_failures(run))
     played = f"{run['num_events']:,} events, equivalence {run['equivalence']}"
     if failures:

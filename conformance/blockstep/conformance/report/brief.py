@@ -23,9 +23,9 @@ from blockstep.conformance.protocol.program import describe, describe_event, des
 from blockstep.conformance.recorded.replay_counts import ReplayReport
 from blockstep.conformance.recorded.validate import Validation
 from blockstep.conformance.report.failure import NOT_AGAIN, headline, reproduce
-from blockstep.conformance.report.finding_text import HEADLINES, tell_known_programs
+from blockstep.conformance.report.finding_text import HEADLINES, make_known_lines
 from blockstep.conformance.report.hunt import hunt_summary, reproduce_defect, title_of
-from blockstep.conformance.report.metamorphic import reproduce_arms, tell_difference
+from blockstep.conformance.report.metamorphic import describe_difference, reproduce_arms
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.defects import Defect, HuntResult, name_of
 from blockstep.conformance.search.metamorphic import MetamorphicResult
@@ -37,7 +37,7 @@ LINES_MAX = 5
 """Most lines of a finding."""
 
 
-def tell(
+def format_brief(
     head: str, finding: str, seen: str = "", program: Sequence[str] = (), again: str = ""
 ) -> str:
     """Return a finding in up to five lines, with a trailing newline.
@@ -49,9 +49,9 @@ def tell(
         program: Actions, a line each.
         again: Command line that reproduces it.
     """
-    told = {"seen": cut(seen), "program": join(program), "reproduce": again}
+    parts = {"seen": cut(seen), "program": join(program), "reproduce": again}
     lines = [head, f"  {'finding':<11}{finding}"]
-    lines += [f"  {label:<11}{text}" for label, text in told.items() if text]
+    lines += [f"  {label:<11}{text}" for label, text in parts.items() if text]
     return "\n".join(" ".join(line.splitlines()) for line in lines) + "\n"
 
 
@@ -62,12 +62,12 @@ def cut(text: str) -> str:
 
 def join(lines: Iterable[str]) -> str:
     """Return the lines of a program in one, or its first ones and the number of the others."""
-    told = [" ".join(line.split()) for line in lines]
-    text = "; ".join(told)
-    count = len(told)
+    flat = [" ".join(line.split()) for line in lines]
+    text = "; ".join(flat)
+    count = len(flat)
     while len(text) > CHARS_MAX and count > 1:
         count -= 1
-        text = f"{'; '.join(told[:count])}; ... {len(told) - count} more"
+        text = f"{'; '.join(flat[:count])}; ... {len(flat) - count} more"
     return shown(text, CHARS_MAX)
 
 
@@ -80,67 +80,71 @@ def brief_check(result: CheckResult) -> str:
         assert loss is not None
         head = headline(options, loss.finding, len(loss.events))
         again = reproduce(options, episode, loss)
-        return tell(head, name_of(loss.finding), loss.message, loss.events, again)
+        return format_brief(head, name_of(loss.finding), loss.message, loss.events, again)
     findings = failure.findings or (result.first,)
-    seen = tell_seen(findings[0]) + ("" if failure.findings else f"; {NOT_AGAIN}")
+    seen = describe_seen(findings[0]) + ("" if failure.findings else f"; {NOT_AGAIN}")
     head = headline(options, findings[0], failure.num_events, failure.equivalence)
     program = [describe(action) for action in failure.program.actions]
-    return tell(head, tell_names(findings), seen, program, reproduce(options, episode))
+    return format_brief(head, describe_names(findings), seen, program, reproduce(options, episode))
 
 
-def tell_found(result: CheckResult) -> str:
+def brief_found(result: CheckResult) -> str:
     """Return a failure as it was found; it is shrunk next."""
     first, options, program = result.first, result.options, result.failing_program
     assert first is not None
     episode = result.failed_episode or 0
     where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
     head = f"blockstep check: found in episode {episode} ({where}); it is being shrunk"
-    told = [] if program is None else [describe(action) for action in program.actions]
-    return tell(head, name_of(first), tell_seen(first), told, reproduce(options, episode))
+    lines = [] if program is None else [describe(action) for action in program.actions]
+    return format_brief(
+        head, name_of(first), describe_seen(first), lines, reproduce(options, episode)
+    )
 
 
-def tell_hunted(defect: Defect) -> str:
+def brief_hunted(defect: Defect) -> str:
     """Return a failure as a hunt found it; it is shrunk and explained next."""
     where = f"preset {defect.options.preset}, episode {defect.episode}"
     head = f"blockstep hunt: found after {defect.num_events:,} events ({where}); it is being shrunk"
-    return tell(head, name_of(defect.first), tell_seen(defect.first))
+    return format_brief(head, name_of(defect.first), describe_seen(defect.first))
 
 
-def tell_names(findings: Sequence[Finding]) -> str:
+def describe_names(findings: Sequence[Finding]) -> str:
     """Return the name of the first finding, and the number of the others."""
     more = f" and {len(findings) - 1} more" if len(findings) > 1 else ""
     return f"{name_of(findings[0])}{more}"
 
 
-def tell_seen(finding: Finding) -> str:
+def describe_seen(finding: Finding) -> str:
     """Return the message of a finding, with the first differing field."""
     sides = "spec", "engine"
     if finding.kind is not FindingKind.DIVERGENCE:
         sides = "expected", "seen"
     where = f"; raised in {finding.frames[-1].partition(': ')[0]}" if finding.frames else ""
-    return f"{finding.message}{where}{_tell_first(finding.differences, sides)}"
+    return f"{finding.message}{where}{_describe_first(finding.differences, sides)}"
 
 
-def _tell_first(differences: Sequence[Difference], sides: tuple[str, str]) -> str:
+def _describe_first(differences: Sequence[Difference], sides: tuple[str, str]) -> str:
     if not differences:
         return ""
     first, more = differences[0], len(differences) - 1
     left, right = shown_apart(first.expected, first.seen, CHARS_MAX // 4)
-    told = f"; {first.field}: {sides[0]} {left}, {sides[1]} {right}"
-    return f"{told} and {more} more" if more else told
+    text = f"; {first.field}: {sides[0]} {left}, {sides[1]} {right}"
+    return f"{text} and {more} more" if more else text
 
 
 def brief_hunt(result: HuntResult) -> str:
     """Return each defect, after a summary line."""
-    told = [f"blockstep hunt: {hunt_summary(result)}\n"]
-    told += [f"{line}\n" for line in tell_known_programs(result.known_programs)]
+    texts = [f"blockstep hunt: {hunt_summary(result)}\n"]
+    texts += [f"{line}\n" for line in make_known_lines(result.known_programs)]
     for number, defect in enumerate(result.defects, 1):
         head = f"{number}. {title_of(defect, result)}"
         again = reproduce_defect(defect, result)
-        told.append(
-            tell(head, name_of(defect.first), tell_seen(defect.first), _program_of(defect), again)
+        texts.append(
+            format_brief(
+                head, name_of(defect.first), describe_seen(defect.first), _program_of(defect), again
+            )
         )
-    return "".join(told)
+    return "".join(texts)
 
 
 def _program_of(defect: Defect) -> Sequence[str]:
@@ -157,12 +161,14 @@ def brief_metamorphic(result: MetamorphicResult, options: CheckOptions) -> str:
         requests = [f"submit {describe_request(it)}" for it in fault.requests]
         again = reproduce_arms(options, fault.episode)
         name = f"fault under the change {fault.arm}" if fault.arm else "fault before any change"
-        return tell(f"blockstep arms: FAULT ({where})", name, fault.message, requests, again)
+        return format_brief(
+            f"blockstep arms: FAULT ({where})", name, fault.message, requests, again
+        )
     assert contrast is not None
     head = f"blockstep arms: {contrast.request_id} IS ANSWERED DIFFERENTLY ({where})"
     requests = [f"submit {describe_request(it)}" for it in contrast.requests]
     again = reproduce_arms(options, contrast.episode)
-    return tell(head, f"arm {contrast.arm}", tell_difference(contrast), requests, again)
+    return format_brief(head, f"arm {contrast.arm}", describe_difference(contrast), requests, again)
 
 
 def brief_walked(walked: Walked, again: str) -> str:
@@ -174,7 +180,7 @@ def brief_walked(walked: Walked, again: str) -> str:
         program += ["and then for ever", *tell_program(walked.cycle)]
     first, *others = walked.found
     head = f"blockstep explore: found after {len(walked.path)} events ({name})"
-    return tell(head, cut(first), "; ".join(map(str.strip, others)), program, again)
+    return format_brief(head, cut(first), "; ".join(map(str.strip, others)), program, again)
 
 
 def brief_consumed(file: Path, result: Consumed, again: str) -> str:
@@ -182,11 +188,11 @@ def brief_consumed(file: Path, result: Consumed, again: str) -> str:
     kind = FindingKind.DIVERGENCE if result.finding is None else result.finding.kind
     head = f"{file}: {HEADLINES[kind]} in program {result.program}, step {result.step}"
     if result.finding is not None:
-        name, seen = name_of(result.finding), tell_seen(result.finding)
+        name, seen = name_of(result.finding), describe_seen(result.finding)
     else:
         name = f"{kind}: another answer or state than the vector's"
-        seen = _tell_first(result.differences, ("expected", "seen")).removeprefix("; ")
-    return tell(head, name, seen, [result.event], again)
+        seen = _describe_first(result.differences, ("expected", "seen")).removeprefix("; ")
+    return format_brief(head, name, seen, [result.event], again)
 
 
 def brief_replay(report: ReplayReport, engine: str, again: str) -> str:
@@ -195,8 +201,8 @@ def brief_replay(report: ReplayReport, engine: str, again: str) -> str:
     assert finding is not None
     event = () if report.finding_event is None else (describe_event(report.finding_event),)
     head = f"blockstep replay: {HEADLINES[finding.kind]} at step {report.finding_step}"
-    told = f"{head} (engine {engine}, equivalence {report.equivalence})"
-    return tell(told, name_of(finding), tell_seen(finding), event, again)
+    first_line = f"{head} (engine {engine}, equivalence {report.equivalence})"
+    return format_brief(first_line, name_of(finding), describe_seen(finding), event, again)
 
 
 def brief_validation(path: Path, result: Validation, again: str) -> str:
@@ -205,4 +211,4 @@ def brief_validation(path: Path, result: Validation, again: str) -> str:
     assert finding is not None
     where = f"step {result.num_agreed + 1} of {result.num_steps} ({path.name})"
     head = f"blockstep validate: {HEADLINES[finding.kind]} at {where}"
-    return tell(head, name_of(finding), tell_seen(finding), [result.event], again)
+    return format_brief(head, name_of(finding), describe_seen(finding), [result.event], again)

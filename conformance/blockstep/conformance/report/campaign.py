@@ -29,7 +29,7 @@ text { font-size: 11px; fill: #888 }
 """
 
 
-def tell_line(summary: Summary) -> str:
+def make_summary_line(summary: Summary) -> str:
     """Return one line about the state of a campaign."""
     totals = summary.totals
     defects, leased = len(summary.new), sum(bool(it.owner) for it in summary.leases)
@@ -37,7 +37,7 @@ def tell_line(summary: Summary) -> str:
     return f"{text}, {totals.episodes:,} episodes, {summary.num_rounds} rounds, {leased} leases"
 
 
-def tell_past(past: Past) -> str:
+def make_progress_line(past: Past) -> str:
     """Return one line about the course of a campaign, for its progress."""
     found = f"{past.findings} finding{'s' * (past.findings != 1)} in {past.events:,} events"
     return f"{found}, {past.goals:,} goals"
@@ -46,7 +46,7 @@ def tell_past(past: Past) -> str:
 def render_campaign(summary: Summary) -> str:
     """Return the state of a campaign for a terminal, with a trailing newline."""
     state = "finished" if summary.is_finished else "not finished"
-    lines = [f"blockstep campaign {summary.plan.key}: {tell_line(summary)} ({state})", ""]
+    lines = [f"blockstep campaign {summary.plan.key}: {make_summary_line(summary)} ({state})", ""]
     lines += _align(list_targets(summary), "  ")
     for number, row in enumerate(summary.rows, 1):
         lines += ["", *_list_defect(number, row)]
@@ -91,7 +91,7 @@ def _list_defect(number: int, row: Row) -> Iterator[str]:
     yield f"{number}. {make_headline(row.found.first)}{known}"
     yield f"   found by   {row.found.name}, {row.found.length} actions, digest {row.found.digest}"
     for name, seen in row.seen.items():
-        when = f"first {tell_time(seen.first_at)}, last {tell_time(seen.last_at)}"
+        when = f"first {format_time(seen.first_at)}, last {format_time(seen.last_at)}"
         yield f"   seen in    {name}: {seen.count} shrunk failures, {when}"
     if row.found.causes:
         yield f"   because    {', '.join(row.found.causes)} (blockstep quirks)"
@@ -123,7 +123,7 @@ def _list_remarks(summary: Summary) -> Iterator[str]:
         yield verdicts[summary.exit_code]
 
 
-def tell_time(at: float) -> str:
+def format_time(at: float) -> str:
     """Return a time of the store as date and time in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
 
@@ -140,7 +140,7 @@ def render_page(summary: Summary) -> str:
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
-            f"<h1>{escape(title)}</h1><p>{escape(tell_line(summary))}</p>",
+            f"<h1>{escape(title)}</h1><p>{escape(make_summary_line(summary))}</p>",
             *_make_table(list_targets(summary)),
             "<h2>Defects</h2>",
             *_make_table(_list_over_targets(summary)),
@@ -151,7 +151,11 @@ def render_page(summary: Summary) -> str:
             _make_chart([(float(it.events), float(it.findings)) for it in summary.course]),
             "<h2>Cells</h2>",
             *_make_table(list_cells(summary)),
-            *(line for number, row in enumerate(summary.rows, 1) for line in _tell(number, row)),
+            *(
+                line
+                for number, row in enumerate(summary.rows, 1)
+                for line in _make_section(number, row)
+            ),
             "</body></html>\n",
         ]
     )
@@ -199,7 +203,7 @@ def _make_chart(points: Sequence[tuple[float, float]]) -> str:
     return f'<svg viewBox="0 0 1000 150"><polyline points="{line}"/>{texts}</svg>'
 
 
-def _tell(number: int, row: Row) -> Iterable[str]:
+def _make_section(number: int, row: Row) -> Iterable[str]:
     """Yield the section of one defect: its message, its timeline, and its program."""
     found = row.found
     yield f"<h2>{number}. {escape(make_headline(found.first))}</h2>"
@@ -207,7 +211,7 @@ def _tell(number: int, row: Row) -> Iterable[str]:
     yield f"<p>{escape(', '.join(found.causes))}</p>"
     times = [("target", "times", "first seen", "unit", "last seen", "unit")]
     for name, it in row.seen.items():
-        first, last = tell_time(it.first_at), tell_time(it.last_at)
+        first, last = format_time(it.first_at), format_time(it.last_at)
         times.append((name, str(it.count), first, it.first_unit, last, it.last_unit))
     yield from _make_table(times)
     if found.program:

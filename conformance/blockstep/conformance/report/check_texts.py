@@ -279,10 +279,10 @@ def _read(text: str) -> dict[str, tuple[str, str]]:
     check and its property; lines of explanation are indented, and comments begin with `#`."""
     found = {}
     for entry in re.split(r"\n(?=\S)", text.strip()):
-        name, _, told = entry.partition("\n")
-        if told:
+        name, _, body = entry.partition("\n")
+        if body:
             name, _, number = name.partition(" ")
-            found[name] = number, " ".join(told.split())
+            found[name] = number, " ".join(body.split())
     return found
 
 

@@ -32,10 +32,10 @@ from blockstep.conformance.report.vocabulary import (
     Part,
     Word,
     cite,
+    explain_word,
     get_finding_kinds,
     get_words,
     make_page,
-    tell_word,
 )
 from blockstep.conformance.search.watchpoints import WATCHPOINTS, Watchpoint
 from blockstep.spec.profiles import PROFILES, QUIRKS, Profile, QuirkStory, get_profile
@@ -52,7 +52,7 @@ class NotExplainedError(LookupError):
 def explain_name(name: str) -> str:
     """Return all meanings of a name. Raises NotExplainedError, with similar names."""
     names, wanted, rules = get_names(), _normal(name), _get_rules()
-    found = list(dict.fromkeys(each.tell() for each in names.get(wanted, ())))
+    found = list(dict.fromkeys(each.explain() for each in names.get(wanted, ())))
     found += [
         _explain_rule(rule, rules[rule])
         for rule in rules
@@ -60,9 +60,11 @@ def explain_name(name: str) -> str:
     ]
     profile = None if found else get_profile(name)
     if profile is not None:
-        found.append(_tell_profile(profile))
+        found.append(_explain_profile(profile))
     if not found:
-        shown = {key: told[0].name for key, told in names.items()} | {rule: rule for rule in rules}
+        shown = {key: meanings[0].name for key, meanings in names.items()} | {
+            rule: rule for rule in rules
+        }
         raise NotExplainedError(f"{name!r}: no such name{_suggest(wanted, shown)}")
     return "\n".join(found)
 
@@ -84,7 +86,7 @@ def _normal(name: str) -> str:
     return name.removeprefix(MUSEUM).strip().lower().replace("-", "_").replace(" ", "_")
 
 
-Tell = Callable[[], str]
+Explain = Callable[[], str]
 
 
 class Meaning(NamedTuple):
@@ -93,7 +95,7 @@ class Meaning(NamedTuple):
     kind: str
     name: str
     """Name as it is written."""
-    tell: Tell
+    explain: Explain
 
 
 @cache
@@ -101,80 +103,80 @@ def get_names() -> dict[str, list[Meaning]]:
     """Return the meanings of each name, by the name in lower case with underscores."""
     found: dict[str, list[Meaning]] = {}
     for meaning in map(Meaning._make, _list_names()):
-        told = found.setdefault(_normal(meaning.name), [])
-        if all(meaning.kind != other.kind for other in told):
-            told.append(meaning)
+        meanings = found.setdefault(_normal(meaning.name), [])
+        if all(meaning.kind != other.kind for other in meanings):
+            meanings.append(meaning)
     return found
 
 
-def _list_names() -> Iterator[tuple[str, str, Tell]]:
+def _list_names() -> Iterator[tuple[str, str, Explain]]:
     """Yield the kind, the name and the text of everything that can be explained."""
     yield from _list_judged()
     yield from _list_configured()
     yield from _list_words()
     yield "list", "glossary", read_page
     yield "list", "vocabulary", make_page
-    yield "list", "capabilities", partial(tell_word, get_words()["Capability"])
-    yield "list", "features", _tell_features
-    yield "list", "codes", partial(tell_word, get_words()["RejectCode"])
-    yield "list", "situations", _tell_situations
-    yield "list", "sentences", _tell_sentences
+    yield "list", "capabilities", partial(explain_word, get_words()["Capability"])
+    yield "list", "features", _explain_features
+    yield "list", "codes", partial(explain_word, get_words()["RejectCode"])
+    yield "list", "situations", _explain_situations
+    yield "list", "sentences", _explain_sentences
 
 
-def _list_judged() -> Iterator[tuple[str, str, Tell]]:
+def _list_judged() -> Iterator[tuple[str, str, Explain]]:
     """Properties and their checks, coverage goals, seeded bugs and watchpoints."""
     for entry in PROPERTIES:
         for name in (entry.id, entry.name):
-            yield "property", name, partial(_tell_property, entry.id)
+            yield "property", name, partial(_explain_property, entry.id)
         for check in entry.checks:
-            yield "sentence", check.sentence, partial(_tell_check, check)
+            yield "sentence", check.sentence, partial(_explain_check, check)
     for sentence in SENTENCES:
-        yield "sentence", sentence, partial(_tell_sentence, sentence)
+        yield "sentence", sentence, partial(_explain_sentence, sentence)
     for situation in WITNESSES:
-        yield "situation", situation, partial(_tell_situation, situation)
+        yield "situation", situation, partial(_explain_situation, situation)
     for exhibit in EXHIBITS.values():
-        yield "exhibit", exhibit.name, partial(_tell_exhibit, exhibit)
+        yield "exhibit", exhibit.name, partial(_explain_exhibit, exhibit)
     for watchpoint in WATCHPOINTS:
-        yield "watchpoint", watchpoint.name, partial(_tell_watchpoint, watchpoint)
+        yield "watchpoint", watchpoint.name, partial(_explain_watchpoint, watchpoint)
 
 
-def _list_configured() -> Iterator[tuple[str, str, Tell]]:
+def _list_configured() -> Iterator[tuple[str, str, Explain]]:
     """Quirks, profiles, capabilities, features, presets, and how a run can end."""
     for story in QUIRKS:
-        yield "quirk", story.quirk, partial(_tell_quirk, story)
+        yield "quirk", story.quirk, partial(_explain_quirk, story)
     for profile in PROFILES:
-        yield "profile", profile.name, partial(_tell_profile, profile)
+        yield "profile", profile.name, partial(_explain_profile, profile)
     for code in RejectCode:
-        yield "reject code", code, partial(_tell_code, code)
+        yield "reject code", code, partial(_explain_code, code)
     for capability in Capability:
-        yield "capability", capability, partial(_tell_capability, capability)
+        yield "capability", capability, partial(_explain_capability, capability)
     for feature in FEATURES:
-        yield "feature", feature.name, partial(_tell_feature, feature)
+        yield "feature", feature.name, partial(_explain_feature, feature)
     for kind in FindingKind:
         for name in (kind, HEADLINES[kind]):
-            yield "kind of finding", name, partial(_tell_kind, kind)
-    yield "equivalence", "exact", _tell_exact
+            yield "kind of finding", name, partial(_explain_kind, kind)
+    yield "equivalence", "exact", _explain_exact
     for weaker in EQUIVALENCES:
-        yield "equivalence", weaker.name, partial(tell_word, get_words()[weaker.__name__])
+        yield "equivalence", weaker.name, partial(explain_word, get_words()[weaker.__name__])
     for preset in PRESETS:
-        yield "preset", preset, partial(_tell_preset, preset)
+        yield "preset", preset, partial(_explain_preset, preset)
 
 
-def _list_words() -> Iterator[tuple[str, str, Tell]]:
+def _list_words() -> Iterator[tuple[str, str, Explain]]:
     """Records of the vocabulary with their fields, and terms of the glossary."""
     for word in get_words().values():
-        yield "word", word.name, partial(tell_word, word)
+        yield "word", word.name, partial(explain_word, word)
         for part in word.parts:
             if part.type:
                 short = part.name.partition("(")[0]
-                yield "field", f"{word.name}.{short}", partial(_tell_field, short, word)
-                yield "field", short, partial(_tell_field, short)
+                yield "field", f"{word.name}.{short}", partial(_explain_field, short, word)
+                yield "field", short, partial(_explain_field, short)
             elif part.default and word.name not in {"RejectCode", "Capability"}:  # told above
                 for name in (part.name, f"{word.name}.{part.default}"):
-                    yield word.name, name, partial(_tell_member, word, part)
+                    yield word.name, name, partial(_explain_member, word, part)
     for term in get_terms():
         for name in term.names:
-            yield "term", name, term.tell
+            yield "term", name, term.explain
 
 
 # What is said of each.
@@ -182,10 +184,10 @@ def _list_words() -> Iterator[tuple[str, str, Tell]]:
 
 def _show(title: str, text: str, *lines: str) -> str:
     """Return a title, a text, and the lines that are not empty."""
-    told = [title, "", cite(text).strip(), ""]
+    wrapped = [title, "", cite(text).strip(), ""]
     for line in filter(None, lines):
-        told += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
-    return "\n".join(told).rstrip() + "\n"
+        wrapped += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
+    return "\n".join(wrapped).rstrip() + "\n"
 
 
 def _list(label: str, names: Iterable[str]) -> str:
@@ -199,35 +201,35 @@ def _shown_by(*property_ids: str) -> str:
     return _list("seeded bugs that break it (check --engine museum:NAME)", names)
 
 
-def _tell_property(number: str) -> str:
+def _explain_property(number: str) -> str:
     entry = next(entry for entry in PROPERTIES if entry.id == number)
-    said = [f"{check.sentence}: {_first_paragraph(check)}" for check in entry.checks]
-    said += [f"{name}: {text}" for name, (of, text) in SENTENCES.items() if of == number]
+    checks = [f"{check.sentence}: {_first_paragraph(check)}" for check in entry.checks]
+    checks += [f"{name}: {text}" for name, (of, text) in SENTENCES.items() if of == number]
     quirks = [story.quirk for story in QUIRKS if number in story.property_ids]
     return _show(
         f"{entry.id} {entry.name}",
         entry.statement,
-        *said,
+        *checks,
         "",
         _list("quirks of releases that break it", quirks),
         _shown_by(number),
     )
 
 
-def _tell_check(check: PropertyCheck) -> str:
+def _explain_check(check: PropertyCheck) -> str:
     entry = next(entry for entry in PROPERTIES if entry.id == check.property_id)
     kinds = [kind.__name__ for kind in check.kinds]
     return _show(
         f"check {check.sentence} ({entry.id} {entry.name})",
         inspect.cleandoc(check.explanation),
         _list("checked after", kinds),
-        _tell_where(check),
-        _tell_headline(check.sentence),
+        _explain_where(check),
+        _explain_headline(check.sentence),
         _shown_by(entry.id),
     )
 
 
-def _tell_where(check: PropertyCheck) -> str:
+def _explain_where(check: PropertyCheck) -> str:
     if check.sentence in ASKED_OF_ANSWERS:
         return "checked at safety, also for an engine that shows no state"
     if check.is_asked_at_safety:
@@ -235,19 +237,19 @@ def _tell_where(check: PropertyCheck) -> str:
     return f"not checked at safety: {check.why_not_at_safety}"
 
 
-def _tell_sentence(name: str) -> str:
+def _explain_sentence(name: str) -> str:
     number, text = SENTENCES[name]
     title = next((f" ({it.id} {it.name})" for it in PROPERTIES if it.id == number), "")
-    return _show(f"check {name}{title}", text, _tell_headline(name), _shown_by(number))
+    return _show(f"check {name}{title}", text, _explain_headline(name), _shown_by(number))
 
 
-def _tell_headline(name: str) -> str:
+def _explain_headline(name: str) -> str:
     """Return the headline of a finding of this check, unless it is the message."""
     text = CHECK_HEADLINES.get(name, "")
     return f"headline: {text.format(request='request REQUEST', block='block BLOCK')}" * bool(text)
 
 
-def _tell_situation(name: str) -> str:
+def _explain_situation(name: str) -> str:
     needs = [feature.name for feature in FEATURES if name.startswith(feature.situations)]
     return _show(
         f"coverage goal {name}",
@@ -256,7 +258,7 @@ def _tell_situation(name: str) -> str:
     )
 
 
-def _tell_exhibit(exhibit: SeededBug) -> str:
+def _explain_exhibit(exhibit: SeededBug) -> str:
     repaired = f"a wrong repair of: {exhibit.wrong_fix_of}" if exhibit.wrong_fix_of else ""
     return _show(
         f"seeded bug {exhibit.name}",
@@ -268,7 +270,7 @@ def _tell_exhibit(exhibit: SeededBug) -> str:
     )
 
 
-def _tell_watchpoint(watchpoint: Watchpoint) -> str:
+def _explain_watchpoint(watchpoint: Watchpoint) -> str:
     return _show(
         f"watchpoint {watchpoint.name}",
         f"Breaks nothing, but may surprise: {watchpoint.title}. `hunt` reports a program with it.",
@@ -277,7 +279,7 @@ def _tell_watchpoint(watchpoint: Watchpoint) -> str:
     )
 
 
-def _tell_quirk(story: QuirkStory) -> str:
+def _explain_quirk(story: QuirkStory) -> str:
     profiles = [profile.name for profile in PROFILES if story.quirk in profile.quirks]
     return _show(
         f"quirk {story.quirk}",
@@ -291,7 +293,7 @@ def _tell_quirk(story: QuirkStory) -> str:
     )
 
 
-def _tell_profile(profile: Profile) -> str:
+def _explain_profile(profile: Profile) -> str:
     quirks = [f"{story.quirk}: {story.title}" for story in QUIRKS if story.quirk in profile.quirks]
     return _show(
         f"profile {profile.name}",
@@ -302,12 +304,12 @@ def _tell_profile(profile: Profile) -> str:
     )
 
 
-def _tell_code(code: RejectCode) -> str:
+def _explain_code(code: RejectCode) -> str:
     part = next(part for part in get_words()["RejectCode"].parts if part.name == code)
     return _show(f"reject code {code}", part.text, f"counted as: rejected_{code}")
 
 
-def _tell_capability(capability: Capability) -> str:
+def _explain_capability(capability: Capability) -> str:
     part = next(part for part in get_words()["Capability"].parts if part.name == capability)
     features = [feature for feature in FEATURES if feature.capability == capability]
     return _show(
@@ -317,7 +319,7 @@ def _tell_capability(capability: Capability) -> str:
     )
 
 
-def _tell_feature(feature: Feature) -> str:
+def _explain_feature(feature: Feature) -> str:
     needs = str(feature.capability) if feature.capability else "nothing: every engine has it"
     return _show(
         f"feature {feature.name} (--with {feature.name}, --without {feature.name})",
@@ -337,7 +339,7 @@ def _feature_facts(feature: Feature) -> list[str]:
     ]
 
 
-def _tell_preset(name: str) -> str:
+def _explain_preset(name: str) -> str:
     preset = PRESETS[name]
     facts = [
         f"{field.name}: {value if isinstance(value, int) else ' to '.join(map(str, value))}"
@@ -351,7 +353,7 @@ def _tell_preset(name: str) -> str:
     )
 
 
-def _tell_exact() -> str:
+def _explain_exact() -> str:
     text = (
         "Every answer and every state is the specification's, block ids and the order of the free "
         "queue included. The equivalence of an engine whose factory names no other one."
@@ -359,12 +361,12 @@ def _tell_exact() -> str:
     return _show("equivalence exact", text)
 
 
-def _tell_kind(kind: FindingKind) -> str:
+def _explain_kind(kind: FindingKind) -> str:
     tree = get_finding_kinds()
     return _show(f"kind of finding {kind} (in a report: {HEADLINES[kind]})", tree[kind])
 
 
-def _tell_field(name: str, owner: Word | None = None) -> str:
+def _explain_field(name: str, owner: Word | None = None) -> str:
     owners = [owner] if owner else get_words().values()
     found = [
         (word, part)
@@ -382,27 +384,27 @@ def _tell_field(name: str, owner: Word | None = None) -> str:
     )
 
 
-def _tell_member(word: Word, part: Part) -> str:
+def _explain_member(word: Word, part: Part) -> str:
     others = [other.name for other in word.parts if other.default and not other.type]
     title = f"{word.name} {part.name} ({word.name}.{part.default})"
     return _show(title, part.text or "No further description.", _list("one of", others))
 
 
-def _tell_features() -> str:
+def _explain_features() -> str:
     facts = [f"{it.name}: {it.summary}" for it in FEATURES]
     return _show(
         "features", "Features that an engine may have or lack, and that runs may use.", *facts
     )
 
 
-def _tell_situations() -> str:
+def _explain_situations() -> str:
     facts = [f"{name}: {text}" for name, text in WITNESSES.items()]
     return _show(
         "coverage goals", "What runs count: a pass requires that they are reached.", *facts
     )
 
 
-def _tell_sentences() -> str:
+def _explain_sentences() -> str:
     facts = [
         f"{it.id} {check.sentence}: {_first_paragraph(check)}"
         for it in PROPERTIES

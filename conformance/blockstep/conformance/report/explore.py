@@ -49,29 +49,31 @@ def render_walked(walked: Walked) -> str:
             lines += ["  and then for ever", *_numbered(walked.cycle)]
         return "\n".join(lines) + "\n"
     if walked.equivalence == Safety.name:
-        size += _tell_alone(walked)
+        size += _describe_states(walked)
     if not walked.is_complete and not walked.is_blind:
         return (
             f"{name}: stopped after {size}: the next level would pass --max-states "
             f"{task.max_states:,}; raise it if the memory allows (250 bytes a state)\n"
         )
-    said = ["every property holds in every state, no cycle without progress"]
-    said = said if task.properties else []
+    conclusions = ["every property holds in every state, no cycle without progress"]
+    conclusions = conclusions if task.properties else []
     if walked.equivalence == Safety.name:
-        said = ["no property that is judged at safety is broken, and from each all requests end"]
+        conclusions = [
+            "no property that is judged at safety is broken, and from each all requests end"
+        ]
     elif task.engine:
-        said += [f"{task.engine} agrees on every event in every state"]
-        said[-1] += f" (equivalence {walked.equivalence})" * (walked.equivalence != EXACT)
+        conclusions += [f"{task.engine} agrees on every event in every state"]
+        conclusions[-1] += f" (equivalence {walked.equivalence})" * (walked.equivalence != EXACT)
     if walked.left_out:
-        said.append(f"{walked.left_out:,} events left out that {task.engine} does not take")
+        conclusions.append(f"{walked.left_out:,} events left out that {task.engine} does not take")
     if walked.excused:
-        said.append(f"and what its adapter declares: {', '.join(sorted(walked.excused))}")
+        conclusions.append(f"and what its adapter declares: {', '.join(sorted(walked.excused))}")
     if not is_as_expected(walked):
-        said.append(f"NOT AS COMMITTED: {task.world.expected}")
-    return "; ".join([f"{name}: {size}", *said]) + "\n"
+        conclusions.append(f"NOT AS COMMITTED: {task.world.expected}")
+    return "; ".join([f"{name}: {size}", *conclusions]) + "\n"
 
 
-def _tell_alone(walked: Walked) -> str:
+def _describe_states(walked: Walked) -> str:
     """Return whose states were counted."""
     changes = f", built with {', '.join(walked.notes)}" if walked.notes else ""
     if walked.is_blind:
@@ -87,13 +89,13 @@ def summarize_walks(results: Sequence[Walked], num_worlds: int) -> str:
     states, transitions = sum(it.states for it in counts), sum(it.transitions for it in counts)
     num_stopped = codes.count(ExitCode.HARNESS)
     num_wrong = len(codes) - codes.count(ExitCode.CONFORMS) - num_stopped
-    told = [f"{codes.count(ExitCode.CONFORMS)} of {num_worlds} worlds as they should be"]
-    told += [f"{num_wrong} WRONG"] if num_wrong else []
-    told += [f"{num_stopped} stopped before the end"] if num_stopped else []
-    told += [f"{num_worlds - len(results)} not walked"] if len(results) < num_worlds else []
+    parts = [f"{codes.count(ExitCode.CONFORMS)} of {num_worlds} worlds as they should be"]
+    parts += [f"{num_wrong} WRONG"] if num_wrong else []
+    parts += [f"{num_stopped} stopped before the end"] if num_stopped else []
+    parts += [f"{num_worlds - len(results)} not walked"] if len(results) < num_worlds else []
     seconds = sum(walked.seconds for walked in results)
-    said = f"{', '.join(told)}; {states:,} states, {transitions:,} transitions, {seconds:.0f} s"
-    return f"summary: {said}\n"
+    text = f"{', '.join(parts)}; {states:,} states, {transitions:,} transitions, {seconds:.0f} s"
+    return f"summary: {text}\n"
 
 
 def _numbered(path: Sequence[PathStep]) -> list[str]:

@@ -15,11 +15,11 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.report.finding_text import (
     HEADLINES,
+    make_first_line,
+    make_known_lines,
+    make_settings_line,
     render_divergence,
     render_finding,
-    tell_first_line,
-    tell_known_programs,
-    tell_settings,
 )
 from blockstep.conformance.report.headlines import make_headline
 from blockstep.conformance.search.check import CheckResult
@@ -36,16 +36,16 @@ NOT_AGAIN = (
 """Note on a finding that could not be reproduced."""
 
 
-def tell_failure(result: CheckResult) -> str:
+def render_first_failure(result: CheckResult) -> str:
     """Return the whole report of the first failure of a check, with a trailing newline."""
     failure, loss = result.failure, result.loss
     notes = "".join(f"\n  note       {note}\n" for note in result.notes)
-    notes += "".join(f"\n  {line}\n" for line in tell_known_programs(result.known_programs))
+    notes += "".join(f"\n  {line}\n" for line in make_known_lines(result.known_programs))
     if result.settings:
-        notes += f"\n  {tell_settings('run', result.settings)}\n"
+        notes += f"\n  {make_settings_line('run', result.settings)}\n"
     if failure is None:
         assert loss is not None
-        return _tell_loss(result, loss) + notes
+        return _render_lost_check(result, loss) + notes
     assert result.first is not None
     assert result.failing_program is not None
     note = "" if failure.findings else f"\n  {NOT_AGAIN}\n"
@@ -73,7 +73,7 @@ def headline(
     """Return the first line: verdict, number of events, cause and engine."""
     how = f"equivalence {equivalence}, " if equivalence else ""
     where = f"engine {options.engine}, {how}{_drawn_from(options)}"
-    return tell_first_line("blockstep check", finding, num_events, where)
+    return make_first_line("blockstep check", finding, num_events, where)
 
 
 def _drawn_from(options: CheckOptions) -> str:
@@ -85,11 +85,11 @@ def _drawn_from(options: CheckOptions) -> str:
 def render_program(shrunk: Shrunk, engine: str) -> str:
     """Return the report of a failure of a user's own program: no preset, no seed, not shrunk."""
     first = shrunk.findings[0]
-    head = tell_first_line("blockstep", first, shrunk.num_events, f"engine {engine}")
+    head = make_first_line("blockstep", first, shrunk.num_events, f"engine {engine}")
     return _join([head, "", *_body(shrunk, "")])
 
 
-def tell_program(outcome: CheckResult, engine: str) -> str:
+def render_outcome(outcome: CheckResult, engine: str) -> str:
     """Return the report of a user's own program, or of a lost process; "" if nothing is wrong."""
     if outcome.loss is not None:
         return render_loss("blockstep", f"engine {engine}", outcome.loss)
@@ -118,7 +118,7 @@ def _join(lines: Sequence[str]) -> str:
 # Processes that died before the failure was shrunk.
 
 
-def _tell_loss(result: CheckResult, loss: Loss) -> str:
+def _render_lost_check(result: CheckResult, loss: Loss) -> str:
     """Return the report of a failure that is known only from the journal of a process."""
     options, first = result.options, result.first
     where = f"engine {options.engine}, {_drawn_from(options)}"
@@ -132,7 +132,7 @@ def _tell_loss(result: CheckResult, loss: Loss) -> str:
 def render_loss(command: str, where: str, loss: Loss) -> str:
     """Return the report of an engine whose process died or hung."""
     lines = [
-        tell_first_line(command, loss.finding, len(loss.events), where),
+        make_first_line(command, loss.finding, len(loss.events), where),
         "",
         *render_finding(loss.finding),
     ]
@@ -155,8 +155,8 @@ def render_served(findings: Sequence[Finding], num_events: int) -> str:
     """Return the findings while an engine served (`CheckFailedError`), and the number of events."""
     first = findings[0]
     head = f"blockstep generate: {HEADLINES[first.kind]} at event {num_events}"
-    told = [line for finding in findings for line in render_finding(finding)]
-    lines = [f"{head}: {make_headline(first)}", "", *told]
+    rendered = [line for finding in findings for line in render_finding(finding)]
+    lines = [f"{head}: {make_headline(first)}", "", *rendered]
     return "\n".join([*lines, *render_divergence(findings)])
 
 

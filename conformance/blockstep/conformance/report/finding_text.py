@@ -20,7 +20,7 @@ HEADLINES = {
 MAX_DIFFERENCES = 12
 
 
-def tell_first_line(command: str, finding: Finding, num_events: int, where: str) -> str:
+def make_first_line(command: str, finding: Finding, num_events: int, where: str) -> str:
     """Return the first line of a report: verdict, headline, the check that found it, and where.
 
     Args:
@@ -38,15 +38,17 @@ def render_finding(finding: Finding) -> list[str]:
     """Return property and check, then the message; for a property also the expected values."""
     name = f"{finding.property_id} {finding.sentence}".strip()
     label = "property" if finding.property_id else str(finding.kind)
-    told = [finding.message]
-    told += [f"raised in {frame}" for frame in finding.frames[-1:]]
-    told += [f"called by {frame}" for frame in reversed(finding.frames[:-1])]
+    texts = [finding.message]
+    texts += [f"raised in {frame}" for frame in finding.frames[-1:]]
+    texts += [f"called by {frame}" for frame in reversed(finding.frames[:-1])]
     if finding.kind is not FindingKind.DIVERGENCE:
-        told += [_told(difference) for difference in finding.differences[:MAX_DIFFERENCES]]
+        texts += [
+            _format_difference(difference) for difference in finding.differences[:MAX_DIFFERENCES]
+        ]
     indent = " " * 14
     wrapped = [
         line
-        for text in told
+        for text in texts
         for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
     ]
     return [f"  {label:<12}{name}", *wrapped]
@@ -63,7 +65,7 @@ def render_divergence(findings: Sequence[Finding]) -> list[str]:
     return ["", *_render_differences(differences)] if differences else []
 
 
-def tell_stale(name: str, num_excused: int) -> str:
+def make_stale_line(name: str, num_excused: int) -> str:
     """Return a line about a declared deviation that its own program does not show.
 
     If it covers findings of the run, the program is wrong and not the declaration.
@@ -73,7 +75,7 @@ def tell_stale(name: str, num_excused: int) -> str:
     return f"{name}: its program does not show it, and no finding does; the adapter can drop it"
 
 
-def tell_known_programs(counts: Mapping[str, int | None]) -> list[str]:
+def make_known_lines(counts: Mapping[str, int | None]) -> list[str]:
     """Return lines about the known programs of `--known`."""
     return [
         f"gone        {name}: it passes now; remove it from the known programs"
@@ -83,7 +85,7 @@ def tell_known_programs(counts: Mapping[str, int | None]) -> list[str]:
     ]
 
 
-def tell_settings(word: str, settings: Sequence[Setting]) -> str:
+def make_settings_line(word: str, settings: Sequence[Setting]) -> str:
     """Return the line that names the settings that differ from the engine's defaults.
 
     Args:
@@ -93,7 +95,7 @@ def tell_settings(word: str, settings: Sequence[Setting]) -> str:
     return f"{word} at: {', '.join(setting.name for setting in settings)}"
 
 
-def _told(difference: Difference) -> str:
+def _format_difference(difference: Difference) -> str:
     note = f" ({difference.note})" if difference.note else ""
     return f"{difference.field}: expected {difference.expected}, seen {difference.seen}{note}"
 

@@ -33,7 +33,7 @@ class Term:
         """Return the terms that this row explains."""
         return tuple(re.split(r"[,;] ", re.sub(r" \(.*\)", "", self.title)))
 
-    def tell(self) -> str:
+    def explain(self) -> str:
         """Return the row as lines of text."""
         lines = [f"term {self.title}", "", self.meaning, ""]
         if self.vllm:

@@ -629,15 +629,15 @@ def make_headline(finding: Finding) -> str:
     if finding.kind is FindingKind.LIVENESS:
         text = f"{text}: {finding.message.partition(';')[0]}"
     else:
-        text = _tell_second(decision, text) if decision and decision not in text else text
-        is_told = finding.message.endswith(MUST_WAIT)
-        value = "" if is_told else _tell_value(finding, bool(decision))
-        told = f"{text}: {value}" if value else text
-        text = told if len(told) <= CHARS_MAX else text
+        text = _append_rule(decision, text) if decision and decision not in text else text
+        must_wait = finding.message.endswith(MUST_WAIT)
+        value = "" if must_wait else _describe_value(finding, bool(decision))
+        with_value = f"{text}: {value}" if value else text
+        text = with_value if len(with_value) <= CHARS_MAX else text
     return shown(text, CHARS_MAX)
 
 
-def _tell_second(decision: str, rule: str) -> str:
+def _append_rule(decision: str, rule: str) -> str:
     """Return a decision and the headline of what it violates, without its class; a request that
     both begin with is named once."""
     rule = rule.partition(": ")[2]
@@ -647,7 +647,7 @@ def _tell_second(decision: str, rule: str) -> str:
     return f"{decision}: {rule}"
 
 
-def _tell_value(finding: Finding, is_decision_told: bool) -> str:
+def _describe_value(finding: Finding, has_decision: bool) -> str:
     """Return the first field that is wrong, its value and the expected one; "" if none is known.
 
     If the property names no field, and the headline has no decision, it is a field of its subjects
@@ -660,7 +660,7 @@ def _tell_value(finding: Finding, is_decision_told: bool) -> str:
         if finding.sentence == WORKER_VIEW:
             return f"{first.field} is {first.expected} in the state, {first.seen} in the plans"
         return f"{first.field} {first.seen}, expected {first.expected}"
-    if is_decision_told or not finding.diverged:
+    if has_decision or not finding.diverged:
         return ""
     names = {f"request {name}" for name in finding.subjects.requests}
     names |= {f"block {block}" for block in finding.subjects.blocks}
@@ -702,9 +702,9 @@ def fill(text: str, subjects: Subjects) -> str:
     return f"{text} ({'; '.join(rest)})" if rest else text
 
 
-def _list_rest(word: str, names: Sequence[str], is_first_told: bool) -> list[str]:
+def _list_rest(word: str, names: Sequence[str], is_first_named: bool) -> list[str]:
     """Return what is left to say of some subjects, if anything."""
-    if is_first_told:
+    if is_first_named:
         others = names[1:]
         return [f"and {word}{'s' * (len(others) > 1)} {', '.join(others)}"] if others else []
     return [f"{word}{'s' * (len(names) > 1)} {', '.join(names)}"] if names else []

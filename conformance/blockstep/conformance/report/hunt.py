@@ -11,9 +11,9 @@ from blockstep.conformance.engine import Safety
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.report.failure import LINES_MAX, reproduce
 from blockstep.conformance.report.finding_text import (
-    tell_known_programs,
-    tell_settings,
-    tell_stale,
+    make_known_lines,
+    make_settings_line,
+    make_stale_line,
 )
 from blockstep.conformance.report.headlines import make_headline
 from blockstep.conformance.report.jsonform import finding_to_json
@@ -46,7 +46,7 @@ def render_hunt(result: HuntResult) -> str:
     lines = [f"blockstep hunt: {hunt_summary(result)}", *_declared(result)]
     lines += [f"note: {note}" for note in result.ground.facts.notes]
     settings = result.ground.facts.settings
-    lines += [tell_settings("run", settings)] if settings else []
+    lines += [make_settings_line("run", settings)] if settings else []
     for number, defect in enumerate(result.defects, 1):
         lines += ["", f"{number}. {title_of(defect, result)}", *_body(defect, result)]
     for watchpoint, defect in result.policies:
@@ -110,10 +110,10 @@ def hunt_to_json(result: HuntResult) -> dict[str, object]:
 
 def title_of(defect: Defect, result: HuntResult) -> str:
     """Return the causes of a defect in words, with upstream's number, or else the headline."""
-    told = (_cause_in_words(cause, result) for cause in defect.causes)
+    causes = (_cause_in_words(cause, result) for cause in defect.causes)
     can_be_known = result.ground.is_spared or result.ground.facts.equivalence != Safety().name
     if defect.causes:
-        return "; ".join(told)
+        return "; ".join(causes)
     head = make_headline(defect.first)
     return f"{head} ({UNEXPLAINED})" if can_be_known else head
 
@@ -146,7 +146,7 @@ def reproduce_defect(defect: Defect, result: HuntResult) -> str:
 
 
 def _body(defect: Defect, result: HuntResult) -> list[str]:
-    lines = [f"  found by  {name_of(defect.first)}", *_told(defect.first.message)]
+    lines = [f"  found by  {name_of(defect.first)}", *_wrap(defect.first.message)]
     lines += [f"  raised in {defect.raised_at}"] if defect.raised_at else []
     lines += [f"  also      {name}" for name in defect.also]
     if defect.behind:
@@ -164,14 +164,14 @@ def _declared(result: HuntResult) -> list[str]:
     for name, summary in sorted(facts.deviations.items()):
         count = result.excused[name]
         lines += [f"known       {name}: {count:,} findings that the adapter declares"]
-        lines += _told(summary)
+        lines += _wrap(summary)
     for name in facts.stale:
-        lines += [f"stale       {tell_stale(name, result.excused[name])}"]
-    lines += tell_known_programs(result.known_programs)
+        lines += [f"stale       {make_stale_line(name, result.excused[name])}"]
+    lines += make_known_lines(result.known_programs)
     return lines + [f"left out    {why}" for why in result.untried]
 
 
-def _told(text: str) -> list[str]:
+def _wrap(text: str) -> list[str]:
     indent = " " * 12
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
 
@@ -194,9 +194,9 @@ def _program(defect: Defect) -> list[str]:
 
 def _number(lines: Iterable[str], before: int) -> list[str]:
     """Return lines with their numbers, counted from `before` + 1."""
-    told = list(lines)
-    width = len(str(before + len(told)))
-    return [f"    {number:>{width}}  {line}" for number, line in enumerate(told, before + 1)]
+    listed = list(lines)
+    width = len(str(before + len(listed)))
+    return [f"    {number:>{width}}  {line}" for number, line in enumerate(listed, before + 1)]
 
 
 def _defect_to_json(defect: Defect, result: HuntResult) -> dict[str, object]:
@@ -215,11 +215,11 @@ def _defect_to_json(defect: Defect, result: HuntResult) -> dict[str, object]:
 
 
 def _program_to_json(defect: Defect) -> dict[str, object]:
-    told: dict[str, object] = {"preset": defect.options.preset, "episode": defect.episode}
+    data: dict[str, object] = {"preset": defect.options.preset, "episode": defect.episode}
     if defect.shrunk is not None:
         program = defect.shrunk.program
         lines = [describe(action) for action in program.actions]
-        return told | {"config": describe_config(program.config), "program": lines}
+        return data | {"config": describe_config(program.config), "program": lines}
     if defect.loss is not None:
-        return told | {"config": defect.loss.config, "program": list(defect.loss.events)}
-    return told | {"config": "", "program": []}
+        return data | {"config": defect.loss.config, "program": list(defect.loss.events)}
+    return data | {"config": "", "program": []}

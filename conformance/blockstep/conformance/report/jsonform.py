@@ -69,7 +69,7 @@ def failure_to_json(result: CheckResult) -> Mapping[str, object] | None:
     failure, loss, findings = result.failure, result.loss, [result.first]
     if failure is not None:
         findings = [*(failure.findings or findings)]
-        told: dict[str, object] = {
+        data: dict[str, object] = {
             "event": failure.num_events,
             "config": describe_config(failure.program.config),
             "program": [describe(action) for action in failure.program.actions],
@@ -77,7 +77,7 @@ def failure_to_json(result: CheckResult) -> Mapping[str, object] | None:
             "reproduce": reproduce(result.options, result.failed_episode or 0),
         }
     elif loss is not None:
-        told = {
+        data = {
             "event": len(loss.events),
             "config": loss.config,
             "program": list(loss.events),
@@ -91,7 +91,7 @@ def failure_to_json(result: CheckResult) -> Mapping[str, object] | None:
     return {
         "episode": result.failed_episode,
         "findings": [finding_to_json(finding) for finding in findings],
-        **told,
+        **data,
     }
 
 

@@ -60,8 +60,8 @@ def _render_contrast(contrast: Contrast, where: str, options: CheckOptions) -> l
     lines += [f"    {describe_request(request)}" for request in contrast.requests]
     lines += [
         "",
-        f"  answer    {_say(contrast.plain)}",
-        f"  changed   {_say(contrast.other)}",
+        f"  answer    {_format_answer(contrast.plain)}",
+        f"  changed   {_format_answer(contrast.other)}",
         "",
         f"  reproduce  {reproduce_arms(options, contrast.episode)}",
     ]
@@ -88,9 +88,9 @@ def _render_fault(fault: Fault, where: str, options: CheckOptions) -> list[str]:
     ]
 
 
-def tell_difference(contrast: Contrast) -> str:
+def describe_difference(contrast: Contrast) -> str:
     """Return the answers under the two configs, in a line."""
-    return f"answer {_say(contrast.plain)}, changed {_say(contrast.other)}"
+    return f"answer {_format_answer(contrast.plain)}, changed {_format_answer(contrast.other)}"
 
 
 def reproduce_arms(options: CheckOptions, episode: int) -> str:
@@ -101,7 +101,7 @@ def reproduce_arms(options: CheckOptions, episode: int) -> str:
     )
 
 
-def _say(answer: Answer) -> str:
+def _format_answer(answer: Answer) -> str:
     ending = f"ends: {answer.reason}" if answer.reason else "never ends"
     return f"{list(answer.token_ids)} {ending}"
 
@@ -139,7 +139,7 @@ def arms_to_json(result: MetamorphicResult, options: CheckOptions) -> dict[str, 
             "changed": describe_config(contrast.changed),
             "requests": [describe_request(request) for request in contrast.requests],
             "request_id": contrast.request_id,
-            "answer": _say(contrast.plain),
-            "answer_changed": _say(contrast.other),
+            "answer": _format_answer(contrast.plain),
+            "answer_changed": _format_answer(contrast.other),
         },
     }

@@ -49,8 +49,8 @@ def render_replay(report: ReplayReport, console: Console) -> None:
     )
     console.print(f"  {cut(finding.message)}", markup=False, highlight=False)
     if report.finding_event is not None:
-        told = cut(describe_event(report.finding_event))
-        console.print(f"  event     {told}", markup=False, highlight=False)
+        event = cut(describe_event(report.finding_event))
+        console.print(f"  event     {event}", markup=False, highlight=False)
     for difference in finding.differences[:MAX_DIFFERENCES]:
         console.print(f"  {difference.field}", markup=False, highlight=False)
         console.print(f"    expected  {cut(difference.expected)}", markup=False, highlight=False)
@@ -147,8 +147,8 @@ def render_validation(path: Path, result: Validation) -> str:
     if not result.num_steps:
         return f"NO VERDICT (nothing was recorded): {path.name}\n"
     if result.finding is None:
-        told = f"conforms: {path.name}: {result.num_steps:,} recorded steps, "
-        return "\n".join([*lines, f"{told}{_tell(result.equivalence)}"]) + "\n"
+        verdict = f"conforms: {path.name}: {result.num_steps:,} recorded steps, "
+        return "\n".join([*lines, f"{verdict}{_describe_equivalence(result.equivalence)}"]) + "\n"
     headline = HEADLINES[result.finding.kind]
     where = f"step {result.num_agreed + 1} of {result.num_steps} ({path.name})"
     lines += [f"blockstep validate: {headline} at {where}", f"  event     {result.event}", ""]
@@ -164,7 +164,7 @@ def render_validation(path: Path, result: Validation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tell(equivalence: str) -> str:
+def _describe_equivalence(equivalence: str) -> str:
     if equivalence == EXACT:
         return "all as the spec has it"
     if equivalence == Safety.name:

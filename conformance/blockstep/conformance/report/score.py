@@ -32,9 +32,9 @@ def render_score(result: ScoreResult, least: float = 0.0) -> str:
     for name, count in sorted(result.skipped.items()):
         lines.append(f"  left out    {name}: {count} times")
     if result.nearest:
-        lines += ["", *_tell_nearest(result)]
+        lines += ["", *_list_nearest(result)]
     for first in result.list_firsts():
-        lines += ["", *_told(first, options, first in result.others)]
+        lines += ["", *_describe_first(first, options, first in result.others)]
     if result.stuck is not None and result.stuck_episode is not None:
         lines += ["", f"  in {result.num_stuck} episodes the engine could not continue; the first:"]
         lines += [f"    {result.stuck.message}"]
@@ -51,10 +51,10 @@ def render_score(result: ScoreResult, least: float = 0.0) -> str:
 
 def _row(result: ScoreResult, aspect: Aspect) -> str:
     share, first = result.share(aspect), result.firsts.get(aspect)
-    told = "none" if share is None else f"{_floor(share):.2f} %"
+    percent = "none" if share is None else f"{_floor(share):.2f} %"
     where = "" if first is None else f"   episode {first.episode}"
     counts = f"{result.agreed[aspect]:>10,}{result.total[aspect]:>10,}"
-    return f"  {aspect:<12}{counts}{told:>10}{where}"
+    return f"  {aspect:<12}{counts}{percent:>10}{where}"
 
 
 def _floor(share: float) -> float:
@@ -73,12 +73,14 @@ def rank_profiles(result: ScoreResult) -> list[tuple[str, float]]:
     return [(", ".join(alike), share) for share, alike in ranked]
 
 
-def _tell_nearest(result: ScoreResult) -> list[str]:
+def _list_nearest(result: ScoreResult) -> list[str]:
     lines = [f"{names}: {_floor(share):.2f} % of steps" for names, share in rank_profiles(result)]
     return [f"  {'' if number else 'nearest':<12}{line}" for number, line in enumerate(lines)]
 
 
-def _told(first: FirstDifference, options: CheckOptions, is_other: bool = False) -> list[str]:
+def _describe_first(
+    first: FirstDifference, options: CheckOptions, is_other: bool = False
+) -> list[str]:
     aspect, which = first.kind.aspect, "another" if is_other else "first"
     shrunk, again = first.shrunk, f"  reproduce  {reproduce(options, first.episode)}"
     if shrunk is None:
@@ -187,13 +189,13 @@ def make_score_page(result: ScoreResult) -> str:
     rows = []
     for aspect in Aspect:
         share = result.share(aspect)
-        told = "none" if share is None else f"{_floor(share):.2f} %"
+        percent = "none" if share is None else f"{_floor(share):.2f} %"
         bar = f'<i style="width:{100 * (share or 0):.1f}%"></i>'
         counts = (
             f'<td class="n">{result.agreed[aspect]:,}</td><td class="n">{result.total[aspect]:,}'
         )
         rows.append(
-            f'<tr><th>{aspect}</th>{counts}</td><td class="n">{told}</td>'
+            f'<tr><th>{aspect}</th>{counts}</td><td class="n">{percent}</td>'
             f'<td class="bar">{bar}</td></tr>'
         )
     nearest = "".join(
@@ -206,7 +208,7 @@ def make_score_page(result: ScoreResult) -> str:
         f"<h2>Steps that agree, by release</h2><table>{nearest}</table>" if nearest else "",
         "<h2>First differences</h2>" if result.firsts else "",
         *(
-            f"<pre>{escape(chr(10).join(_told(it, options, it in result.others)))}</pre>"
+            f"<pre>{escape(chr(10).join(_describe_first(it, options, it in result.others)))}</pre>"
             for it in result.list_firsts()
         ),
     ]

@@ -12,7 +12,11 @@ from blockstep.conformance.judge.coverage_goals import WITNESSES
 from blockstep.conformance.lockstep.quirks import tell_goal
 from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.conformance.report.colour import show
-from blockstep.conformance.report.finding_text import tell_known_programs, tell_settings, tell_stale
+from blockstep.conformance.report.finding_text import (
+    make_known_lines,
+    make_settings_line,
+    make_stale_line,
+)
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.options import ExitCode, get_wish
 
@@ -78,11 +82,11 @@ def _list_known(result: CheckResult) -> Iterator[str]:
     for name, count in sorted(result.known.items()):
         yield f"known       {name}: {count} findings that {result.options.profile} accounts for"
     for name, summary in sorted(result.deviations.items()):
-        told = f"known       {name}: {result.excused[name]} findings that the adapter declares"
-        yield f"{told}: {summary}"
+        line = f"known       {name}: {result.excused[name]} findings that the adapter declares"
+        yield f"{line}: {summary}"
     for name in result.stale:
-        yield f"stale       {tell_stale(name, result.excused[name])}"
-    yield from tell_known_programs(result.known_programs)
+        yield f"stale       {make_stale_line(name, result.excused[name])}"
+    yield from make_known_lines(result.known_programs)
 
 
 def _list_missing(result: CheckResult) -> Iterator[str]:
@@ -98,17 +102,17 @@ def _list_missing(result: CheckResult) -> Iterator[str]:
         if names:
             yield f"not met     {len(names):,} of {whole}: {_name_some(names)}"
     for one in result.settings:
-        told = f"setting     {one.name}: {one.knob} is {one.checked}, by default {one.default}"
-        yield f"{told}; {one.reason}"
+        line = f"setting     {one.name}: {one.knob} is {one.checked}, by default {one.default}"
+        yield f"{line}; {one.reason}"
 
 
 def _conclude(result: CheckResult) -> str:
     """Return the line of the verdict, and one with the settings that differ from the engine's
     defaults."""
     if not result.settings:
-        return _tell_verdict(result)
+        return _make_verdict_line(result)
     word = "conforms" if result.exit_code is ExitCode.CONFORMS else "run"
-    return f"{_tell_verdict(result)}\n{tell_settings(word, result.settings)}"
+    return f"{_make_verdict_line(result)}\n{make_settings_line(word, result.settings)}"
 
 
 def _name_some(names: Sequence[str]) -> str:
@@ -117,7 +121,7 @@ def _name_some(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more:,} more (see --json)" if more > 0 else "")
 
 
-def _tell_verdict(result: CheckResult) -> str:
+def _make_verdict_line(result: CheckResult) -> str:
     """Return the line of the verdict."""
     options, word = result.options, verdict_word(result)
     held = f"{word}: engine {options.engine}, equivalence {result.equivalence}, "
@@ -145,11 +149,11 @@ def verdict_word(result: CheckResult) -> str:
         or_else = "".join([f", or leave out: --without {name}" for name in list_unasked(result)])
         if result.equivalence == Safety.name:
             or_else = ", or declare unreachable goals in out_of_reach of its traits"
-        return f"NO VERDICT (coverage goals not reached: {tell_budget(result)}{or_else})"
+        return f"NO VERDICT (coverage goals not reached: {suggest_budget(result)}{or_else})"
     return "NO VERDICT (the canary survived)"
 
 
-def tell_budget(result: CheckResult) -> str:
+def suggest_budget(result: CheckResult) -> str:
     """Return the budget to use if coverage goals were not reached."""
     if result.num_events < BUDGET_ENOUGH:
         return f"raise --budget to {BUDGET_ENOUGH}"

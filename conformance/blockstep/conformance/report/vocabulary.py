@@ -107,8 +107,8 @@ def _read_words(body: Sequence[ast.stmt], room: str) -> Iterator[Word]:
     for node, text in _pairs(body):
         match node:
             case ast.ClassDef(name=name) if name[0] != "_":
-                told = ast.get_docstring(node)
-                yield Word(name, room, cite(told or ""), tuple(_read_parts(node)))
+                doc = ast.get_docstring(node)
+                yield Word(name, room, cite(doc or ""), tuple(_read_parts(node)))
             case ast.AnnAssign(target=ast.Name(id=name), value=value) if value and name[0] != "_":
                 if name not in _HIDDEN:
                     yield Word(name, room, f"`{ast.unparse(value)}` {text}".strip())
@@ -125,11 +125,11 @@ def _read_parts(owner: ast.ClassDef) -> Iterator[Part]:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str() as value)):
                 yield Part(value, "", name, text)  # of an enumeration
             case ast.FunctionDef(name=name) if name[0] != "_":
-                told = " ".join((ast.get_docstring(node) or "").split())
+                doc = " ".join((ast.get_docstring(node) or "").split())
                 is_property = any(ast.unparse(it) == "property" for it in node.decorator_list)
                 shown = "" if node.returns is None else ast.unparse(node.returns)
                 arguments = ", ".join(each.arg for each in node.args.args if each.arg != "self")
-                yield Part(name if is_property else f"{name}({arguments})", shown, "", cite(told))
+                yield Part(name if is_property else f"{name}({arguments})", shown, "", cite(doc))
 
 
 def _pairs(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
@@ -145,7 +145,7 @@ def _pairs(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
 # For people.
 
 
-def tell_word(word: Word) -> str:
+def explain_word(word: Word) -> str:
     """Return a word and its parts as plain text."""
     lines = [f"{word.name} ({word.room})", "", word.text, ""]
     for part in word.parts:

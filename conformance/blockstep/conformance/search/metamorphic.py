@@ -44,7 +44,7 @@ from blockstep.conformance.protocol.features import (
     find_lacking,
     fit,
 )
-from blockstep.conformance.protocol.findings import list_frames, say, tell_error
+from blockstep.conformance.protocol.findings import cut_repr, describe_error, list_frames
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.token_function import token_function
@@ -322,7 +322,9 @@ def _build(make_engine: EngineFactory, config: v.Config) -> Engine:
     except (v.ConfigError, BadEngineError):
         raise
     except Exception as error:
-        raise BrokenError(f"the engine raised {tell_error(error)} while it was built") from error
+        raise BrokenError(
+            f"the engine raised {describe_error(error)} while it was built"
+        ) from error
 
 
 def _ask(engine: Engine, event: v.Event) -> v.Observation:
@@ -330,10 +332,10 @@ def _ask(engine: Engine, event: v.Event) -> v.Observation:
     try:
         answer = engine.apply(event)
     except Exception as error:
-        what = f"the engine raised {tell_error(error)}"
+        what = f"the engine raised {describe_error(error)}"
         raise BrokenError(f"{what}, given {describe_event(event)}") from error
     if not isinstance(answer, (*ANSWER_TYPES[type(event)], v.Rejected)):
-        raise BrokenError(f"{describe_event(event)} was answered with {say(answer)}")
+        raise BrokenError(f"{describe_event(event)} was answered with {cut_repr(answer)}")
     if (fault := fault_of_types(event, answer, None)) is not None:
         raise BrokenError(fault.message)
     return answer

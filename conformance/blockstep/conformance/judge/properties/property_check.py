@@ -15,9 +15,9 @@ from blockstep.conformance.protocol.findings import (
     Difference,
     Finding,
     blocks_apart,
+    describe_error,
     requests_apart,
     shown,
-    tell_error,
     violated,
 )
 from blockstep.spec import vocabulary as v
@@ -114,7 +114,7 @@ def judge(sentences: Iterable[PropertyCheck], step: Step, history: History) -> l
                 findings += (sentence.finding(*complaint),)
         except Exception as error:
             # Plan and states contradict each other so much that the check has no meaning.
-            what = f"the step makes no sense: {tell_error(error)}"
+            what = f"the step makes no sense: {describe_error(error)}"
             findings.append(sentence.finding(what))
     return findings
 

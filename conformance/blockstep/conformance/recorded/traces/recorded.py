@@ -256,8 +256,8 @@ def read_header(path: Path, text: str) -> tuple[Config, str, tuple[Excuse, ...]]
             "use the blockstep that wrote it" if header.version < 1 else "upgrade blockstep",
         )
     try:
-        told = _HEADER.decode(text)
-        raw = told.config
+        full_header = _HEADER.decode(text)
+        raw = full_header.config
         config = build(raw, Config, "$.config")
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, 1, text, error) from None
@@ -274,11 +274,11 @@ def read_header(path: Path, text: str) -> tuple[Config, str, tuple[Excuse, ...]]
             "record the run again",
         )
     known = (EXACT, *(kind.name for kind in EQUIVALENCES))
-    if told.equivalence not in known:
+    if full_header.equivalence not in known:
         rule = f"an equivalence is one of {', '.join(known)}"
         fix = "it seems newer than this blockstep: upgrade"
-        raise TraceError(path, 1, f"equivalence {shown(told.equivalence)}", rule, fix)
-    return config, told.equivalence, told.excuses
+        raise TraceError(path, 1, f"equivalence {shown(full_header.equivalence)}", rule, fix)
+    return config, full_header.equivalence, full_header.excuses
 
 
 def _read_steps(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[TraceStep]:

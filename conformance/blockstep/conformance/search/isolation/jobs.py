@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from blockstep.conformance.engine import BadEngineError, EngineFactory
-from blockstep.conformance.protocol.findings import tell_error
+from blockstep.conformance.protocol.findings import describe_error
 from blockstep.conformance.protocol.link import share_group
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
@@ -179,6 +179,6 @@ def _do(job: Job, journal: Journal) -> Iterator[Answer]:
     except Exception as error:
         if watched is None or error is watched.error:
             _show_frames(error)
-            yield "raised", tell_error(error)
+            yield "raised", describe_error(error)
         else:
             yield "harness", traceback.format_exc()
