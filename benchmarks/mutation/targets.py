@@ -87,8 +87,9 @@ TARGETS: Mapping[str, Target] = {
         tuple(
             f"tests/conformance/test_{name}.py"
             for name in (
-                *("properties", "sentences", "voices", "wiring", "worker", "driver", "liveness"),
-                *("compare", "equivalences", "dataplane", "witnesses", "deviations", "ill_typed"),
+                *("properties", "property_checks", "voices", "wiring", "worker", "driver"),
+                *("liveness", "compare", "equivalences", "dataplane", "coverage_goals"),
+                *("deviations", "ill_typed"),
             )
         ),
         {

@@ -20,7 +20,7 @@ def blockstep(*args: object, **env: str) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "100", **env})
 
 
-def make_told(message: str = "it leaks", **changes: Any) -> dict[str, Any]:
+def make_record(message: str = "it leaks", **changes: Any) -> dict[str, Any]:
     """A check that failed, as much of it as is read."""
     finding = {
         "kind": "fault",
@@ -35,7 +35,7 @@ def make_told(message: str = "it leaks", **changes: Any) -> dict[str, Any]:
         "program": [f"submit {message}"],
         "reproduce": f"blockstep check --engine {message}",
     }
-    told = {
+    record = {
         "format": "blockstep-check",
         "engine": "pkg.adapter:make",
         "exit_code": 1,
@@ -46,7 +46,7 @@ def make_told(message: str = "it leaks", **changes: Any) -> dict[str, Any]:
         "failure": failure,
         "corpus": [],
     }
-    return {**told, **changes}
+    return {**record, **changes}
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_annotation_stands_where_the_engine_raised(project: Path) -> None:
-    (line,) = list_annotations(make_told(), project)
+def test_an_annotation_is_placed_where_the_engine_raised(project: Path) -> None:
+    (line,) = list_annotations(make_record(), project)
     assert line == (
         "::error file=pkg/adapter.py,line=2,title=Blockstep%3A fault engine_raises_nothing::"
         "it leaks%0Ablockstep check --engine it leaks"
@@ -76,7 +76,7 @@ def test_an_annotation_stands_where_the_engine_raised(project: Path) -> None:
         ([], "host", None),
     ],
 )
-def test_else_it_stands_at_the_factory(
+def test_else_it_is_placed_at_the_factory(
     project: Path, frames: list[str], engine: str, place: Place | None
 ) -> None:
     assert find_place(frames, engine, project) == place
@@ -90,13 +90,13 @@ def test_a_file_of_a_name_that_is_there_twice_is_not_guessed(project: Path) -> N
     assert find_place([frame], "pkg.adapter:make", project) == Place("pkg/adapter.py", 4)
 
 
-def test_what_an_engine_says_stays_what_it_says(project: Path) -> None:
-    told = make_told(HOSTILE)
-    (line,) = list_annotations(told, project)
+def test_text_of_an_engine_is_escaped(project: Path) -> None:
+    record = make_record(HOSTILE)
+    (line,) = list_annotations(record, project)
     assert "\n" not in line
     assert line.count("::") == 2 + 2 * HOSTILE.count("::"), "its own, and those that it quotes"
     assert "%250A" in line
-    summary = make_summary(told)
+    summary = make_summary(record)
     before, program, after = summary.split("~~~~~~\n")
     assert "<script>" not in before.replace("\\<script\\>", "")
     assert "[a]" not in before
@@ -105,21 +105,21 @@ def test_what_an_engine_says_stays_what_it_says(project: Path) -> None:
 
 
 def test_a_run_without_a_verdict_is_annotated(project: Path) -> None:
-    told = make_told(failure=None, exit_code=5, witnesses_missing=["preempted"])
-    (line,) = list_annotations(told, project)
+    record = make_record(failure=None, exit_code=5, witnesses_missing=["preempted"])
+    (line,) = list_annotations(record, project)
     assert line.startswith("::error title=Blockstep::no verdict in 12 events")
-    assert list_annotations(make_told(failure=None, exit_code=0), project) == []
+    assert list_annotations(make_record(failure=None, exit_code=0), project) == []
 
 
-def test_failures_of_a_corpus_and_known_programs_are_told(project: Path) -> None:
-    failure = make_told()["failure"]
+def test_failures_of_a_corpus_and_known_programs_are_annotated(project: Path) -> None:
+    failure = make_record()["failure"]
     other = {**failure, "reproduce": "blockstep check --program b.json"}
-    told = make_told(
+    record = make_record(
         corpus=[{"failure": failure}, {"failure": other}, {"failure": None}],
         known_programs={"a.json": 3, "b.json": None},
     )
-    assert len(list_annotations(told, project)) == 2
-    summary = make_summary(told)
+    assert len(list_annotations(record, project)) == 2
+    summary = make_summary(record)
     assert "`a.json`: known, 3 times" in summary
     assert "`b.json`: gone" in summary
 
@@ -135,11 +135,11 @@ def test_the_command_reads_what_the_others_write(tmp_path: Path) -> None:
     results.append(tmp_path / "pytest.json")
     results[-1].write_text(json.dumps({"format": "blockstep-pytest", "version": 1, "runs": runs}))
     for number, result in enumerate(results, 1):
-        told = blockstep("annotate", result, GITHUB_STEP_SUMMARY=str(summary))
-        assert told.exit_code == 0
+        answer = blockstep("annotate", result, GITHUB_STEP_SUMMARY=str(summary))
+        assert answer.exit_code == 0
         title = "::error title=Blockstep%3A P1 every_block_is_free_or_held::"
         head = "MEMORY: ref count, free queue and holders of block 1 disagree: ref_counts[1] 1, "
-        assert told.stdout.startswith(title + head)
+        assert answer.stdout.startswith(title + head)
         assert summary.read_text().count("## Blockstep\n") == number
     assert "submit    A prompt=0 max_tokens=1" in summary.read_text()
     assert summary.read_text().count("MEMORY: ref count, free queue and holders of block 1") == 3

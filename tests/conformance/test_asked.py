@@ -24,7 +24,7 @@ from blockstep.spec import vocabulary as v
 SPARED = {found.sentence for checks in CHECKS_OF.values() for found in checks if found.of}
 
 
-def test_who_is_not_asked_has_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_that_are_not_asked_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     spared: Counter[str] = Counter()
 
     def judge(sentences: Iterable[PropertyCheck], step: Step, history: History) -> list[Finding]:

@@ -335,8 +335,8 @@ INVOCATIONS = {
 def list_invocations() -> Iterator[tuple[str, str]]:
     for command, lines in INVOCATIONS.items():
         for line in filter(None, map(str.strip, lines.splitlines())):
-            args, _, says = line.rpartition(" | ")
-            yield f"{command} {args}".strip(), says
+            args, _, message = line.rpartition(" | ")
+            yield f"{command} {args}".strip(), message
 
 
 CASES = list(list_invocations())
@@ -385,14 +385,14 @@ def run(folder: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> Ended:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("COLUMNS", "100")
-    before, said = list_files(folder), io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said), pytest.raises(SystemExit) as ended:
+    before, stream = list_files(folder), io.StringIO()
+    with redirect_stdout(stream), redirect_stderr(stream), pytest.raises(SystemExit) as ended:
         COMMAND(shlex.split(line), prog_name="blockstep")
-    assert "Traceback" not in said.getvalue()
+    assert "Traceback" not in stream.getvalue()
     assert list_files(folder) == before
     assert not multiprocessing.active_children()
     assert not process._living
-    return Ended(ended.value.code, said.getvalue())
+    return Ended(ended.value.code, stream.getvalue())
 
 
 def list_files(folder: Path) -> dict[Path, int]:
@@ -407,19 +407,19 @@ def test_there_are_enough_and_no_two_are_alike() -> None:
     assert len(lines) + len(BROKEN) >= 150
 
 
-@pytest.mark.parametrize(("line", "says"), CASES)
-def test_a_bad_invocation_is_told_in_a_sentence(
-    folder: Path, line: str, says: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("line", "message"), CASES)
+def test_a_bad_invocation_is_refused_in_a_sentence(
+    folder: Path, line: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = run(folder, line, monkeypatch)
     assert result.exit_code == 2, result.output
     assert len(result.output.splitlines()) <= LINES_MAX
-    assert says in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("line", ["check", "hunt", "museum run", "quirks", "explore --list"])
-def test_a_full_device_is_told_before_the_work(
+def test_a_full_device_is_reported_before_the_work(
     folder: Path, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = run(folder, f"{line} --json /dev/full", monkeypatch)
@@ -572,21 +572,21 @@ BROKEN = [
         for name, end in BUILDING.items()
     ),
     *(
-        (f"{line} --engine broken_engines:{name}", 1, says)
+        (f"{line} --engine broken_engines:{name}", 1, message)
         for line in BRIEFLY
-        for name, says in ANSWERING.items()
+        for name, message in ANSWERING.items()
         if not (line.startswith(SEES_NO_STATE) and name.endswith("Snapshot"))
     ),
 ]
 
 
-@pytest.mark.parametrize(("line", "code", "says"), BROKEN)
+@pytest.mark.parametrize(("line", "code", "message"), BROKEN)
 def test_a_broken_engine_in_this_process(
-    folder: Path, line: str, code: int, says: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, line: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = run(folder, line, monkeypatch)
     assert result.exit_code == code, result.output
-    assert says in "".join(result.output.split()) or says in " ".join(result.output.split())
+    assert message in "".join(result.output.split()) or message in " ".join(result.output.split())
     assert max(map(len, result.output.splitlines())) < 2 * ERROR_CHARS_MAX
     is_report = line.rpartition(":")[2] in ANSWERING and "--brief" not in line
     assert len(result.output.splitlines()) <= (REPORT_LINES_MAX if is_report else LINES_MAX)
@@ -608,7 +608,7 @@ def test_an_engine_that_cannot_be_imported_is_bad_input(
 
 
 @pytest.mark.parametrize(
-    ("engine", "says"),
+    ("engine", "message"),
     [
         ("importing:make", "No module named 'no_such'; raised in {folder}/deeper.py, line 2"),
         ("nowhere:make", "No module named 'nowhere'; is it installed and importable?"),
@@ -619,18 +619,18 @@ def test_an_engine_that_cannot_be_imported_is_bad_input(
     ],
 )
 def test_an_import_that_fails_is_placed(
-    folder: Path, engine: str, says: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, engine: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "importing.py").write_text("import deeper\n")
     (folder / "deeper.py").write_text("\nimport no_such\n")
     result = run(folder, f"check --in-process --engine {engine}", monkeypatch)
     assert result.exit_code == 2, result.output
-    assert result.output.rstrip().endswith(says.format(folder=folder))
+    assert result.output.rstrip().endswith(message.format(folder=folder))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
 @pytest.mark.parametrize(
-    ("engine", "code", "says"),
+    ("engine", "code", "message"),
     [
         ("kills_itself:make", 2, "was ended by SIGKILL while being imported"),
         ("broken_engines:Prints", 1, "the engine raised RuntimeError: enough said"),
@@ -646,10 +646,10 @@ def test_an_import_that_fails_is_placed(
     ],
 )  # fmt: skip
 def test_a_broken_engine_in_a_process_of_its_own(
-    folder: Path, engine: str, code: int, says: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, engine: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = "--preset tiny --budget 300 --jobs 1 --event-seconds 0.5 --brief"
     result = run(folder, f"check {options} --engine {engine}", monkeypatch)
     assert result.exit_code == code, result.output
-    assert says in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
     assert len(result.output.splitlines()) <= LINES_MAX

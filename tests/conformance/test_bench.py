@@ -121,8 +121,8 @@ def test_an_engine_with_arrays_is_timed_through_apply_too() -> None:
         pass
 
     entry = measure(SCENARIOS["decode"], 3, ("host",), 8, False, advance, through_apply=True)
-    told = [(found.engine, found.reading) for found in entry.readings]
-    assert told == [("host", "arrays"), ("host", "materialised"), ("host", "protocol")]
+    readings = [(found.engine, found.reading) for found in entry.readings]
+    assert readings == [("host", "arrays"), ("host", "materialised"), ("host", "protocol")]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
@@ -166,7 +166,7 @@ def _rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_rehearsed")
-def test_beside_exact_engines_it_is_told_apart(tmp_path: Path) -> None:
+def test_beside_exact_engines_it_is_marked(tmp_path: Path) -> None:
     out, toy = tmp_path / "out.json", TOYS[1]
     asked = ("--engine", "host", "--engine", toy, "--scenario", "decode", "--scenario", "drafts")
     result = bench("scheduler", *asked, "-n", 1, "--steps", 4, "--json", out)
@@ -191,7 +191,7 @@ def test_too_few_that_run_and_what_an_engine_lacks_are_one_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "told"),
+    ("engine", "message"),
     [
         ("make_broken_host", "raised ValueError"),
         ("make_mute_host", "a Commit was answered with Ack"),
@@ -200,11 +200,11 @@ def test_too_few_that_run_and_what_an_engine_lacks_are_one_sentence() -> None:
         ("foreign_support.toys:SmallToy", "raised MemoryError: too many blocks"),
     ],
 )
-def test_an_engine_that_breaks_is_told_in_one_sentence(engine: str, told: str) -> None:
+def test_an_engine_that_breaks_is_reported_in_one_sentence(engine: str, message: str) -> None:
     name = engine if ":" in engine else f"tests.conformance.test_bench:{engine}"
     result = bench("profile", "--engine", name, "--scenario", "decode", "-n", 1, "--steps", 4)
     assert result.exit_code == ExitCode.FAILED
-    assert told in result.output
+    assert message in result.output
     assert name in result.output
     assert len(result.output.splitlines()) == 1
 
@@ -241,7 +241,7 @@ def test_the_slope_is_per_request_and_leaves_small_sizes_out() -> None:
     assert get_slope(entries[:2], "host", "arrays") is None
 
 
-def test_of_several_rounds_medians_count_and_scenarios_stand_together() -> None:
+def test_of_several_rounds_medians_count_and_scenarios_are_grouped() -> None:
     long = replace(entry_of(1, 5.0), scenario="long")
     rounds = [entry_of(1, 10.0), long, entry_of(1, 90.0), long, entry_of(1, 20.0), entry_of(8, 7.0)]
     merged = merge_rounds(rounds)
@@ -288,9 +288,9 @@ def test_without_the_yardstick_there_is_no_ratio() -> None:
 
 
 def test_what_is_rehearsed_is_every_way_to_plan() -> None:
-    told: list[str] = []
-    rehearse(("host",), lambda _done, text: told.append(text))
-    assert {text.split()[0] for text in told} == set(REHEARSAL)
+    texts: list[str] = []
+    rehearse(("host",), lambda _done, text: texts.append(text))
+    assert {text.split()[0] for text in texts} == set(REHEARSAL)
 
 
 @pytest.mark.parametrize(
@@ -314,12 +314,12 @@ def test_names_of_functions_have_no_paths_and_addresses() -> None:
     assert name_function("<built-in method f of A object at 0x7f00ab>") == (
         "<built-in method f of A>"
     )
-    told = {
+    names = {
         "/home/me/blockstep/impl/blockstep/impl/host/pool.py": "impl/host/pool.py: <module>",
         "/usr/site-packages/numpy/core.py": "numpy/core.py: <module>",
         "/usr/lib/python3/json/decoder.py": "decoder.py: <module>",
     }
-    assert {file: name_function(compile("", file, "exec")) for file in told} == told
+    assert {file: name_function(compile("", file, "exec")) for file in names} == names
 
 
 def test_command_profiles(tmp_path: Path) -> None:

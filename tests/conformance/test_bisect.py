@@ -89,14 +89,14 @@ def test_the_first_bad_commit_is_found(tmp_path: Path) -> None:
     commits = make_repository(repository, *texts)
     (repository / "bisected_engine.py").write_text("work in progress (")
     before = look_at(repository)
-    saved, told = tmp_path / "program.json", tmp_path / "result.json"
+    saved, out = tmp_path / "program.json", tmp_path / "result.json"
     code, text = run(
         *(commits[0], "HEAD", "--engine", "bisected_engine:Engine", "--path", str(repository)),
         *("--preset", "tiny", "--budget", "200", "--jobs", "1"),
-        *("--save", str(saved), "--json", str(told)),
+        *("--save", str(saved), "--json", str(out)),
     )
     assert code == 5, text  # the two before the first bad one cannot be tried
-    result = json.loads(told.read_text())
+    result = json.loads(out.read_text())
     assert [suspect["commit"] for suspect in result["suspects"]] == [*commits[2:4], commits[4]]
     marks = {step["commit"]: (step["mark"], step["why"]) for step in result["steps"]}
     assert marks[commits[2]][0] == "skip"

@@ -52,7 +52,7 @@ def test_the_last_line_comes_to_the_same(words: tuple[str, ...]) -> None:
         assert sorted(again) == sorted(words), "as it was typed, in the order of --help"
 
 
-def test_a_recorded_run_is_told_briefly(tmp_path: Path) -> None:
+def test_a_recorded_run_is_reported_briefly(tmp_path: Path) -> None:
     trace = tmp_path / "a trace.jsonl"
     assert run("check", "--preset", "tiny", "--episode", "0", "--record", str(trace))[0] == 0
     trace.write_text(trace.read_text().replace('"frame_id":1,"new"', '"frame_id":7,"new"'))
@@ -71,7 +71,7 @@ def test_a_hunt_takes_five_lines_for_each_defect() -> None:
     assert lines[1].startswith("1. ")
 
 
-def test_no_finding_is_told_as_ever(tmp_path: Path) -> None:
+def test_no_finding_is_reported_as_ever(tmp_path: Path) -> None:
     workload = tmp_path / "workload.jsonl"
     workload.write_text(WORKLOAD)
     for words in (("check", "--preset", "tiny", "--episode", "0"), ("replay", str(workload))):
@@ -82,9 +82,9 @@ def test_no_finding_is_told_as_ever(tmp_path: Path) -> None:
 
 def test_what_is_long_is_cut_and_counted() -> None:
     program = [f"submit    {number} prompt=0" for number in range(100)]
-    told = join(program)
-    assert len(told) <= CHARS_MAX
-    shown, _, more = told.rpartition("; ... ")
+    line = join(program)
+    assert len(line) <= CHARS_MAX
+    shown, _, more = line.rpartition("; ... ")
     assert more == f"{100 - len(shown.split('; '))} more"
     assert join(["x" * 1000]).endswith("...")
     assert cut("one\n two") == "one two"

@@ -69,7 +69,7 @@ def write_plan(folder: Path, budget: int = 1500, lease: float = 30.0, more: str 
     return path
 
 
-def tell(plan: Plan, address: str) -> dict[str, Any]:
+def read_summary(plan: Plan, address: str) -> dict[str, Any]:
     """The summary without times, and a check that the campaign is finished."""
     found = summary_to_json(summarize(plan, open_store(address, plan.key)))
     assert found["finished"]
@@ -85,7 +85,7 @@ def tell(plan: Plan, address: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("name = 3", "Expected `str`, got `int` - at `$.name`"),
         ('name = "../up"', "at `$.name`"),
@@ -100,12 +100,12 @@ def tell(plan: Plan, address: str) -> dict[str, Any]:
         ('name = "a"\nengines = [{engine = "x", python = "no/python"}]', "no interpreter"),
     ],
 )
-def test_a_plan_that_cannot_be_used_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_used_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=r"plan\.toml") as refused:
         read_plan(path)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_the_key_of_a_campaign_follows_from_what_decides_its_results(tmp_path: Path) -> None:
@@ -224,9 +224,9 @@ def test_a_store_that_is_away_is_asked_again(
     back = threading.Timer(1.0, lambda: (tmp_path / "away").rename(folder))
     back.start()
     assert store.put("finding/0", b"{}")
-    said = capsys.readouterr().err
-    assert "is away" in said
-    assert "is back" in said
+    text = capsys.readouterr().err
+    assert "is away" in text
+    assert "is back" in text
     monkeypatch.setattr("blockstep.conformance.campaign.leases.PATIENCE_SECONDS", 0.1)
     folder.rename(tmp_path / "gone")
     with pytest.raises(HarnessError, match="was away"):
@@ -308,11 +308,11 @@ def test_the_results_do_not_depend_on_the_workers(
     plan = read_plan(write_plan(tmp_path, budget=1000))
     one, two, lossy = (str(tmp_path / name) for name in ("one", "two", "lossy"))
     run_workers(plan, one, 1, runs_here=lambda _: True)
-    expected = tell(plan, one)
+    expected = read_summary(plan, one)
     assert [it["name"] for it in expected["defects"]] == ["P1 every_block_is_free_or_held"]
     assert any(it["preset"] == "mutants" and it["num_units"] for it in expected["cells"])
     run_workers(plan, two, 2, runs_here=lambda _: True)
-    assert tell(plan, two) == expected
+    assert read_summary(plan, two) == expected
 
     lost = random.Random(1)
 
@@ -334,7 +334,7 @@ def test_the_results_do_not_depend_on_the_workers(
         except KeyboardInterrupt:
             deaths += 1
     assert deaths > 2
-    assert tell(hasty, lossy) == expected
+    assert read_summary(hasty, lossy) == expected
 
 
 def test_a_crash_counts_if_it_happens_again(tmp_path: Path) -> None:
@@ -391,11 +391,11 @@ def test_commands_of_a_campaign(tmp_path: Path) -> None:
     ended = blockstep("campaign", "run", path, "--jobs", 1, "--json", tmp_path / "run.json")
     assert ended.exit_code == 1
     assert "MEMORY: ref count, free queue and holders" in ended.output
-    told = json.loads((tmp_path / "run.json").read_text())
-    digest = told["defects"][0]["digest"]
+    record = json.loads((tmp_path / "run.json").read_text())
+    digest = record["defects"][0]["digest"]
     status = blockstep("campaign", "status", path, "--json", "-")
     assert status.exit_code == 1
-    assert json.loads(status.stdout) == told
+    assert json.loads(status.stdout) == record
     page = tmp_path / "page.html"
     assert blockstep("campaign", "report", path, "-o", page).exit_code == 0
     assert digest in page.read_text()
@@ -519,7 +519,7 @@ def compare_with_one(
     plan = read_plan(path)
     run_workers(plan, str(tmp_path / "one"), 1, runs_here=lambda _: True)
     killed = play_roughly(path, server, num_workers, seconds, every)
-    assert tell(plan, server.address) == tell(plan, str(tmp_path / "one"))
+    assert read_summary(plan, server.address) == read_summary(plan, str(tmp_path / "one"))
     return killed
 
 
@@ -568,4 +568,4 @@ def test_four_workers_of_ray_killed_for_a_minute_change_nothing(
     done.set()
     killer.join()
     assert is_rough(killed)
-    assert tell(plan, server.address) == tell(plan, str(tmp_path / "one"))
+    assert read_summary(plan, server.address) == read_summary(plan, str(tmp_path / "one"))

@@ -195,8 +195,8 @@ def test_a_campaign_counts_and_shows_lines(tmp_path: Path) -> None:
     assert all(name.startswith("plain_engine") for name in target.lines)
     assert f"  {len(target.lines):,}  " in render_campaign(found)
     assert "Lines of engines reached" in render_page(found)
-    told: Any = summary_to_json(found)["targets"]
-    assert told[0]["num_lines"] == len(target.lines)
+    targets: Any = summary_to_json(found)["targets"]
+    assert targets[0]["num_lines"] == len(target.lines)
     assert found.course[-1].lines > 100
 
 

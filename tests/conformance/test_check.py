@@ -147,9 +147,11 @@ def test_every_planted_defect_is_killed_by_name(name: str) -> None:
         if findings and (name in ENDING or findings[0].kind is not FindingKind.FAULT):
             break  # otherwise the engine only raised: go on until a property speaks
     named = {found.property_id for found in findings}
-    told = any(found.kind in (FindingKind.DIVERGENCE, FindingKind.LIVENESS) for found in findings)
+    differs = any(
+        found.kind in (FindingKind.DIVERGENCE, FindingKind.LIVENESS) for found in findings
+    )
     ends = name in ENDING and findings[0].kind is FindingKind.FAULT
-    assert named & set(entry.properties) or told or ends, findings
+    assert named & set(entry.properties) or differs or ends, findings
 
 
 @pytest.mark.parametrize("name", ["readmitted-with-promises", "full-hit"])
@@ -225,7 +227,7 @@ class Moody(SpecEngine):
         return replace(snapshot, free_queue=snapshot.free_queue[1:])
 
 
-def test_a_finding_that_does_not_come_back_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_that_does_not_come_back_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockstep.conformance.search.check.EPISODES_COMPARED_MAX", 3)
     monkeypatch.setattr("blockstep.conformance.search.check.TINY_EPISODES", 3)
     Moody.first = None
@@ -282,7 +284,7 @@ class Shallow(SpecEngine):
         return "a known defect" if isinstance(event, v.Reset) else None
 
 
-def test_an_engine_may_narrow_a_check_and_the_report_says_so() -> None:
+def test_an_engine_may_narrow_a_check_and_the_report_shows_it() -> None:
     engine = f"{__name__}:Shallow"
     result = check(CheckOptions(engine, preset="tiny", profile="sparing", max_events=600))
     assert result.first is None

@@ -116,10 +116,10 @@ def play(case: Case, seed: int, num_events: int, parts: Mapping[str, int] = PRES
         right = make_lacking(make_engine, ALL_CAPABILITIES - claimed, traits)
         options = CheckOptions("mine", preset=preset, seed=seed)
         episode = run_episode(fit_depth(options, right), index, right)
-        told = (str(case), preset, seed, index, sorted(claimed))
-        assert episode.first is None, (episode.first, *told)
+        parameters = (str(case), preset, seed, index, sorted(claimed))
+        assert episode.first is None, (episode.first, *parameters)
         # Of few actions an engine that claims little may lack every one.
-        assert episode.num_events or episode.skipped, told
+        assert episode.num_events or episode.skipped, parameters
         assert index <= num_events, f"{index} episodes of next to nothing"
         played[preset] += episode.num_events
         index += 1

@@ -134,7 +134,7 @@ def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "jobs", "headline", "says"),
+    ("name", "jobs", "headline", "message"),
     [
         ("CanaryEngine", 2, "VIOLATION", "P1 every_block_is_free_or_held"),
         ("Aborting", 2, "FAULT", "the engine's process was ended by SIGABRT at: abort "),
@@ -142,7 +142,7 @@ def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path)
     ],
 )
 def test_an_engine_that_fails_fails_no_campaign(
-    tmp_path: Path, name: str, jobs: int, headline: str, says: str
+    tmp_path: Path, name: str, jobs: int, headline: str, message: str
 ) -> None:
     started = time.monotonic()
     result = check_engine(tmp_path, name, "--budget", 3000, "--jobs", jobs)
@@ -151,31 +151,31 @@ def test_an_engine_that_fails_fails_no_campaign(
     lines = result.stdout.splitlines()
     assert lines[0].startswith(f"blockstep check: {headline} at event ")
     assert lines[0].endswith(f"engine cli_engines:{name}, preset tiny, seed 0)")
-    assert says in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
     again = f"blockstep check --engine cli_engines:{name} --path {tmp_path} --preset tiny --seed 0"
     assert f"  reproduce  {again} --episode " in result.output
     if name != "CanaryEngine":  # where it was, in its own words
         assert 'cli_engines.py", line ' in result.output
 
 
-def test_an_engine_that_is_never_built_is_told_by_its_name(
+def test_an_engine_that_is_never_built_is_reported_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("blockstep.conformance.search.isolation.process.BUILD_SECONDS", 4.0)
     result = check_engine(tmp_path, "NeverBuilt")
     assert result.exit_code == 1
-    told = " ".join(result.output.split())
-    assert "FAULT at event 0: the engine gave no answer within 4 s while being built" in told
-    assert "(engine cli_engines:NeverBuilt, " in told
-    assert "in __init__" in told
+    text = " ".join(result.output.split())
+    assert "FAULT at event 0: the engine gave no answer within 4 s while being built" in text
+    assert "(engine cli_engines:NeverBuilt, " in text
+    assert "in __init__" in text
 
 
 def test_json_of_an_engine_that_hangs(tmp_path: Path) -> None:
     result = check_engine(tmp_path, "Hanging", "--json", "-", "--jobs", 1)
-    told = json.loads(result.stdout)
-    failure = told["failure"]
-    assert (result.exit_code, told["exit_code"], told["conforms"]) == (1, 1, False)
-    assert (told["format"], told["engine"]) == ("blockstep-check", "cli_engines:Hanging")
+    record = json.loads(result.stdout)
+    failure = record["failure"]
+    assert (result.exit_code, record["exit_code"], record["conforms"]) == (1, 1, False)
+    assert (record["format"], record["engine"]) == ("blockstep-check", "cli_engines:Hanging")
     assert [finding["kind"] for finding in failure["findings"]] == ["fault"]
     assert len(failure["program"]) == failure["event"] > 0
     assert failure["program"][-1].startswith("abort")
@@ -228,9 +228,9 @@ def test_features_are_asked_for_and_kept_out() -> None:
     assert "enable_prefix_caching=False" in found["failure"]["config"]
     again = found["failure"]["reproduce"]
     assert "--with drafts --without caching --without pause --without async --seed 0" in again
-    told = blockstep(*again.split()[1:])
-    assert told.exit_code == 1
-    assert f"reproduce  {again}" in told.output
+    reproduced = blockstep(*again.split()[1:])
+    assert reproduced.exit_code == 1
+    assert f"reproduce  {again}" in reproduced.output
 
 
 def test_worlds_are_chosen_by_their_features() -> None:
@@ -271,9 +271,9 @@ def test_record_validate_explain(tmp_path: Path) -> None:
     assert blockstep("check", "--episode", 2, "--preset", "tiny", "--record", path).exit_code == 0
     assert blockstep("validate", path).output.startswith("conforms: run.jsonl.gz")
     trace = read_trace(path)
-    told = blockstep("explain", path, "--at", 3)
-    assert told.exit_code == 0
-    assert "evicted next:" in told.output
+    explained = blockstep("explain", path, "--at", 3)
+    assert explained.exit_code == 0
+    assert "evicted next:" in explained.output
     assert blockstep("explain", path, "--at", len(trace.steps) + 1).exit_code == 2
     # Now with one answer bent.
     number = next(i for i, step in enumerate(trace.steps) if isinstance(step.observation, Plan))
@@ -321,7 +321,7 @@ def test_replay_in_lock_step_and_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "seen", "told"),
+    ("args", "seen", "message"),
     [
         (("--without", "caching"), (False, "fcfs"), "conforms"),
         (("--with", "caching", "--with", "priority"), (True, "priority"), "conforms"),
@@ -329,19 +329,19 @@ def test_replay_in_lock_step_and_alone(tmp_path: Path) -> None:
     ],
 )
 def test_a_replay_has_the_features_that_it_can_have(
-    tmp_path: Path, args: tuple[str, ...], seen: tuple[bool, str], told: str
+    tmp_path: Path, args: tuple[str, ...], seen: tuple[bool, str], message: str
 ) -> None:
     path, out = tmp_path / "mooncake.jsonl", tmp_path / "out.json"
     path.write_text(MOONCAKE * 2)
     result = blockstep("replay", path, "--num-blocks", 16, "--json", out, *args)
     assert result.exit_code == 0, result.output
-    assert told in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
     config = json.loads(out.read_text())["config"]
     assert (config["enable_prefix_caching"], config["policy"]) == seen
 
 
 @pytest.mark.parametrize(
-    ("engine", "equivalence", "told"),
+    ("engine", "equivalence", "message"),
     [
         ("foreign_support.toys:PlainToy", "safety", "judged by properties alone"),
         ("foreign_support.toys:AbortingToy", "safety", "judged by properties alone"),
@@ -350,14 +350,14 @@ def test_a_replay_has_the_features_that_it_can_have(
     ],
 )
 def test_an_engine_that_is_not_exact_is_replayed(
-    engine: str, equivalence: str, told: str, tmp_path: Path
+    engine: str, equivalence: str, message: str, tmp_path: Path
 ) -> None:
     path, out = tmp_path / "mooncake.jsonl", tmp_path / "out.json"
     path.write_text(MOONCAKE * 4)
     asked = ("replay", path, "--num-blocks", 64, "--engine", engine, "--json", out)
     result = blockstep(*asked)
     assert result.exit_code == 0, result.output
-    assert told in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
     report = json.loads(out.read_text())
     assert (report["equivalence"], report["requests_finished"]) == (equivalence, 4)
     assert (report["snapshots_taken"] > 0) is (equivalence == "renamed")

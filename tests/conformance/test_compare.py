@@ -161,13 +161,13 @@ def test_each_field_of_an_answer_differs_by_its_name(answer: v.Observation) -> N
             assert [row.field.split()[-1] for row in found] == [name], (owner, name)
 
 
-TOLD_AS = {"ref_counts": "block", "request_id": "request"}
+SHOWN_AS = {"ref_counts": "block", "request_id": "request"}
 
 
 def test_each_field_of_a_state_differs_by_its_name() -> None:
     for owner, name, other in alter_each(STATE):
         words = {word for row in snapshot_differences(STATE, other) for word in row.field.split()}
-        assert TOLD_AS.get(name, name) in words, (owner, name)
+        assert SHOWN_AS.get(name, name) in words, (owner, name)
 
 
 def test_each_part_of_a_key_makes_another_block() -> None:

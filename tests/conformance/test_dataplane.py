@@ -106,7 +106,7 @@ def test_names_beyond_the_digits_are_refused() -> None:
         (GROUPS, 8, ("groups_window_slid", "groups_chunk_left", "groups_hit_in_several")),
     ],
 )
-def test_our_kernels_do_what_the_plans_say(
+def test_our_kernels_carry_out_the_plans(
     options: CheckOptions, num_episodes: int, reaches: tuple[str, ...]
 ) -> None:
     num_events, reached = 0, set[str]()
@@ -144,7 +144,7 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
     assert found.sentence == seen_by[fault]
 
 
-def test_what_no_kernel_keeps_is_left_out_and_said() -> None:
+def test_what_no_kernel_keeps_is_left_out_and_listed() -> None:
     window = KVGroup(GroupKind.SLIDING_WINDOW, 8, sliding_window=3)
     state = KVGroup(GroupKind.RECURRENT, 4, mamba_cache_mode=MambaCacheMode.ALL)
     mixed = Config(num_blocks=9, block_size=4, groups=(window, state))
@@ -187,7 +187,7 @@ print(found.sentence)
 """
 
 
-def test_the_triton_kernels_do_what_the_plans_say() -> None:
+def test_the_triton_kernels_carry_out_the_plans() -> None:
     """Interpreted, in a process of its own: Triton reads the variable when it is imported."""
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INTERPRETED],

@@ -148,7 +148,7 @@ def test_what_is_not_declared_is_found() -> None:
     assert "free_queue" in str(findings[0].differences)
 
 
-def test_a_deviation_that_is_gone_is_told() -> None:
+def test_a_deviation_that_is_gone_is_reported() -> None:
     result = check(options("Mended", max_events=200))
     assert (result.first, result.stale) == (None, ("miscounts_hits",))
     text = verdict_text(result)
@@ -160,8 +160,8 @@ def test_a_deviation_that_excuses_findings_is_not_to_be_dropped() -> None:
     """Its program does not show it, and hundreds of findings do."""
     gone = "m: its program does not show it, and no finding does; the adapter can drop it"
     assert make_stale_line("m", 0) == gone
-    told = make_stale_line("m", 1875)
-    assert told == "m: its program does not show it, and 1,875 findings do: mend that"
+    line = make_stale_line("m", 1875)
+    assert line == "m: its program does not show it, and 1,875 findings do: mend that"
 
 
 def test_at_safety_an_episode_goes_on_behind_it() -> None:
@@ -186,7 +186,7 @@ def test_only_the_steps_are_excused_that_it_speaks_of() -> None:
     assert [found.sentence for found in findings] == ["plan_stays_within_token_budget"]
 
 
-def test_where_nobody_can_go_on_the_episode_ends() -> None:
+def test_where_neither_engine_nor_spec_can_go_on_the_episode_ends() -> None:
     program = Program(CONFIG, (*START, *(v.Schedule(), Answer()) * 4, Drain()))
     run, findings = run_program(program, Dies)
     assert findings == []
@@ -198,7 +198,7 @@ def test_where_nobody_can_go_on_the_episode_ends() -> None:
     assert result.num_episodes >= result.excused["dies"] > 10
 
 
-def test_a_check_in_another_process_says_the_same(tmp_path: Any) -> None:
+def test_a_check_in_another_process_reports_the_same(tmp_path: Any) -> None:
     (tmp_path / "deviant.py").write_text(
         "from dataclasses import replace\n"
         "from blockstep.conformance.engine import Deviation, EngineTraits\n"
@@ -221,7 +221,7 @@ def test_a_check_in_another_process_says_the_same(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("deviation", ["miscounts", replace(MISCOUNTS, sentences=(), fields=())])
-def test_a_deviation_says_what_it_excuses(deviation: Any) -> None:
+def test_a_deviation_names_what_it_excuses(deviation: Any) -> None:
     class Vague(SpecEngine):
         traits = EngineTraits(deviations=(deviation,))
 

@@ -26,11 +26,11 @@ class OverlooksReads(HostEngine):
 
     def apply(self, event: v.Event) -> v.Observation:
         if isinstance(event, v.Commit):
-            told = event.transfers
+            transfers = event.transfers
             kept = tuple(
-                name for name in told.finished_sending if name not in self.requests.slot_of
+                name for name in transfers.finished_sending if name not in self.requests.slot_of
             )
-            event = replace(event, transfers=replace(told, finished_sending=kept))
+            event = replace(event, transfers=replace(transfers, finished_sending=kept))
         return super().apply(event)
 
 
@@ -70,7 +70,7 @@ def test_what_is_legal_together_is_drawn_together(name: str, seed: int) -> None:
 # What the judges said that was wrong, once these were drawn.
 
 
-def test_who_is_received_waits_for_the_blocks_that_a_watermark_leaves() -> None:
+def test_a_received_request_waits_for_the_blocks_that_a_watermark_leaves() -> None:
     """One block is free, and A runs: B needs it, and the watermark is one."""
     full = v.GroupKind.FULL
     config = v.Config(

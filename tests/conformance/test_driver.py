@@ -113,7 +113,7 @@ def test_an_answer_that_is_no_observation_is_a_fault() -> None:
     assert findings[0].kind is FindingKind.FAULT
 
 
-def test_an_assertion_of_the_spec_is_told_apart() -> None:
+def test_an_assertion_of_the_spec_is_a_kind_of_its_own() -> None:
     run = LockStep.start(CONFIG, SpecEngine)
     run.spec.state = replace(run.spec.state, running=("ghost",), requests=run.spec.state.requests)
 
@@ -154,7 +154,7 @@ def test_a_drain_unpauses_and_compiles_every_grammar() -> None:
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_a_drain_answers_what_is_in_flight_for_nobody(is_alone: bool) -> None:
+def test_a_drain_answers_what_is_in_flight_for_no_request(is_alone: bool) -> None:
     """Whether that is all there is, or the last request ends before the last frame."""
     config = replace(CONFIG, max_frames_in_flight=3, async_scheduling=True)
     submits = [Submit(Request(name, (1,), max_tokens=4)) for name in ("A" if is_alone else "AB")]
@@ -258,7 +258,7 @@ def test_an_engine_without_snapshots_is_held_to_its_answers() -> None:
     assert run.live == {}
 
 
-def test_drafts_are_proposed_for_those_who_sampled() -> None:
+def test_drafts_are_proposed_for_rows_that_sampled() -> None:
     config = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
     run = LockStep.start(config, SpecEngine, keep_exchanges=True)
     for action in (
@@ -332,8 +332,8 @@ def test_hints_are_compared_of_an_engine_that_claims_them(has: bool) -> None:
     run = LockStep.start(CONFIG, Engine)
     assert run.perform(Submit(Request("A", (1, 2, 3)))) == []
     findings = run.perform(Schedule())
-    told = [row.field for found in findings for row in found.differences]
-    assert told == ["num_common_prefix_blocks"] * has
+    fields = [row.field for found in findings for row in found.differences]
+    assert fields == ["num_common_prefix_blocks"] * has
 
 
 def test_a_run_goes_on_behind_a_quirk_and_counts_what_it_reached() -> None:

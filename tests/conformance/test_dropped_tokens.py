@@ -54,7 +54,7 @@ def hide(engine: type[Any]) -> type[Any]:
 
 
 @pytest.mark.parametrize("engine", [DropsInFlight, hide(DropsInFlight)], ids=["shown", "hidden"])
-def test_an_engine_that_drops_tokens_and_says_so_is_not_accused(engine: type[Any]) -> None:
+def test_an_engine_that_declares_dropped_tokens_is_not_accused(engine: type[Any]) -> None:
     played = play_episodes(engine, 1000, seed=1)
     assert played.first is None
     assert played.witnesses[GOAL] > 0
@@ -71,7 +71,7 @@ def test_it_is_not_accused_in_many_events(engine: type[Any], preset: str, seed: 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("shows", [True, False], ids=["shown", "hidden"])
 @pytest.mark.parametrize("engine", WRONG)
-def test_an_engine_that_drops_otherwise_than_it_says_is_accused(
+def test_an_engine_that_drops_otherwise_than_it_declares_is_accused(
     engine: type[Any], shows: bool, seed: int
 ) -> None:
     assert play_episodes(engine if shows else hide(engine), 20_000, seed=seed).first

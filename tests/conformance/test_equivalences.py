@@ -96,8 +96,8 @@ BESIDE = {
 def test_nor_is_it_beside_branches_and_a_store(engine: Any, feature: str) -> None:
     played = play_episodes(engine, 800, seed=8, with_features=(feature,))
     assert played.first is None
-    is_told = feature == "forks" or engine is not Simulator
-    assert all(played.witnesses[name] for name in BESIDE[feature]) is is_told
+    is_counted = feature == "forks" or engine is not Simulator
+    assert all(played.witnesses[name] for name in BESIDE[feature]) is is_counted
 
 
 @pytest.mark.soak
@@ -126,7 +126,7 @@ def test_a_block_that_a_window_has_let_go_of_is_renamed_anew(engine: Any) -> Non
 @pytest.mark.parametrize("engine", [OtherOrder, OtherIdsTold, held_to(Silent, RENAMED)])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("policy", list(v.KVLoadFailurePolicy))
-def test_an_engine_is_told_in_its_own_ids_which_blocks_could_not_be_loaded(
+def test_an_engine_is_given_in_its_own_ids_the_blocks_that_could_not_be_loaded(
     engine: Any, is_async: bool, policy: v.KVLoadFailurePolicy
 ) -> None:
     config = Config(num_blocks=9, block_size=2, kv_connector=True, kv_load_failure_policy=policy)
@@ -176,7 +176,7 @@ def test_what_a_session_holds_at_rest_stays_its_own() -> None:
 
 
 @pytest.mark.parametrize("engine", [held_to(Spec, PLANS), Simulator])
-def test_what_is_sampled_for_a_chunk_that_is_over_is_delivered_to_nobody(engine: Any) -> None:
+def test_what_is_sampled_for_a_chunk_that_is_over_is_not_delivered(engine: Any) -> None:
     """The first token stops the session; the row behind it is still in flight."""
     config = Config(num_blocks=9, block_size=2, async_scheduling=True, max_frames_in_flight=2)
     session = Request("A", (0, 0, 0), 4, stop_token_ids=(0, 1), resumable=True)
@@ -255,7 +255,7 @@ def test_each_canary_is_caught() -> None:
         assert run_canary(CheckOptions(), canary), name
 
 
-def test_a_check_whose_canary_lives_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_with_a_canary_that_lives_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     options = CheckOptions(preset="tiny", max_events=1)
     assert check(options).canary_killed_after
     monkeypatch.setitem(CANARIES, "exact", "host")
@@ -291,7 +291,7 @@ def is_found(name: str, kind: str, num_events: int, *presets: str) -> bool:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", MUSEUM)
-def test_as_many_of_the_museum_are_found_as_the_page_says(kind: str) -> None:
+def test_as_many_of_the_museum_are_found_as_on_the_page(kind: str) -> None:
     found = sum(is_found(name, kind, 4000, "tiny", "small") for name in PLAIN)
     row = re.search(rf"^\| `?{kind}`? \| (\d+) of {len(PLAIN)} \|", PAGE, re.M)
     assert row is not None, found
@@ -351,7 +351,7 @@ def test_what_is_shared_is_part_of_a_plan() -> None:
     assert not difference.seen.startswith("[[1,")
 
 
-def test_a_plan_at_this_equivalence_shows_no_blocks_unless_it_says_so() -> None:
+def test_a_plan_at_this_equivalence_shows_no_blocks_unless_declared() -> None:
     found = findings_of(held_to(Spec, NO_BLOCKS))
     assert [it.sentence for it in found] == ["plan_shows_no_blocks"]
     assert "set shows_blocks" in found[0].message
@@ -423,7 +423,7 @@ def test_an_engine_that_plans_ahead_is_full_before_it_is_answered(kind: Any) -> 
     assert not run.live
 
 
-def test_what_is_not_asked_is_said() -> None:
+def test_what_is_not_asked_is_reported() -> None:
     assert SamePlans(shows_blocks=True).not_asked < SamePlans().not_asked
     assert Renamed().not_asked
 
@@ -465,14 +465,14 @@ def test_a_state_that_no_capability_announces_is_not_passed_over_in_silence() ->
     [("check", "--in-process"), ("hunt", "--in-process"), ("arms",), ("score",)],
     ids=" ".join,
 )
-def test_every_command_says_so_before_it_begins(command: tuple[str, ...]) -> None:
+def test_every_command_reports_it_before_it_begins(command: tuple[str, ...]) -> None:
     named = "--engine=foreign_support.toys:UnannouncedToy"
     result = CliRunner().invoke(app, (*command, named))
     assert result.exit_code == 2
     assert "UnannouncedToy: returned a state, and capabilities() does not name" in result.output
 
 
-def test_a_fault_says_where_the_engine_raised_and_by_which_calls() -> None:
+def test_a_fault_names_the_line_that_raised_and_the_calls() -> None:
     class Raises(SpecEngine):
         def apply(self, event: v.Event) -> v.Observation:
             return self.descend(7)
@@ -493,7 +493,7 @@ def test_a_fault_says_where_the_engine_raised_and_by_which_calls() -> None:
     assert [line.startswith("called by descend") for line in lines[3:7]] == [True] * 4
 
 
-def test_no_more_plans_are_said_to_be_in_flight_than_a_config_of_the_engine_has() -> None:
+def test_no_more_plans_are_reported_in_flight_than_a_config_of_the_engine_has() -> None:
     """A hunt said four of an engine whose configs have two."""
 
     def halve(config: v.Config) -> v.Config:

@@ -79,7 +79,7 @@ def run(*given: str) -> Result:
             "parent_block_hash": None, "group_idx": None, "field_of_tomorrow": 3},
     ],
 )  # fmt: skip
-def test_every_form_of_an_event_says_the_same(event: Any) -> None:
+def test_every_form_of_an_event_means_the_same(event: Any) -> None:
     (record,) = parse_batch([1, [event]], 0).events
     assert record in (
         KVRecord("BlockStored", (A,), None, (1, 2), 2, "GPU"),
@@ -147,7 +147,7 @@ def test_a_block_is_findable_until_each_copy_was_removed() -> None:
     assert follow(STORE_AB, STORE_AB, REMOVE_B, REMOVE_B).count_found([A, B]) == 1
 
 
-def test_media_and_groups_are_told_apart() -> None:
+def test_media_and_groups_are_kept_apart() -> None:
     on_cpu = {**STORE_C, "block_hashes": [A], "parent_block_hash": None, "medium": "CPU"}
     follower = follow(STORE_AB, on_cpu | {"token_ids": [1, 2]}, ["BlockRemoved", [A], "GPU"])
     assert follower.count_found([A]) == 1
@@ -268,7 +268,7 @@ def test_a_good_index_is_not_accused() -> None:
     assert judge(GoodIndex(), *STORY) is None
 
 
-def test_an_index_is_told_of_a_restart() -> None:
+def test_an_index_is_notified_of_a_restart() -> None:
     judged = IndexJudge(GoodIndex(), Follower(), num_lookups=4, seed=1)
     stream = (*batches(STORE_AB, STORE_C), *batches(["BlockStored", [D], None, [1, 2], 2, None]))
     assert [judged.take(batch) for batch in stream] == [None] * 3
@@ -282,7 +282,7 @@ def test_an_index_that_counts_no_copies_is_found() -> None:
     assert lie.block_hashes[:2] == (A, B)
 
 
-def test_an_index_that_hears_no_clearing_is_found() -> None:
+def test_an_index_that_ignores_clearing_is_found() -> None:
     store = ["BlockStored", [A], None, [1, 2], 2, None, "GPU"]
     lie = judge(DeafIndex(), STORE_AB, STORE_C, ["AllBlocksCleared"], store, STORE_AB, REMOVE_B)
     assert lie is not None
@@ -325,12 +325,12 @@ def test_an_index_in_a_process_is_asked(tmp_path: Path) -> None:
 # The command.
 
 
-def test_the_command_tells_what_is_known(tmp_path: Path) -> None:
+def test_the_command_prints_what_is_known(tmp_path: Path) -> None:
     dump = write_dump(tmp_path / "d.jsonl", batches(*STORY))
     result = run(dump, "--index", f"{__name__}:GoodIndex", "--json", "-")
-    told = json.loads(result.stdout)
-    assert (result.exit_code, told["cached"], told["cached_peak"]) == (0, 2, 3)
-    assert told["lookups"] > 0
+    counts = json.loads(result.stdout)
+    assert (result.exit_code, counts["cached"], counts["cached_peak"]) == (0, 2, 3)
+    assert counts["lookups"] > 0
     wrong = run(dump, "--index", f"{__name__}:SetIndex")
     assert wrong.exit_code == 1
     assert "  expected  2 leading blocks, seen 1" in wrong.output.splitlines()
@@ -425,7 +425,7 @@ def test_a_live_stream_is_followed_and_its_beginning_asked_for(tmp_path: Path) -
         finally:
             is_done.set()
             thread.join()
-    told = json.loads(result.stdout)
-    assert (told["gaps"], told["num_contradictions"]) == ([], 0)
-    assert told["cached"] >= 3
-    assert len(list(read_dump(save))) == told["batches"]
+    counts = json.loads(result.stdout)
+    assert (counts["gaps"], counts["num_contradictions"]) == ([], 0)
+    assert counts["cached"] >= 3
+    assert len(list(read_dump(save))) == counts["batches"]

@@ -40,7 +40,7 @@ SPEAKERS = (
 """Rooms that find something."""
 ALIASES = {"BlockId", "FrameId", "RequestId", "TokenId"}
 SENTENCE = re.compile(r"[a-z]+(_[a-z0-9]+){2,}")
-SAYING = {"violated", "_complain", "complain", "_broken", "Finding", "Lookout"}
+MAKERS_OF_FINDINGS = {"violated", "_complain", "complain", "_broken", "Finding", "Lookout"}
 NAMES = (
     *(entry.id for entry in PROPERTIES),
     *(entry.name for entry in PROPERTIES),
@@ -67,13 +67,13 @@ def explain(name: object) -> Result:
     return CliRunner().invoke(app, ["explain", str(name)], env={"COLUMNS": "100"})
 
 
-def find_said(text: str) -> Iterator[str]:
+def find_check_names(text: str) -> Iterator[str]:
     """Names of sentences that a module speaks: constants among what a finding is made of."""
     for node in ast.walk(ast.parse(text)):
         parts: list[ast.expr] = []
         match node:
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args):
-                parts = args if name in SAYING else []
+                parts = args if name in MAKERS_OF_FINDINGS else []
             case ast.Assign(targets=[ast.Name(id="sentence")], value=value):
                 parts = [value]
         for part in parts:
@@ -89,19 +89,24 @@ sentence = "one_two_three"
 violated("P1", "it_is_so", f"no: {sentence}")
 self._complain("P3", "this_is_one" if x else "that_is_one", what)
 """
-    assert set(find_said(text)) == {"one_two_three", "it_is_so", "this_is_one", "that_is_one"}
+    assert set(find_check_names(text)) == {
+        "one_two_three",
+        "it_is_so",
+        "this_is_one",
+        "that_is_one",
+    }
 
 
 def test_every_sentence_of_the_judges_is_explained_and_nothing_else() -> None:
     files = [file for room in SPEAKERS for file in (WING / room).rglob("*.py")]
-    said = {name for file in files for name in find_said(file.read_text())}
-    assert len(said) > 30
+    used = {name for file in files for name in find_check_names(file.read_text())}
+    assert len(used) > 30
     own = {check.sentence for entry in PROPERTIES for check in entry.checks}
-    missing = said - SENTENCES.keys() - own - {watchpoint.name for watchpoint in WATCHPOINTS}
+    missing = used - SENTENCES.keys() - own - {watchpoint.name for watchpoint in WATCHPOINTS}
     assert not missing, "say in report/check_texts.py what these mean"
     composed = {name for name in SENTENCES if name.startswith(("attended_slot_", "published_b"))}
     composed |= {f"{aspect}_agree" for aspect in Aspect}
-    stale = SENTENCES.keys() - said - composed
+    stale = SENTENCES.keys() - used - composed
     assert not stale, "nobody says these any more"
 
 
@@ -114,16 +119,16 @@ def test_every_name_is_explained() -> None:
         assert not text.endswith("\n\n"), name
 
 
-def test_what_safety_asks_of_answers_is_said_to_be_asked() -> None:
+def test_what_safety_asks_of_answers_is_listed() -> None:
     """By what its modules speak: seven sentences were said not to be asked at safety."""
     root = Path(blockstep.conformance.__file__).parent
     files = [root / "judge/answers.py", root / "judge/reported.py"]
     files += sorted((root / "lockstep").glob("*.py"))
     files += sorted((root / "judge/worker").glob("*.py"))
     texts = [file.read_text() for file in files]
-    said = set().union(*(find_said(text) for text in texts))
+    used = set().union(*(find_check_names(text) for text in texts))
     about_steps = {check.sentence for entry in PROPERTIES for check in entry.checks}
-    assert said & about_steps == ASKED_OF_ANSWERS
+    assert used & about_steps == ASKED_OF_ANSWERS
 
 
 def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
@@ -133,7 +138,7 @@ def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "text"),
     [
         ("museum:leak-on-abort", "shown by: blockstep check --engine museum:leak-on-abort"),
         ("leak_on_abort", "breaks: P1"),
@@ -174,10 +179,10 @@ def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
         ("hits_agree", "have the same hits"),
     ],
 )
-def test_an_explanation_says_where_it_comes_from_and_what_shows_it(name: str, says: str) -> None:
+def test_an_explanation_names_its_source_and_what_shows_it(name: str, text: str) -> None:
     result = explain(name)
     assert result.exit_code == 0
-    assert says in result.output
+    assert text in result.output
 
 
 def test_a_program_is_read_aloud(tmp_path: Path) -> None:
@@ -204,7 +209,7 @@ def test_a_program_is_read_aloud(tmp_path: Path) -> None:
         ("free_queue_", "free_queue"),
     ],
 )
-def test_a_typo_is_told_what_is_close(typo: str, meant: str) -> None:
+def test_a_typo_is_answered_with_close_names(typo: str, meant: str) -> None:
     result = explain(typo)
     assert result.exit_code == 2
     assert f"{typo!r}: no such name; close: " in result.stderr
@@ -233,7 +238,7 @@ def test_a_source_is_named_wherever_the_line_breaks() -> None:
     assert cite("seed 41 of a run") == "seed 41 of a run"
 
 
-def test_a_name_may_mean_several_things_and_each_is_told_once() -> None:
+def test_a_name_may_mean_several_things_and_each_is_explained_once() -> None:
     kinds = [meaning.kind for meaning in get_names()["drafts"]]
     assert kinds == ["capability", "feature", "word", "field"]
 
@@ -262,5 +267,5 @@ def test_a_row_of_the_glossary_with_another_number_of_cells_is_refused() -> None
 
 
 def test_a_property_shows_whole_sentences_of_its_checks() -> None:
-    told = " ".join(explain("P1").output.split())
-    assert "a block without holders is in the free queue, once." in told
+    text = " ".join(explain("P1").output.split())
+    assert "a block without holders is in the free queue, once." in text

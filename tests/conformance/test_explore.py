@@ -251,7 +251,7 @@ def test_a_walk_stops_before_it_has_too_many_states() -> None:
     assert walked.found == ()
 
 
-def test_a_process_that_dies_is_told_as_such() -> None:
+def test_a_process_that_dies_is_reported_as_dead() -> None:
     shards = _Processes(Task(WORLDS["loop"]), 2)
     for process in shards.processes:
         process.kill()
@@ -326,7 +326,7 @@ def test_ids_mean_something_under_priority_and_tokens_where_a_request_names_them
     assert len({digest(a.state) for a in answers if not isinstance(a, v.Rejected)}) == 2
 
 
-def test_a_request_of_which_more_is_said_is_not_interchangeable_with_an_equal_one() -> None:
+def test_a_request_with_more_history_is_not_interchangeable_with_an_equal_one() -> None:
     world = WORLDS["lacking"]
     assert world.classes == {"A": 0, "B": 1}
     of_both = tuple(dataclasses.replace(world.kv_offers[-1], request_id=name) for name in "AB")
@@ -373,7 +373,7 @@ def test_time_leaves_no_trace() -> None:
     assert once != play(world, v.Schedule(), v.Schedule())
 
 
-def test_blocks_are_told_apart_by_what_they_carry_and_when_they_are_taken() -> None:
+def test_blocks_differ_by_what_they_carry_and_when_they_are_taken() -> None:
     world = WORLDS["pair"]
     digest = Canonicaliser(world).digest
     a = world.requests[0]
@@ -527,7 +527,7 @@ def test_a_load_that_fails_again_and_again_is_the_stores_stall() -> None:
     assert not walked.found
 
 
-def test_stalls_are_looked_for_past_what_properties_say() -> None:
+def test_stalls_are_looked_for_past_violated_properties() -> None:
     result = explore("--preset", "lacking", "--profile", "vllm-0.19.1", "--stalls")
     assert result.exit_code == 4
     assert "P10 a cycle of states without progress" in result.output
@@ -586,8 +586,8 @@ def test_a_planted_defect_falls_by_the_program_of_the_page(name: str) -> None:
         result = transition(state, step.event)
         state = state if isinstance(result, v.Rejected) else result.state
     if difference.startswith("the engine raised"):
-        told = re.escape(walked.found[0].partition(": ")[2])
-        with pytest.raises(Exception, match=told):
+        message = re.escape(walked.found[0].partition(": ")[2])
+        with pytest.raises(Exception, match=message):
             engine.apply(last.event)
         return
     answer, result = engine.apply(last.event), transition(state, last.event)
@@ -596,7 +596,7 @@ def test_a_planted_defect_falls_by_the_program_of_the_page(name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["host", "museum:forward-frees"])
-def test_a_kept_engine_stands_where_it_stood(engine: str) -> None:
+def test_a_kept_engine_is_in_the_state_that_it_was_in(engine: str) -> None:
     request = WORLDS["pair"].requests[0]
     copies = Copies(load_engine(engine), WORLDS["pair"])
     first = copies.revive(copies.start())
@@ -629,7 +629,7 @@ class OneFrame(SpecEngine):
         return super().capabilities() - {"pipeline", "async"}
 
 
-def test_a_world_that_an_engine_is_not_made_for_is_told_and_left_out() -> None:
+def test_a_world_that_an_engine_is_not_made_for_is_reported_and_left_out() -> None:
     engine = f"{__name__}:OneFrame"
     result = explore("--preset", "pipeline", "--preset", "loop", "--engine", engine)
     assert f"pipeline: not walked: {engine} lacks pipeline\n" in result.output
@@ -638,7 +638,7 @@ def test_a_world_that_an_engine_is_not_made_for_is_told_and_left_out() -> None:
     assert explore("--preset", "gap", "--engine", engine).exit_code == 5
 
 
-def test_a_defect_that_needs_a_refused_event_is_told_as_such() -> None:
+def test_a_defect_that_needs_a_refused_event_is_marked() -> None:
     walked = walk(Task(WORLDS["loop"], properties=False, engine=f"{__name__}:Grudging"))
     assert walked.found
     assert walked.found[0].startswith(OUT_OF_NOTHING)
@@ -661,7 +661,7 @@ def test_an_engine_that_cannot_be_pickled_is_driven_there() -> None:
 # --- the command
 
 
-def test_the_command_says_what_it_visited(tmp_path: Path) -> None:
+def test_the_command_prints_what_it_visited(tmp_path: Path) -> None:
     result = explore("--preset", "loop", "--engine", "host", "--json", tmp_path / "out.json")
     assert result.exit_code == 0
     assert "loop: 8 states, 11 transitions" in result.output

@@ -44,14 +44,16 @@ def play(name: str, policy: v.KVLoadFailurePolicy, actions: tuple[Action, ...]) 
 @pytest.mark.parametrize(
     "actions", [AT_ONCE, LATER, COME, NOTHING_CACHED], ids=["now", "later", "come", "hit"]
 )
-def test_who_is_right_is_not_accused(
+def test_a_right_engine_is_not_accused(
     policy: v.KVLoadFailurePolicy, actions: tuple[Action, ...]
 ) -> None:
     assert play("late-report-kills", policy, actions) == []
 
 
 @pytest.mark.parametrize("policy", list(v.KVLoadFailurePolicy))
-def test_who_delivers_what_counts_for_nothing_is(policy: v.KVLoadFailurePolicy) -> None:
+def test_an_engine_that_delivers_what_counts_for_nothing_is_accused(
+    policy: v.KVLoadFailurePolicy,
+) -> None:
     """It acts on no report."""
     (first, *_) = play("invalid-is-passed-over", policy, AT_ONCE)
     assert first.property_id in ("P13", "P19")

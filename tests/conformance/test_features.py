@@ -78,7 +78,7 @@ def test_a_row_is_whole(name: str) -> None:
         assert any(situation.startswith(beginning) for situation in WITNESSES), beginning
 
 
-def test_every_capability_is_of_one_row_or_says_how_to_compare() -> None:
+def test_every_capability_is_of_one_row_or_has_a_comparison() -> None:
     of_rows = [feature.capability for feature in FEATURES if feature.capability]
     assert len(of_rows) == len(set(of_rows))
     assert set(Capability) - set(of_rows) == {
@@ -117,7 +117,7 @@ def is_in(feature: Feature, config: v.Config, actions: list[Action]) -> bool:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_nobody_wants_is_never_drawn(name: str) -> None:
+def test_what_is_not_wanted_is_never_drawn(name: str) -> None:
     feature = BY_NAME[name]
     runs = draw_some(FeatureSelection(never=frozenset({name})))
     assert not any(is_in(feature, *run) for run in runs)
@@ -192,7 +192,7 @@ def test_an_engine_is_never_given_what_it_lacks(name: str) -> None:
     assert skipped > 0, "what is left out is counted"
 
 
-def test_several_groups_are_taken_from_who_lacks_them() -> None:
+def test_several_groups_are_taken_from_engines_that_lack_them() -> None:
     config = v.Config(num_blocks=8, groups=(v.KVGroup(v.GroupKind.FULL, 16),))
     assert fit(config, (GROUPS,)) == (v.Config(num_blocks=8), (Capability.GROUPS,))
     assert GROUPS in find_lacking(

@@ -64,7 +64,7 @@ def hold_to(name: str, standing: str) -> EngineFactory:
 
 @pytest.mark.parametrize("standing", STANDINGS)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_an_engine_whose_blocks_wait_for_the_answer_is_right(
+def test_an_engine_that_holds_blocks_until_the_answer_is_right(
     program: Program, standing: str
 ) -> None:
     _, findings = run_program(program, hold_to("host", standing))
@@ -80,7 +80,7 @@ NAMED = {
 
 @pytest.mark.parametrize("standing", STANDINGS)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_one_whose_blocks_do_not_wait_is_named(program: Program, standing: str) -> None:
+def test_one_that_frees_blocks_before_it_is_named(program: Program, standing: str) -> None:
     _, findings = run_program(program, hold_to("museum:blocks-freed-while-frames-write", standing))
     assert (findings[0].property_id, findings[0].sentence) == ("P17", NAMED[standing])
 

@@ -36,21 +36,21 @@ def test_one_prompt_is_streamed(model: Path) -> None:
 
 
 def test_what_a_terminal_cannot_show_is_a_question_mark(model: Path) -> None:
-    said = CliRunner(charset="ascii").invoke(
+    result = CliRunner(charset="ascii").invoke(
         app, ["generate", "--model", str(model), "abc", "--max-tokens", "40", "--ignore-eos"]
     )
-    assert said.exit_code == 0
-    assert "?" in said.stdout
+    assert result.exit_code == 0
+    assert "?" in result.stdout
 
 
-def test_several_prompts_are_told_apart(model: Path) -> None:
+def test_several_prompts_are_labelled(model: Path) -> None:
     result = blockstep("--model", model, "one", "two", "--max-tokens", 3, "--ignore-eos")
     assert result.exit_code == 0
     assert "--- 1 (length)" in result.stdout
     assert "--- 2 (length)" in result.stdout
 
 
-def test_an_adapter_says_something_else(model: Path, tmp_path: Path) -> None:
+def test_an_adapter_generates_something_else(model: Path, tmp_path: Path) -> None:
     lora = ADAPTERS["some"].save(build_model("llama", vocab_size=260), tmp_path / "lora")
     args = ("--model", model, "one", "--max-tokens", 9, "--ignore-eos", "--num-blocks", 9)
     adapted = blockstep(*args, "--lora", lora, "--check")
@@ -97,7 +97,7 @@ def test_json_is_complete_and_alone_on_standard_output(model: Path) -> None:
         ("--depth", 2, "--block-size", 4, "--num-blocks", 30, "--max-model-len", 64),
     ],
 )
-def test_a_checked_run_says_what_was_checked(model: Path, options: tuple[object, ...]) -> None:
+def test_a_checked_run_prints_what_was_checked(model: Path, options: tuple[object, ...]) -> None:
     given = [str(option).format(model=model) for option in options]
     result = blockstep("--model", model, "abc", "--max-tokens", 8, "--check", *given)
     assert result.exit_code == 0
@@ -112,7 +112,7 @@ def test_the_scheduler_of_the_device_is_checked_at_fences(model: Path) -> None:
     assert re.search(r"check: nothing found; \d+ events, [2-9] fences", result.stderr)
 
 
-def test_the_same_seed_says_the_same(model: Path) -> None:
+def test_the_same_seed_generates_the_same(model: Path) -> None:
     options = ("--model", model, "abc", "--temperature", 1.2, "--top-p", 0.9, "--max-tokens", 20)
     first, again, other = (blockstep(*options, "--seed", seed) for seed in (3, 3, 4))
     assert first.stdout == again.stdout != other.stdout
@@ -161,7 +161,7 @@ def test_a_folder_without_a_model_is_bad_input(tmp_path: Path) -> None:
     assert "config.json: cannot be read" in result.stderr
 
 
-def test_without_torch_it_says_what_to_install(
+def test_without_torch_it_names_what_to_install(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(name: str) -> None:

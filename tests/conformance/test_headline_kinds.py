@@ -42,37 +42,37 @@ def test_first_wrong_value_is_in_the_headline() -> None:
     about = of_request("A")
     reason = Difference("finish_reason", "length", "None")
     found = violated("P13", "finish_reason_is_the_one_that_holds", "", reason, subjects=about)
-    told = "OUTPUT: request A has a wrong finish reason, or none: finish_reason None, expected"
-    assert make_headline(found) == f"{told} length"
+    headline = "OUTPUT: request A has a wrong finish reason, or none: finish_reason None, expected"
+    assert make_headline(found) == f"{headline} length"
     long = replace(found, differences=(replace(reason, seen="x" * CHARS_MAX),))
     assert make_headline(long) == "OUTPUT: request A has a wrong finish reason, or none"
 
 
-def test_plan_without_rows_that_turns_a_queue_round_is_told_by_the_queue() -> None:
+def test_plan_without_rows_that_turns_a_queue_round_is_named_by_the_queue() -> None:
     changed = violated("P7", "empty_plan_changes_nothing", "")
     order = violated("P16", "queues_keep_their_order", "")
     assert put_causes_first([changed, order]) == [order, changed]
 
 
-def test_blocks_of_a_preempted_request_are_told_by_its_status() -> None:
+def test_blocks_of_a_preempted_request_are_named_by_its_status() -> None:
     written = violated("P4", "block_still_to_be_written_is_not_published", "")
     held = violated("P12", "only_running_requests_hold_anything", "")
     assert put_causes_first([written, held]) == [held, written]
 
 
-def test_block_that_is_published_too_early_is_told_so() -> None:
+def test_block_that_is_published_too_early_is_named_so() -> None:
     slot = violated("P4", "published_block_was_written", "")
     early = violated("P4", "only_computed_blocks_are_published", "")
     assert put_causes_first([slot, early]) == [early, slot]
 
 
-def test_load_behind_a_wrong_hit_is_told_by_the_hit() -> None:
+def test_load_behind_a_wrong_hit_is_named_by_the_hit() -> None:
     load = violated("P19", "load_is_what_the_store_offers", "")
     hit = violated("P5", "hit_is_the_longest_possible", "")
     assert put_causes_first([load, hit]) == [hit, load]
 
 
-def test_request_that_runs_before_its_load_is_told_by_its_status() -> None:
+def test_request_that_runs_before_its_load_is_named_by_its_status() -> None:
     written = violated("P17", "block_in_transfer_is_not_written", "")
     room = violated("P8", "admission_leaves_room_for_the_whole_prompt", "")
     parked = violated("P19", "loading_request_matches_its_load", "")
@@ -86,7 +86,7 @@ class Short(SpecEngine):
         super().__init__(replace(config, long_prefill_token_threshold=1))
 
 
-def test_wrong_decision_is_told_first_and_what_it_violates_second() -> None:
+def test_wrong_decision_comes_first_and_what_it_violates_second() -> None:
     whole = replace(ROOMY, max_model_len=16, enable_chunked_prefill=False)
     first = play(Program(whole, (SUBMIT, v.Schedule())), Short)[0]
     assert first.sentence == "prompt_is_not_cut_without_chunking"
@@ -97,19 +97,19 @@ def test_wrong_decision_is_told_first_and_what_it_violates_second() -> None:
     assert first == replace(first, diverged=())
 
 
-def test_decision_is_not_told_twice() -> None:
+def test_decision_is_not_named_twice() -> None:
     row = Difference("new A", "-", "there")
     early = violated("P16", "admissions_follow_the_policy", f"'A' {MUST_WAIT}", subjects="A")
-    told = "ADMISSION: request A is admitted, and must wait"
-    assert make_headline(replace(early, diverged=(row,))) == told
+    headline = "ADMISSION: request A is admitted, and must wait"
+    assert make_headline(replace(early, diverged=(row,))) == headline
 
 
-def test_first_wrong_row_of_a_plan_is_told() -> None:
+def test_first_wrong_row_of_a_plan_is_in_the_headline() -> None:
     hit = Difference("new A num_computed_tokens", "1", "2")
     behind = Difference("new B", "there", "-")
     diverged = replace(violated("P5", "hit_is_the_longest_possible", ""), diverged=(hit, behind))
-    told = "HIT: request A begins at 2 computed tokens, the spec at 1: "
-    assert make_headline(diverged).startswith(told)
+    headline = "HIT: request A begins at 2 computed tokens, the spec at 1: "
+    assert make_headline(diverged).startswith(headline)
 
 
 def test_plans_with_rows_of_different_requests_differ_in_rows() -> None:
@@ -163,7 +163,7 @@ class Ending(SpecEngine):
         return answer
 
 
-def test_session_that_ends_before_its_input_is_told_as_a_session() -> None:
+def test_session_that_ends_before_its_input_is_named_as_a_session() -> None:
     actions = (
         v.Submit(v.Request("A", (0,), max_tokens=1, resumable=True)),
         v.StreamingUpdate(v.Request("A", (1,), max_tokens=1, resumable=True)),
@@ -184,7 +184,7 @@ class Endless(SpecEngine):
         return v.Ack() if is_end else super().apply(event)
 
 
-def test_session_that_does_not_end_with_its_input_is_told_so() -> None:
+def test_session_that_does_not_end_with_its_input_is_named_so() -> None:
     actions = (
         v.Submit(v.Request("A", (0,), max_tokens=1, resumable=True)),
         v.Schedule(),
@@ -225,8 +225,10 @@ def test_values_that_a_quirk_makes_wrong_in_any_case_are_not_the_cause() -> None
     differs = Finding(FindingKind.DIVERGENCE, "", "engine_equals_spec", "")
 
     def cached(seen: str, subjects: Subjects) -> Finding:
-        told = Difference("num_cached_blocks", "(0,)", seen)
-        return violated("P3", "computed_full_blocks_are_published", "", told, subjects=subjects)
+        difference = Difference("num_cached_blocks", "(0,)", seen)
+        return violated(
+            "P3", "computed_full_blocks_are_published", "", difference, subjects=subjects
+        )
 
     found = [cached("(2,)", about), cached("(2,)", other), differs]
     assert run._unexplained(found, [cached("(3,)", about)]) == [differs, cached("(2,)", other)]
@@ -246,7 +248,7 @@ class Raising(SpecEngine):
         return replace(shown, cached=FrozenMap({}), block_keys=keys)
 
 
-def test_exception_is_told_by_the_property_that_fails_more_often() -> None:
+def test_exception_is_named_by_the_property_that_fails_more_often() -> None:
     program = Program(ROOMY, (SUBMIT, v.Reset()))
     (fault,) = play(program, Raising)
     assert is_exception(fault)
@@ -271,7 +273,7 @@ class Forgetting(SpecEngine):
         return replace(shown, stats=v.Stats()) if self.counts_only else shown
 
 
-def test_counter_is_told_by_what_is_counted() -> None:
+def test_counter_is_named_by_what_is_counted() -> None:
     program = Program(replace(ROOMY, num_blocks=97), (SUBMIT, v.Schedule()))
     found = play(program, Forgetting)
     assert found[0].sentence == "counters_grow_by_what_happened"
@@ -293,7 +295,7 @@ class Early(SpecEngine):
         return replace(shown, requests=tuple(counts))
 
 
-def test_blocks_that_are_cached_too_early_are_not_told_as_uncached() -> None:
+def test_blocks_that_are_cached_too_early_are_not_named_as_uncached() -> None:
     program = Program(replace(ROOMY, max_num_batched_tokens=1), (SUBMIT, v.Schedule()))
     found = play(program, Early)
     count = next(it for it in found if it.sentence == "computed_full_blocks_are_published")

@@ -83,19 +83,19 @@ def find_first(entry: Planted, make_engine: EngineFactory) -> Finding:
     raise AssertionError(f"{entry.name} is not found in {EPISODES} tiny episodes")
 
 
-def tell(finding: Finding) -> str:
+def describe(finding: Finding) -> str:
     """The first lines of a finding in one: name, headline, message, and where sides differ."""
     differences: Iterable[Difference] = finding.differences[:2]
-    told = [f"{one.field}: expected {one.expected}, seen {one.seen}" for one in differences]
+    values = [f"{one.field}: expected {one.expected}, seen {one.seen}" for one in differences]
     name = finding.property_id, finding.sentence
-    return " ".join([*name, make_headline(finding), finding.message, *told])
+    return " ".join([*name, make_headline(finding), finding.message, *values])
 
 
 @pytest.mark.parametrize("entry", in_spec.PLANTED, ids=lambda entry: entry.name)
 def test_first_finding_names_the_wrong_decision(entry: Planted) -> None:
     found = find_first(entry, in_spec.build_factory(entry))
-    told = tell(found)
-    assert entry.is_named_by(told), told
+    text = describe(found)
+    assert entry.is_named_by(text), text
     named = re.match(r"'(\w+)'", found.message)  # a request that is named is a subject
     assert named is None or named[1] in found.subjects.requests
 
@@ -117,8 +117,8 @@ def test_headlines_name_nineteen_of_twenty_wrong_decisions_in_a_release() -> Non
     from planted_support import held_out_in_vllm, in_vllm
 
     planted = [*in_vllm.PLANTED, *held_out_in_vllm.PLANTED]
-    told = {entry: in_vllm.tell_first_line(entry) for entry in planted}
-    lost = {entry.name: line for entry, line in told.items() if not entry.is_named_by(line)}
+    lines = {entry: in_vllm.tell_first_line(entry) for entry in planted}
+    lost = {entry.name: line for entry, line in lines.items() if not entry.is_named_by(line)}
     assert len(lost) <= len(planted) // 20, lost
 
 
@@ -177,7 +177,7 @@ def test_what_the_specification_has_as_well_is_known_where_they_diverge() -> Non
     assert found[1].message.startswith("after abort, finished_req_ids is [], the spec has [A]")
 
 
-def test_a_worker_that_was_told_another_answer_is_as_it_was() -> None:
+def test_a_worker_that_was_given_another_answer_is_as_it_was() -> None:
     config = v.Config(num_blocks=4, block_size=1, max_model_len=8)
     spec = SpecEngine(config)
     worker = Worker(config, lambda _text: 7)
@@ -235,7 +235,7 @@ def test_free_queue_comes_behind_what_a_store_lost() -> None:
     assert put_causes_first([output, budget]) == [output, budget]
 
 
-def test_what_only_says_that_something_changed_comes_after_what_says_what() -> None:
+def test_a_vague_difference_comes_after_a_specific_one() -> None:
     view = violated("P26", "plans_alone_rebuild_the_request", "")
     other = violated("P18", "event_leaves_other_requests_alone", "")
     sampled = violated("P14", "sampling_leaves_one_token_to_compute", "")
@@ -248,12 +248,12 @@ def test_what_only_says_that_something_changed_comes_after_what_says_what() -> N
     assert put_causes_first([sampled, early]) == [early, sampled]
 
 
-def test_divergence_is_told_by_its_first_field() -> None:
+def test_divergence_is_named_by_its_first_field() -> None:
     one = Difference("rows A num_scheduled_tokens", "2", "1")
-    told = "after schedule, rows A num_scheduled_tokens is 1, the spec has 2"
-    assert tell_divergence(v.Schedule(), [one]) == told
-    assert tell_divergence(v.Schedule(), [one, one]) == f"{told}, and 1 more field differs"
-    assert tell_divergence(v.Schedule(), [one] * 3) == f"{told}, and 2 more fields differ"
+    text = "after schedule, rows A num_scheduled_tokens is 1, the spec has 2"
+    assert tell_divergence(v.Schedule(), [one]) == text
+    assert tell_divergence(v.Schedule(), [one, one]) == f"{text}, and 1 more field differs"
+    assert tell_divergence(v.Schedule(), [one] * 3) == f"{text}, and 2 more fields differ"
 
 
 class Ahead(SpecEngine):
@@ -290,18 +290,18 @@ def test_state_that_contradicts_itself_is_judged_all_the_same() -> None:
     assert kinds == [FindingKind.FAULT, FindingKind.DIVERGENCE]
 
 
-def test_assertion_without_a_text_is_told_by_its_condition() -> None:
+def test_assertion_without_a_text_is_named_by_its_condition() -> None:
     try:
         assert EPISODES < 0
     except AssertionError as error:
         error.args = ()
-        told = fault_of(error)
-    assert make_headline(told) == "the engine raised AssertionError: assert EPISODES < 0"
-    assert says_little(told)
+        finding = fault_of(error)
+    assert make_headline(finding) == "the engine raised AssertionError: assert EPISODES < 0"
+    assert says_little(finding)
     assert not says_little(fault_of(ValueError("cannot get 1 free block")))
 
 
-def test_admission_of_a_request_that_is_not_ready_is_told_as_such() -> None:
+def test_admission_of_a_request_that_is_not_ready_is_in_the_headline() -> None:
     queued = v.Request("A", (0, 0), max_tokens=2, structured_output=True)
     program = Program(v.Config(8, 1), (v.Submit(queued), v.Schedule()))
     found = play(program, Hasty, STRICT)
@@ -318,7 +318,7 @@ class Hasty(SpecEngine):
         return super().apply(event)
 
 
-def test_property_found_beside_a_divergence_is_told_first() -> None:
+def test_property_found_beside_a_divergence_comes_first() -> None:
     program = Program(
         v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
     )
@@ -351,8 +351,8 @@ def test_failure_that_a_property_names_is_preferred_to_a_divergence() -> None:
     assert result.first.property_id == result.failure.findings[0].property_id != ""
 
 
-def test_divergence_of_a_plan_is_told_by_its_first_decision() -> None:
-    told = {
+def test_divergence_of_a_plan_is_named_by_its_first_decision() -> None:
+    headlines = {
         Difference("preempted_req_ids", "[B]", "[A]"): "PREEMPTION: the plan preempts [A], the "
         "spec [B]",
         Difference("cached A", "there", "-"): "ORDER: request A gets no token of the plan",
@@ -371,20 +371,20 @@ def test_divergence_of_a_plan_is_told_by_its_first_decision() -> None:
         Difference("success", "False", "True"): "RESET: the reset returns True, the spec False",
         Difference("free_queue", "[1]", "[]"): "ORDER: as it is",
     }
-    differences = tuple(told)
-    for difference, headline in told.items():
+    differences = tuple(headlines)
+    for difference, headline in headlines.items():
         seen = Finding(FindingKind.DIVERGENCE, "", "engine_equals_spec", "as it is", differences)
         assert make_headline(seen) == headline
         differences = tuple(it for it in differences if it != difference)
 
 
-def test_field_that_the_plans_do_not_tell_is_in_the_headline() -> None:
+def test_field_that_is_not_in_the_plans_is_in_the_headline() -> None:
     field = Difference("num_computed_tokens", "3", "2", "state; worker")
     found = violated("P26", "plans_alone_rebuild_the_request", "", field, subjects=Subjects(("A",)))
     assert make_headline(found).endswith("num_computed_tokens is 3 in the state, 2 in the plans")
 
 
-def test_counters_that_cannot_be_are_told_by_field() -> None:
+def test_counters_that_cannot_be_are_named_by_field() -> None:
     program = Program(
         v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
     )
@@ -429,7 +429,7 @@ def test_program_with_such_a_config_is_a_fault() -> None:
     assert result.exit_code is ExitCode.FAILED
 
 
-def test_both_sides_are_told_where_the_specification_fails(
+def test_both_sides_are_shown_where_the_specification_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program = Program(
@@ -449,13 +449,13 @@ def test_both_sides_are_told_where_the_specification_fails(
     monkeypatch.setattr(SpecEngine, "apply", fail, raising=False)
     result = play_program(CheckOptions(), program, Fine)
     assert result.exit_code is ExitCode.SPEC
-    told = render_first_failure(result)
-    assert "the spec is wrong: an amount is negative" in told
-    assert "spec's answer to schedule: it failed an assertion" in told
-    assert "engine's answer: plan 0: A new" in told
+    text = render_first_failure(result)
+    assert "the spec is wrong: an amount is negative" in text
+    assert "spec's answer to schedule: it failed an assertion" in text
+    assert "engine's answer: plan 0: A new" in text
 
 
-def test_what_is_wrong_with_the_engine_is_told_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_the_engine_is_shown_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(
         v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
     )
@@ -491,14 +491,14 @@ def test_headlines_have_a_class_and_are_short() -> None:
         assert len(text) <= CHARS_MAX - 30, text
 
 
-def test_headlines_as_they_are_told(snapshot: SnapshotAssertion) -> None:
+def test_headlines_as_they_are_printed(snapshot: SnapshotAssertion) -> None:
     """With a request and a block, and without."""
-    told = []
+    lines = []
     for name, number in sorted(list_checks().items(), key=lambda it: (int(it[1][1:]), it[0])):
         finding = violated(number, name, "", subjects=Subjects(("A",), (3,)))
-        told.append(f"{number} {name}: {make_headline(finding)}")
-        told.append(f"  {make_headline(violated(number, name, ''))}")
-    assert "\n".join(told) == snapshot
+        lines.append(f"{number} {name}: {make_headline(finding)}")
+        lines.append(f"  {make_headline(violated(number, name, ''))}")
+    assert "\n".join(lines) == snapshot
 
 
 def test_subjects_without_a_place_follow() -> None:
@@ -506,8 +506,10 @@ def test_subjects_without_a_place_follow() -> None:
     order = violated("P16", "freed_tail_is_evicted_first", "", subjects=Subjects((), (2, 1)))
     assert make_headline(order).endswith("in the free queue (blocks 2, 1)")
     shared = violated("P2", "written_block_is_in_one_place", "", subjects=kept)
-    told = "CORRUPTION: block 1 is written at two places in one step (requests A, B; and block 2)"
-    assert make_headline(shared) == told
+    headline = (
+        "CORRUPTION: block 1 is written at two places in one step (requests A, B; and block 2)"
+    )
+    assert make_headline(shared) == headline
 
 
 def test_message_is_the_headline_of_what_no_property_names() -> None:
@@ -538,8 +540,10 @@ def test_liveness_names_the_requests_that_never_finish() -> None:
     found = play(Program(v.Config(8, 1), (*submits, Drain())), Idle, STRICT)
     liveness = next(it for it in found if it.kind is FindingKind.LIVENESS)
     assert liveness.subjects == Subjects(("A", "B"))
-    told = make_headline(liveness)
-    assert told.startswith("LIVENESS: request A never finishes (and request B): a plan is empty")
+    headline = make_headline(liveness)
+    assert headline.startswith(
+        "LIVENESS: request A never finishes (and request B): a plan is empty"
+    )
 
 
 def test_divergence_names_the_request_or_block_of_its_first_field() -> None:
@@ -557,16 +561,16 @@ def test_subjects_of_lists_are_what_differs() -> None:
     assert requests_apart(rows[:1], rows[1:]) == Subjects(("A",))
 
 
-def test_subjects_are_told_to_machines_and_by_explain() -> None:
+def test_subjects_are_in_json_and_in_explain() -> None:
     finding = violated("P1", "every_block_is_free_or_held", "", subjects=Subjects(("A",), (3,)))
-    told = finding_to_json(finding)
-    assert told["subjects"] == {"requests": ["A"], "blocks": [3]}
-    assert told["headline"] == make_headline(finding)
+    record = finding_to_json(finding)
+    assert record["subjects"] == {"requests": ["A"], "blocks": [3]}
+    assert record["headline"] == make_headline(finding)
     shown = explain_name("written_block_is_in_one_place")
     assert "headline: CORRUPTION: block BLOCK is written at two places in one step" in shown
 
 
-def test_cause_is_told_first_of_a_shrunk_program_whatever_was_found_first() -> None:
+def test_cause_comes_first_of_a_shrunk_program_whatever_was_found_first() -> None:
     program = Program(
         v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
     )

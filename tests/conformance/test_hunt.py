@@ -148,15 +148,15 @@ def test_a_policy_that_both_sides_follow_is_shown_though_nothing_is_wrong(few: H
     assert len({action.request.priority for action in submits}) > 1
 
 
-def test_a_hunt_is_told_in_three_ways(few: HuntResult) -> None:
+def test_a_hunt_is_rendered_in_three_ways(few: HuntResult) -> None:
     text = render_hunt(few)
     page = render_hunt_page(few, "blockstep hunt --engine toy")
-    told: dict[str, Any] = hunt_to_json(few)
+    record: dict[str, Any] = hunt_to_json(few)
     assert "#46899" in text
     assert "#46899" in page
-    assert len(told["defects"]) == len(few.defects)
-    assert told["equivalence"] == "exact"
-    assert all(defect["reproduce"] in text for defect in told["defects"])
+    assert len(record["defects"]) == len(few.defects)
+    assert record["equivalence"] == "exact"
+    assert all(defect["reproduce"] in text for defect in record["defects"])
 
 
 def test_a_clean_engine_has_no_defect() -> None:
@@ -215,20 +215,20 @@ def test_what_nothing_known_accounts_for_is_found_once_and_counted() -> None:
         ),
     ],
 )
-def test_one_defect_is_told_once_however_it_shows(exhibit: str, name: str) -> None:
+def test_one_defect_is_listed_once_however_it_shows(exhibit: str, name: str) -> None:
     result = hunt(CheckOptions(max_events=800), call_here(held_to_safety(build(exhibit))))
     (defect,) = result.defects
     assert defect.first.sentence == name
 
 
 @pytest.mark.soak
-def test_most_planted_defects_are_told_once() -> None:
+def test_most_planted_defects_are_listed_once() -> None:
     """Not all: a map that lies about blocks may break any sentence."""
-    told = [
+    counts = [
         len(hunt(CheckOptions(max_events=800), call_here(held_to_safety(build(name)))).defects)
         for name in EXHIBITS
     ]
-    assert sum(number == 1 for number in told) >= 4 * sum(number > 1 for number in told) > 0
+    assert sum(number == 1 for number in counts) >= 4 * sum(number > 1 for number in counts) > 0
 
 
 @pytest.mark.soak
@@ -244,7 +244,7 @@ def test_most_planted_defects_are_told_once() -> None:
         ("forward-frees", 2_500),
     ],
 )
-def test_one_defect_is_told_once_where_all_is_compared(exhibit: str, events: int) -> None:
+def test_one_defect_is_listed_once_where_all_is_compared(exhibit: str, events: int) -> None:
     result = hunt(CheckOptions(max_events=events), call_here(build(exhibit)))
     assert len(result.defects) == 1
 
@@ -272,7 +272,7 @@ def plant_both(first: str, second: str) -> EngineFactory:
     ("first", "second"),
     [PAIRS[0], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in PAIRS[1:])],
 )
-def test_two_defects_are_told_as_two(first: str, second: str) -> None:
+def test_two_defects_are_listed_as_two(first: str, second: str) -> None:
     options = CheckOptions(max_events=800)
     result = hunt(options, call_here(plant_both(first, second)), scopes=("tiny",))
     assert len(result.defects) == 2
@@ -380,8 +380,8 @@ def test_what_an_adapter_declares_is_counted_apart() -> None:
     (defect,) = result.defects
     assert defect.first.sentence == "engine_raises_nothing"
     (count,) = result.excused.values()
-    told = f"known       unnamed_stops: {count:,} findings that the adapter declares"
-    assert told in render_hunt(result)
+    line = f"known       unnamed_stops: {count:,} findings that the adapter declares"
+    assert line in render_hunt(result)
     assert hunt_to_json(result)["deviations"] == {"unnamed_stops": count}
     assert hunt_to_json(result)["deviations_stale"] == []
 
@@ -403,7 +403,7 @@ class WrongState(SpecEngine):
         return replace(shown, free_queue=(*shown.free_queue, 1)) if shown.next_frame_id else shown
 
 
-def test_what_stands_behind_a_wrong_state_shows_when_the_state_is_hidden() -> None:
+def test_what_a_wrong_state_masks_shows_when_the_state_is_hidden() -> None:
     result = hunt(CheckOptions(max_events=400, seed=1), call_here(WrongState))
     first, second = result.defects
     assert first.first.property_id == "P1"
@@ -454,7 +454,7 @@ class Shares(Lengthens):
         ),
     ],
 )
-def test_what_a_plan_out_of_shape_masks_is_told_by_itself(
+def test_what_a_plan_out_of_shape_masks_is_a_defect_of_its_own(
     engine: type[Lengthens], found: list[tuple[str, str | None]]
 ) -> None:
     """Its sentence never comes first, and the line to reproduce it asks for it."""
@@ -465,8 +465,8 @@ def test_what_a_plan_out_of_shape_masks_is_told_by_itself(
     result = hunt(options, call_here(hide_state(engine)), scopes=["tiny"])
     seen = [(defect.first.property_id, defect.options.sentence) for defect in result.defects]
     assert seen == found
-    told: Any = hunt_to_json(result)["defects"]
-    for defect, line in zip(result.defects, told, strict=True):
+    records: Any = hunt_to_json(result)["defects"]
+    for defect, line in zip(result.defects, records, strict=True):
         wanted = defect.options.sentence
         assert line["findings"][0]["sentence"] == defect.first.sentence
         assert line["reproduce"].endswith(f"--sentence {wanted}") == (wanted is not None)
@@ -516,7 +516,7 @@ def test_a_used_id_is_an_act_that_a_failure_may_need() -> None:
     assert [it.request.request_id for it in submits] == ["A", "A'"]
 
 
-def test_alike_are_those_that_say_the_same_after_the_same_acts_by_comparable_means() -> None:
+def test_failures_are_alike_with_equal_findings_after_equal_acts_by_comparable_means() -> None:
     plain = FailureSignature("property P1 a_b", means=frozenset({"hits"}))
     assert plain.is_like(FailureSignature("property P1 a_b", means=frozenset({"hits", "drafts"})))
     assert FailureSignature("property P1 a_b").is_like(plain)
@@ -540,7 +540,7 @@ def test_rows_of_a_wrong_length_are_alike_if_they_share_a_means() -> None:
 
 
 @pytest.mark.parametrize("name", distinct.BY_CHANCE)
-def test_checks_that_find_one_defect_are_one_saying(name: str) -> None:
+def test_checks_that_find_one_defect_are_described_alike(name: str) -> None:
     def make(name: str) -> Finding:
         property_id, sentence = name.split()
         return Finding(FindingKind.PROPERTY, property_id, sentence, "")
@@ -671,17 +671,17 @@ def test_divergence_is_one_with_a_property_where_the_same_fields_differ() -> Non
     assert len(group_failures([make_defect(other), make_defect(beside)])) == 2
 
 
-def test_divergence_of_who_is_scheduled_says_no_more() -> None:
+def test_divergence_of_rows_is_described_by_the_rows_alone() -> None:
     """The pool, queues and counters differ because of it, in each program in other fields."""
 
     def make(*fields: str) -> Finding:
-        told = tuple(Difference(field, "there", "-") for field in fields)
-        return Finding(FindingKind.DIVERGENCE, "", "engine_equals_spec", "", told)
+        differences = tuple(Difference(field, "there", "-") for field in fields)
+        return Finding(FindingKind.DIVERGENCE, "", "engine_equals_spec", "", differences)
 
-    told = "divergence  engine_equals_spec ['rows']"
-    assert distinct.describe_failure(make("new A", "block 1", "running")) == told
-    assert distinct.describe_failure(make("cached B", "waiting")) == told
-    assert distinct.describe_failure(make("running", "waiting")) != told
+    described = "divergence  engine_equals_spec ['rows']"
+    assert distinct.describe_failure(make("new A", "block 1", "running")) == described
+    assert distinct.describe_failure(make("cached B", "waiting")) == described
+    assert distinct.describe_failure(make("running", "waiting")) != described
 
 
 def test_what_is_seen_with_the_state_hidden_is_put_to_the_state_that_it_comes_of() -> None:
@@ -753,7 +753,7 @@ def test_what_a_program_can_do_without_is_no_means_of_it() -> None:
 # Every engine.
 
 
-def test_who_is_wrapped_says_what_the_engine_says() -> None:
+def test_a_wrapped_engine_answers_as_the_engine_does() -> None:
     config, forgiven = (
         Config(num_blocks=3),
         frozenset({KnownCause(SuppressionKind.WORKAROUND, "spare_unservable")}),
@@ -928,12 +928,12 @@ def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
 def test_also_where_a_check_would_go_easy_on_the_engine(tmp_path: Path) -> None:
     drawn = ("--budget", "300", "--seed", "6", "--without", "hostile", "--without", "groups")
     args = ("--preset", "tiny", *drawn)
-    sentences, said = hunt_and_reproduce(tmp_path, "Spared", *args)
+    sentences, text = hunt_and_reproduce(tmp_path, "Spared", *args)
     assert sentences == ["engine_raises_nothing"] * 2
-    assert "1. an abort breaks it (#3)" in said
-    lines = [line for line in said.splitlines() if line.startswith("  reproduce blockstep hunt")]
+    assert "1. an abort breaks it (#3)" in text
+    lines = [line for line in text.splitlines() if line.startswith("  reproduce blockstep hunt")]
     assert len(lines) == 2
-    assert "  raised in apply (broken_in_many_ways.py:" in said
+    assert "  raised in apply (broken_in_many_ways.py:" in text
     assert any(line.endswith(" --forgive workaround:hides_aborts") for line in lines)
 
 
@@ -950,17 +950,17 @@ def test_a_hunt_finds_the_same_however_many_episodes_are_played_side_by_side(
 
 
 @pytest.mark.soak
-def test_a_hunt_takes_jobs_and_says_the_same() -> None:
-    told = []
+def test_a_hunt_takes_jobs_and_reports_the_same() -> None:
+    results = []
     for jobs in ("1", "2"):
         command = ("hunt", "--engine=museum:leak-on-abort", "--budget=300", f"--jobs={jobs}")
-        told.append(CliRunner().invoke(app, command))
-    assert [result.exit_code for result in told] == [1, 1]
-    assert told[0].stdout == told[1].stdout
+        results.append(CliRunner().invoke(app, command))
+    assert [result.exit_code for result in results] == [1, 1]
+    assert results[0].stdout == results[1].stdout
 
 
 @pytest.mark.parametrize("equivalence", [None, Safety()])
-def test_a_hunt_says_how_many_plans_an_engine_has_in_flight(
+def test_a_hunt_shows_how_many_plans_an_engine_has_in_flight(
     equivalence: Equivalence | None,
 ) -> None:
     class HasTwo(HostEngine):

@@ -139,19 +139,19 @@ def find(make_engine: type[SpecEngine]) -> str:
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_ill_typed_answer_is_a_fault_that_names_the_field(name: str, equivalence: str) -> None:
-    kind, bend, says = ANSWERS[name]
-    assert says in find(make(equivalence, (kind, bend), None))
+    kind, bend, message = ANSWERS[name]
+    assert message in find(make(equivalence, (kind, bend), None))
 
 
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)
 @pytest.mark.parametrize("name", STATES)
 def test_so_is_an_ill_typed_state(name: str, equivalence: str) -> None:
-    bend, says = STATES[name]
-    assert says in find(make(equivalence, None, bend))
+    bend, message = STATES[name]
+    assert message in find(make(equivalence, None, bend))
 
 
 @pytest.mark.parametrize("lacks", ["statistics", "rejection"])
-def test_a_state_that_is_none_from_the_start_is_told_with_a_program(lacks: str) -> None:
+def test_a_state_that_is_none_from_the_start_is_reported_with_a_program(lacks: str) -> None:
     class Wrong(SpecEngine):
         def snapshot(self) -> Any:
             return {}

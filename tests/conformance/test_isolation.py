@@ -140,14 +140,14 @@ def options(name: str, max_events: int = 3000) -> CheckOptions:
     return CheckOptions(f"isolated_engines:{name}", preset="tiny", seed=5, max_events=max_events)
 
 
-def test_a_check_in_a_child_says_what_a_check_says(isolation: Isolation) -> None:
+def test_a_check_in_a_child_reports_what_a_check_reports(isolation: Isolation) -> None:
     wanted = CheckOptions("spec", preset="tiny", max_events=2000)
     here, there = check_to_json(check(wanted)), check_to_json(isolation.check(wanted))
     assert here | {"seconds": 0} == there | {"seconds": 0}
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "says_where"),
+    ("name", "how", "has_place"),
     [
         ("Exiting", "the engine's process ended with exit code 3 at: ", False),
         ("Leaving", "the engine's process ended with exit code 1 at: ", False),
@@ -156,24 +156,24 @@ def test_a_check_in_a_child_says_what_a_check_says(isolation: Isolation) -> None
     ],
 )
 def test_a_lost_engine_is_a_fault_with_its_program_and_its_place(
-    isolation: Isolation, name: str, how: str, says_where: bool
+    isolation: Isolation, name: str, how: str, has_place: bool
 ) -> None:
     started = time.monotonic()
     result = isolation.check(options(name))
     assert time.monotonic() - started < 20
-    told, text = check_to_json(result), render_first_failure(result)
-    failure = told["failure"]
-    assert told["exit_code"] == 1
+    record, text = check_to_json(result), render_first_failure(result)
+    failure = record["failure"]
+    assert record["exit_code"] == 1
     assert [finding["kind"] for finding in failure["findings"]] == ["fault"]
     assert failure["findings"][0]["message"].startswith(how)
     assert failure["program"] == play(options(name), failure["episode"])[: failure["event"]]
-    assert told["num_events"] == 1000
-    assert told["num_episodes"] == failure["episode"] + 1
+    assert record["num_events"] == 1000
+    assert record["num_episodes"] == failure["episode"] + 1
     assert text.startswith("blockstep check: FAULT at event ")
     assert f"reproduce  {failure['reproduce']}" in text
     again = f"--seed 5 --episode {failure['episode']} --event-seconds 1"
     assert failure["reproduce"].endswith(again)
-    assert ('isolated_engines.py", line ' in text) is says_where
+    assert ('isolated_engines.py", line ' in text) is has_place
     assert "driver.py" not in text
 
 
@@ -249,7 +249,7 @@ def test_what_an_engine_prints_and_reads_is_its_own_business(isolation: Isolatio
     assert result.num_events >= 300
 
 
-def test_what_an_engine_declares_is_heard_and_jobs_change_nothing(isolation: Isolation) -> None:
+def test_what_an_engine_declares_is_read_and_jobs_change_nothing(isolation: Isolation) -> None:
     wanted = replace(options("Declining", 1500), preset="small", profile="sparing")
     here = check_to_json(check(replace(wanted, engine=f"{__name__}:Declining")))
     for jobs in (1, 2):
@@ -273,7 +273,9 @@ class Declining(SpecEngine):
         return "a known defect" if isinstance(event, Reset) else None
 
 
-def test_the_first_lost_episode_is_told_however_many_run_side_by_side(isolation: Isolation) -> None:
+def test_the_first_lost_episode_is_reported_however_many_run_side_by_side(
+    isolation: Isolation,
+) -> None:
     """Here an engine fails by what it is given, and not by how often it was asked."""
     found = [
         check_to_json(isolation.check(replace(options("AbortingAtAbort"), jobs=jobs)))
@@ -338,18 +340,18 @@ PROGRAM = Program(
 
 def test_programs_follow_one_another_in_one_child(isolation: Isolation) -> None:
     assert isolation.run(CheckOptions("spec"), PROGRAM).first is None
-    told = render_outcome(isolation.run(CheckOptions(CANARY), PROGRAM), CANARY)
-    assert told.startswith("blockstep: VIOLATION at event 2: MEMORY: ")
-    assert told.splitlines()[0].endswith(f"(P1 every_block_is_free_or_held, engine {CANARY})")
-    assert "preset" not in told
+    text = render_outcome(isolation.run(CheckOptions(CANARY), PROGRAM), CANARY)
+    assert text.startswith("blockstep: VIOLATION at event 2: MEMORY: ")
+    assert text.splitlines()[0].endswith(f"(P1 every_block_is_free_or_held, engine {CANARY})")
+    assert "preset" not in text
     assert isolation.run(CheckOptions("spec"), PROGRAM).first is None
 
 
 def test_another_child_follows_one_that_was_lost(isolation: Isolation) -> None:
     name = "isolated_engines:Exiting"
     program = replace(PROGRAM, actions=(PROGRAM.actions[0], *(Schedule(),) * 1000))
-    told = render_outcome(isolation.run(CheckOptions(name), program), name)
-    assert told.startswith("blockstep: FAULT at event 1000: ")
-    assert told.splitlines()[0].endswith(f"(engine {name})")
-    assert "ended with exit code 3" in told
+    text = render_outcome(isolation.run(CheckOptions(name), program), name)
+    assert text.startswith("blockstep: FAULT at event 1000: ")
+    assert text.splitlines()[0].endswith(f"(engine {name})")
+    assert "ended with exit code 3" in text
     assert isolation.run(CheckOptions("spec"), PROGRAM).first is None

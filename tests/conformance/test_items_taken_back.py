@@ -136,7 +136,7 @@ def step(run: LockStep) -> v.Plan:
     return plan
 
 
-def test_who_gave_its_blocks_up_may_stop_before_an_item_that_it_had() -> None:
+def test_a_preempted_request_may_stop_before_an_item_that_it_had() -> None:
     run = begin(
         v.Config(
             num_blocks=4,
@@ -209,7 +209,7 @@ def test_what_made_room_for_a_row_without_a_head_returns() -> None:
     assert (plan.preempted_req_ids, plan.free_encoder_mm_hashes) == (("B",), ())
 
 
-def test_who_has_found_an_item_that_is_taken_back_brings_it_in() -> None:
+def test_a_request_with_an_item_that_is_taken_back_brings_it_in() -> None:
     """A row before it has found another one, which stays as it is."""
     run = begin(
         replace(

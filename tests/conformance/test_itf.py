@@ -40,10 +40,10 @@ def test_a_program_is_written_as_a_trace(tmp_path: Path) -> None:
     program.write_text(write_program(PROGRAM))
     given = ["check", "--engine", "host", "--program", program, "--itf", trace]
     assert CliRunner().invoke(app, [*map(str, given)]).exit_code == 0
-    told = json.loads(trace.read_text())
-    states = told["states"]
+    record = json.loads(trace.read_text())
+    states = record["states"]
     assert [state.pop("#meta")["index"] for state in states] == [*range(len(states))]
-    assert all(state.keys() == set(told["vars"]) for state in states)
+    assert all(state.keys() == set(record["vars"]) for state in states)
     assert all(map(is_itf, states))
     assert [state["running"] for state in states[:3]] == [[], [], ["A"]]
     (name, request), *_ = states[2]["requests"]["#map"]
@@ -53,6 +53,6 @@ def test_a_program_is_written_as_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_of_a_program() -> None:
-    told = CliRunner().invoke(app, ["check", "--engine", "host", "--itf", "x.itf.json"])
-    assert told.exit_code == 2
-    assert "--itf: needs --program" in told.output
+    result = CliRunner().invoke(app, ["check", "--engine", "host", "--itf", "x.itf.json"])
+    assert result.exit_code == 2
+    assert "--itf: needs --program" in result.output

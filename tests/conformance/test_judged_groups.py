@@ -113,7 +113,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[str]]:
 
 @pytest.mark.parametrize("engine", [SpecEngine, Shown, Hidden, HostEngine])
 @pytest.mark.parametrize("groups", MIXES)
-def test_nobody_right_is_accused(play: Any, groups: Groups, engine: EngineFactory) -> None:
+def test_no_right_engine_is_accused(play: Any, groups: Groups, engine: EngineFactory) -> None:
     assert [*play(groups, engine, seed=1, count=8)] == []
 
 
@@ -121,7 +121,7 @@ def test_nobody_right_is_accused(play: Any, groups: Groups, engine: EngineFactor
 @pytest.mark.parametrize("seed", range(2, 6))
 @pytest.mark.parametrize("engine", [SpecEngine, Shown, Hidden, HostEngine])
 @pytest.mark.parametrize("groups", MIXES)
-def test_nobody_right_is_accused_for_long(
+def test_no_right_engine_is_accused_in_a_long_run(
     play: Any, groups: Groups, engine: EngineFactory, seed: int
 ) -> None:
     assert [*play(groups, engine, seed=seed, count=1_000)] == []
@@ -234,7 +234,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], None]:
 
 @pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect[-1].__name__)
-def test_a_planted_defect_is_said_by_name(play: Any, plant: Any, defect: Defect) -> None:
+def test_a_planted_defect_is_found_by_name(play: Any, plant: Any, defect: Defect) -> None:
     sentence, groups, features, rule, wrap = defect
     plant(rule, wrap)
     assert sentence in play(groups, SpecEngine, 1, 900, *features)

@@ -19,9 +19,9 @@ NEXT = v.StreamingUpdate(v.Request("A", (0,), max_tokens=1, resumable=True))
 LONG = v.Submit(v.Request("B", (0,) * 7, max_tokens=1))
 LATER = v.KVOffer("B", 1, is_async=True)
 
-GIVES_TO_WHO_IS_PARKED: tuple[Action, ...] = (v.Submit(SESSION), LONG, NEXT, LATER, Drain())
+GIVES_TO_A_PARKED_REQUEST: tuple[Action, ...] = (v.Submit(SESSION), LONG, NEXT, LATER, Drain())
 """A session at rest gives its blocks to who is parked before it, and hits one of them again."""
-GIVES_TO_WHO_COMES_BACK: tuple[Action, ...] = (
+GIVES_TO_A_LOADED_REQUEST: tuple[Action, ...] = (
     *(v.Submit(replace(SESSION, priority=2)), NEXT, LONG, LATER, Drain()),
 )
 """It gives them to one whose load has come."""
@@ -93,16 +93,16 @@ PROGRAMS = {
     "lost-later": Program(of(window(2, 1), num_blocks=3, block_size=2, kv_load_failure_policy=ANEW),
         LOST_LATER),
     "no-block": Program(of(window(1, 1), enable_prefix_caching=False), HELD_WITHOUT_A_BLOCK),
-    "parked": Program(SMALL, GIVES_TO_WHO_IS_PARKED),
+    "parked": Program(SMALL, GIVES_TO_A_PARKED_REQUEST),
     "evicts": Program(replace(CHUNKED, num_blocks=9, max_num_seqs=3, long_prefill_token_threshold=1,
         scheduler_reserve_full_isl=False, groups=(full(3), full(3)),
         kv_load_failure_policy=v.KVLoadFailurePolicy.RECOMPUTE), EVICTS_THE_HIT_OF_THE_HEAD),
-    "back": Program(CHUNKED, GIVES_TO_WHO_COMES_BACK),
+    "back": Program(CHUNKED, GIVES_TO_A_LOADED_REQUEST),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_nobody_right_is_accused(name: str) -> None:
+def test_no_right_engine_is_accused(name: str) -> None:
     run, findings = run_program(PROGRAMS[name], HostEngine)
     assert findings == []
     assert not run.live

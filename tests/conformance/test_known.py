@@ -77,11 +77,11 @@ def test_a_check_passes_over_what_is_known() -> None:
     count = result.known_programs["known/0.json"]
     assert count is not None
     assert PATIENCE < count < result.num_episodes
-    told = verdict_text(result)
-    assert f"known       known/0.json: {count} failures were the same defect" in told
-    assert "conforms but for known findings: engine host" in told
+    text = verdict_text(result)
+    assert f"known       known/0.json: {count} failures were the same defect" in text
+    assert "conforms but for known findings: engine host" in text
     assert any(name.startswith("abort_") for name in result.missing), "it ends each episode"
-    assert "not reached " in told
+    assert "not reached " in text
 
 
 def test_a_check_finds_what_is_not_known() -> None:
@@ -91,7 +91,7 @@ def test_a_check_finds_what_is_not_known() -> None:
     assert result.known_programs["known/0.json"], "and what is known was seen before"
 
 
-def test_what_is_gone_is_said() -> None:
+def test_what_is_gone_is_reported() -> None:
     result = check_with(SpecEngine, LEAK)
     assert (result.exit_code == 5, result.known_programs) == (
         bool(result.missing),
@@ -100,7 +100,7 @@ def test_what_is_gone_is_said() -> None:
     assert "gone        known/0.json: it passes now" in verdict_text(result)
 
 
-def test_a_program_that_cannot_be_played_is_said() -> None:
+def test_a_program_that_cannot_be_played_is_reported() -> None:
     ahead = v.Config(num_blocks=3, max_frames_in_flight=2, async_scheduling=True)
     programs = {"leak.json": LEAK, "ahead.json": replace(LEAK, config=ahead)}
     result = CheckResult(OPTIONS)
@@ -127,9 +127,9 @@ def test_a_hunt_counts_what_is_known_and_names_the_rest() -> None:
     assert [defect.first.sentence for defect in result.defects] == ["engine_raises_nothing"]
     assert result.known_programs["leak.json"]
     assert result.known_programs["sound.json"] is None
-    told = render_hunt(result)
-    assert "failures were the same defect, and were suppressed" in told
-    assert "gone        sound.json: " in told
+    text = render_hunt(result)
+    assert "failures were the same defect, and were suppressed" in text
+    assert "gone        sound.json: " in text
     assert hunt_to_json(result)["known_programs"] == result.known_programs
 
 
@@ -175,13 +175,13 @@ def test_the_command_line_passes_over_what_is_known(folder: Path) -> None:
     """What is known is left out of the corpus, too."""
     drawn = ("--preset", "tiny", "--depth", 1, "--budget", 600, "--in-process", "--json", "-")
     given = ("--known", folder / "known", "--corpus", folder)
-    told = json.loads(blockstep("check", "--engine", f"{__name__}:Leaks", *given, *drawn).stdout)
-    assert (told["exit_code"], told["failure"]) == (0, None)
-    assert told["known_programs"][str(folder / "known" / "leak.json")] > 0
-    assert [row["program_file"] for row in told["corpus"]] == [str(folder / "sound.json")]
+    record = json.loads(blockstep("check", "--engine", f"{__name__}:Leaks", *given, *drawn).stdout)
+    assert (record["exit_code"], record["failure"]) == (0, None)
+    assert record["known_programs"][str(folder / "known" / "leak.json")] > 0
+    assert [row["program_file"] for row in record["corpus"]] == [str(folder / "sound.json")]
 
 
-def test_what_the_table_says_is_known_is_shown_when_it_is_asked_for(
+def test_what_the_table_lists_as_known_is_shown_when_it_is_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = f"{__name__}:Leaks"
@@ -190,7 +190,7 @@ def test_what_the_table_says_is_known_is_shown_when_it_is_asked_for(
     monkeypatch.chdir(folder)
     result = blockstep("check", "--program", "known/leak.json", "--in-process")
     assert (result.exit_code, "VIOLATION at event 2" in result.output) == (1, True)
-    told = json.loads(
+    record = json.loads(
         blockstep("hunt", "--preset", "tiny", "--budget", 300, "--in-process", "--json", "-").stdout
     )
-    assert str(folder / "known" / "leak.json") in told["known_programs"]
+    assert str(folder / "known" / "leak.json") in record["known_programs"]

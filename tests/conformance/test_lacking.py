@@ -127,7 +127,7 @@ def test_no_more_drafts_are_proposed_than_there_may_be() -> None:
     )
 
 
-def test_drafts_come_late_only_to_those_who_take_them_so() -> None:
+def test_drafts_come_late_only_to_engines_that_take_them_so() -> None:
     start = (v.Submit(v.Request("A", (1, 2, 3), 6)), v.Schedule(), Answer(), v.Schedule())
     for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
         make_engine = make_lacking(SpecEngine, lacks, SAFETY)
@@ -135,7 +135,7 @@ def test_drafts_come_late_only_to_those_who_take_them_so() -> None:
         assert sum(isinstance(event, v.Drafts) for event in given) == num_given
 
 
-def test_nobody_gets_the_drafts_of_one_who_ended_under_its_name() -> None:
+def test_no_request_gets_the_drafts_of_an_ended_one_of_its_name() -> None:
     once = (v.Submit(v.Request("A", (1, 2, 3), 1)), v.Schedule(), Answer())
     for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
         make_engine = make_lacking(SpecEngine, lacks, SAFETY)
@@ -143,7 +143,7 @@ def test_nobody_gets_the_drafts_of_one_who_ended_under_its_name() -> None:
         assert sum(isinstance(event, v.Drafts) for event in given) == num_given
 
 
-def test_a_grammar_of_nobody_is_not_for_an_engine_without_grammars() -> None:
+def test_a_grammar_of_no_request_is_not_for_an_engine_without_grammars() -> None:
     make_engine = make_lacking(SpecEngine, ("grammar",))
     program = Program(CONFIG, (Hostile(v.GrammarReady("nobody")), v.GrammarReady("nobody")))
     run, findings = run_program(program, make_engine)

@@ -214,14 +214,14 @@ def test_what_makes_a_state_another_is_asked_of_each_field() -> None:
 
 
 @pytest.mark.parametrize("name", ONLY_GROWS)
-def test_what_only_grows_does_not_tell_states_apart(name: str) -> None:
+def test_what_only_grows_does_not_distinguish_states(name: str) -> None:
     state = in_the_middle()
     other = replace(state, **{name: ONLY_GROWS[name]})  # type: ignore[arg-type]
     assert other != state
     assert is_same_state(state, other)
 
 
-def test_nor_does_how_often_somebody_was_preempted() -> None:
+def test_nor_does_how_often_a_request_was_preempted() -> None:
     state = in_the_middle()
     requests = tuple(replace(one, num_preemptions=3) for one in state.requests)
     assert is_same_state(state, replace(state, requests=requests))
@@ -245,11 +245,11 @@ def test_so_does_everything_else_of_a_request(name: str) -> None:
     assert not is_same_state(state, replace(state, requests=(one, *state.requests[1:])))
 
 
-def test_a_token_for_anybody_begins_anew() -> None:
+def test_a_token_for_any_request_begins_anew() -> None:
     """Also where the one who got it has ended, and those who are left got nothing."""
     state, plan = in_the_middle(), Plan(0, new=(v.NewRow(EQUALS[0].request, ((1,),), 0, 1),))
-    told = replace(state.requests[0], output_token_ids=(1,))
-    for progress in (replace(state, requests=(told, state.requests[1])),
+    first = replace(state.requests[0], output_token_ids=(1,))
+    for progress in (replace(state, requests=(first, state.requests[1])),
                      replace(state, requests=state.requests[:1])):  # fmt: skip
         watch = Watch()
         assert watch.see(plan, False, False, state) == ""
@@ -333,7 +333,7 @@ def test_the_bound_is_the_work_for_each_that_may_preempt_and_some() -> None:
 
 
 @pytest.mark.parametrize("too_many", [0, 1])
-def test_who_needs_the_bound_ends_and_who_needs_one_more_stalls(
+def test_an_engine_that_needs_the_bound_ends_and_one_that_needs_more_stalls(
     too_many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else could tell: no state is shown, each plan preempts somebody, and plans without

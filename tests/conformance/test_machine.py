@@ -56,7 +56,7 @@ def test_an_engine_of_its_own_fails_by_a_property() -> None:
         run_state_machine_as_test(machine(FreesTwice, "tiny"), settings=only_find)
 
 
-def test_it_finds_a_planted_defect_and_tells_its_story() -> None:
+def test_it_finds_a_planted_defect_and_prints_its_story() -> None:
     # Shrinking is Hypothesis' own business, and takes it minutes.
     only_find = settings(SETTINGS, max_examples=400, phases=[Phase.generate])
     planted = machine(build("leak-on-abort"), "tiny")

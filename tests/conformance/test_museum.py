@@ -133,7 +133,7 @@ def with_survivor(monkeypatch: pytest.MonkeyPatch) -> str:
     return IDLE.name
 
 
-def test_every_exhibit_says_where_it_is_from_and_what_kills_it() -> None:
+def test_every_exhibit_names_its_source_and_what_kills_it() -> None:
     for name, entry in EXHIBITS.items():
         assert entry.name == name
         assert entry.title, name
@@ -183,9 +183,9 @@ def test_the_page_on_sources_names_what_breaks_each_change_and_each_listing() ->
     rows = re.findall(r"^\| (\d+): .* \| (.*) \|$", changes, re.MULTILINE)
     assert [int(number) for number, _ in rows] == [*range(1, 13)]
     sentences = re.findall(r'"(\w+_\w+)"', inspect.getsource(step_records))
-    named = [name for _, told in rows for name in re.findall(r"`([\w-]+)`", told)]
+    named = [name for _, cell in rows for name in re.findall(r"`([\w-]+)`", cell)]
     assert set(named) <= EXHIBITS.keys() | set(sentences)
-    assert all(re.search("`", told) for _, told in rows[1:])  # the first changes imports only
+    assert all(re.search("`", cell) for _, cell in rows[1:])  # the first changes imports only
     of_pins = {entry.name for entry in pins.PAGE.exhibits}
     assert of_pins <= {*re.findall(r"`([\w-]+)`", changes)}
     shown = re.findall(r"Seeded bugs?: ((?:`[\w-]+`(?:, )?)+)", of_listings)
@@ -207,16 +207,16 @@ def test_a_wrong_fix_is_of_an_exhibit() -> None:
         collect([page])
 
 
-def test_quick_ones_are_killed_and_told_in_every_form_and_by_several_processes(
+def test_quick_ones_are_killed_and_reported_in_every_form_and_by_several_processes(
     tmp_path: Path,
 ) -> None:
-    told, page = tmp_path / "museum.json", tmp_path / "museum.md"
+    out, page = tmp_path / "museum.json", tmp_path / "museum.md"
     options = ("--seed", 0, "--seed", 1, "--budget", 30_000, "--jobs", 1)
-    result = blockstep("museum", "run", *QUICK, *options, "--json", told, "--markdown", page)
+    result = blockstep("museum", "run", *QUICK, *options, "--json", out, "--markdown", page)
     assert result.exit_code == 0, result.output
     assert all(name in result.output for name in QUICK)
     assert "4 of 4 hunts killed" in result.output
-    rows = json.loads(told.read_text())
+    rows = json.loads(out.read_text())
     assert [row["exhibit"] for row in rows] == list(QUICK)
     assert [fall["seed"] for fall in rows[0]["seeds"]] == [0, 1]
     assert rows[0]["seeds"][0]["killed by"].startswith("P1 ")
@@ -224,12 +224,12 @@ def test_quick_ones_are_killed_and_told_in_every_form_and_by_several_processes(
     text = page.read_text()
     assert "| forward-frees | a block table is freed from its head |" in text
     # Side by side, with the progress told after each hunt.
-    said: list[tuple[float, str]] = []
+    progress: list[tuple[float, str]] = []
     trial = Trial((0, 1), max_events=30_000, jobs=2)
     tried = run_trial(
-        [EXHIBITS["forward-frees"]], trial, lambda done, text: said.append((done, text))
+        [EXHIBITS["forward-frees"]], trial, lambda done, text: progress.append((done, text))
     )
-    assert said == [(0.5, "1 of 2 hunts, none survived"), (1.0, "2 of 2 hunts, none survived")]
+    assert progress == [(0.5, "1 of 2 hunts, none survived"), (1.0, "2 of 2 hunts, none survived")]
     side_by_side = [json_of(one) for one in tried]
     for row in (rows[1], *side_by_side):
         for fall in row["seeds"]:
@@ -237,11 +237,11 @@ def test_quick_ones_are_killed_and_told_in_every_form_and_by_several_processes(
     assert side_by_side == rows[1:]
 
 
-def test_the_list_says_what_each_exhibit_is(tmp_path: Path) -> None:
-    told = tmp_path / "museum.json"
-    result = blockstep("museum", "--json", told)
+def test_the_list_describes_each_exhibit(tmp_path: Path) -> None:
+    out = tmp_path / "museum.json"
+    result = blockstep("museum", "--json", out)
     assert result.exit_code == 0
-    rows = {row["exhibit"]: row for row in json.loads(told.read_text())}
+    rows = {row["exhibit"]: row for row in json.loads(out.read_text())}
     assert list(rows) == list(EXHIBITS)
     assert rows["zombie-key"]["speaks"] == list(EXHIBITS["zombie-key"].properties)
     assert rows["all-keys-withdrawn"]["what is wrong"].startswith("wrong fix of zombie-key: ")
@@ -309,7 +309,7 @@ def test_at_safety_the_state_is_shown_or_hidden_and_the_page_has_a_column_for_ea
     assert text.count("| invisible (policy: which free block is evicted first): not in ") == 2
 
 
-def test_what_survives_unlisted_and_what_is_found_though_listed_are_told(
+def test_what_survives_unlisted_and_what_is_found_though_listed_are_reported(
     with_survivor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = replace(EXHIBITS["leak-on-abort"], invisible="policy: none of it is")
@@ -325,7 +325,7 @@ def test_what_survives_unlisted_and_what_is_found_though_listed_are_told(
     )
 
 
-def test_what_only_the_state_tells_is_to_be_found_where_it_is_shown() -> None:
+def test_what_only_the_state_shows_is_to_be_found_where_it_is_shown() -> None:
     entry = EXHIBITS["stale-frame-rolls-back"]
     assert [bool(standing.tell_invisible(entry)) for standing in STANDINGS] == [False, False, True]
     result = run_trial([entry], Trial((0,), 30_000, standing=SHOWN, shrinks=False))
@@ -373,18 +373,18 @@ def count_tokens_of_the_model(name: str, seed: int, num_workloads: int) -> int:
 
 def list_due(config: Config, request: Request, next_token: NextToken) -> TokenIds:
     """What the model says to a request, up to its stop."""
-    said: list[int] = []
+    outputs: list[int] = []
     while True:
-        token = next_token([*request.prompt_token_ids, *said])
-        _, stop = cut_at_stop(config, request, said[:], (token,))
-        said.append(token)
+        token = next_token([*request.prompt_token_ids, *outputs])
+        _, stop = cut_at_stop(config, request, outputs[:], (token,))
+        outputs.append(token)
         if stop is not None:
-            return tuple(said)
+            return tuple(outputs)
 
 
 @pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("name", UNSEEN)
-def test_what_is_invisible_breaks_nothing_that_anybody_sees(name: str) -> None:
+def test_what_is_invisible_breaks_nothing_that_is_compared(name: str) -> None:
     if EXHIBITS[name].invisible:
         play_unseen(name, 150, 1, is_hidden=False)
     play_unseen(name, 250, 2, is_hidden=True)
@@ -406,7 +406,7 @@ def test_a_changed_token_would_be_seen() -> None:
         count_tokens_of_the_model("lost-rollback", 0, 40)
 
 
-def test_what_is_invisible_says_what_it_is_a_matter_of() -> None:
+def test_what_is_invisible_names_what_it_is_a_matter_of() -> None:
     assert UNSEEN
     for name in UNSEEN:
         assert re.match(r"(policy|efficiency|books): \w", HIDDEN.tell_invisible(EXHIBITS[name]))

@@ -93,7 +93,7 @@ def get_toy() -> str:
     return next(str(text) for before, _, text in FENCE.findall(HOW_TO) if "toy.py" in before)
 
 
-def test_the_toy_of_the_how_to_conforms_as_it_stands(folder: Path) -> None:
+def test_the_toy_of_the_how_to_conforms_as_it_is(folder: Path) -> None:
     (folder / "toy.py").write_text(get_toy())
     budget = ("--budget", 5000, "--preset", "tiny", "--seed", 1)
     result = blockstep("check", "--engine", "toy:Toy", *budget, "--in-process")
@@ -104,7 +104,7 @@ def test_the_toy_of_the_how_to_conforms_as_it_stands(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "told"),
+    ("right", "wrong", "message"),
     [
         ("self.free += self.sequences.pop(name).blocks", "self.sequences.pop(name)", "P10"),
         ("self.ended.append(name)", "pass", "P26 plan_names_the_finished"),
@@ -114,7 +114,7 @@ def test_the_toy_of_the_how_to_conforms_as_it_stands(folder: Path) -> None:
         ("(seq.end - 1)", "(seq.end - 2)", "P26 table_holds_the_scheduled_tokens"),
     ],
 )
-def test_a_mistake_in_the_toy_is_found(folder: Path, right: str, wrong: str, told: str) -> None:
+def test_a_mistake_in_the_toy_is_found(folder: Path, right: str, wrong: str, message: str) -> None:
     """What the page shows is no engine that anything would be said of."""
     toy = get_toy()
     assert toy.count(right) == 1
@@ -123,10 +123,10 @@ def test_a_mistake_in_the_toy_is_found(folder: Path, right: str, wrong: str, tol
     make_engine, options = load_engine("toy:Toy"), CheckOptions(preset="tiny", max_depth=1)
     episodes = (run_episode(options, index, make_engine) for index in range(60))
     found = {f"{it.first.property_id} {it.first.sentence}" for it in episodes if it.first}
-    assert any(name.startswith(told) for name in found), found
+    assert any(name.startswith(message) for name in found), found
 
 
-def test_the_how_to_says_what_each_capability_is_given() -> None:
+def test_the_how_to_lists_what_each_capability_is_given() -> None:
     rows = re.findall(r"^\| `([a-z ]+)` \|", HOW_TO.split("### What a plan says")[0], re.M)
     assert sorted(rows) == sorted(Capability)
 
@@ -135,7 +135,7 @@ def test_the_how_to_says_what_each_capability_is_given() -> None:
 
 
 @pytest.mark.parametrize("safety", [[], ["--safety"]])
-def test_a_new_adapter_has_a_verdict_at_once_and_says_what_is_open(
+def test_a_new_adapter_has_a_verdict_at_once_and_lists_what_is_open(
     folder: Path, safety: list[str]
 ) -> None:
     written = blockstep("new-adapter", "mine", *safety)
@@ -147,7 +147,7 @@ def test_a_new_adapter_has_a_verdict_at_once_and_says_what_is_open(
     assert ("equivalence safety" in result.output) == bool(safety)
 
 
-def test_a_new_adapter_is_told_to_machines(folder: Path) -> None:
+def test_a_new_adapter_is_written_as_json(folder: Path) -> None:
     result = blockstep("new-adapter", "mine", "--json", "-")
     assert result.stdout == '{\n  "path": "mine.py",\n  "engine": "mine:make"\n}\n'
 
@@ -267,7 +267,7 @@ class Remapping(Filled):
 
 
 @pytest.mark.parametrize("like", ["plain", "async", "caching"])
-def test_a_longer_template_says_what_is_open(folder: Path, like: str) -> None:
+def test_a_longer_template_lists_what_is_open(folder: Path, like: str) -> None:
     assert blockstep("new-adapter", "mine", "--like", like).exit_code == 0
     result = blockstep("check", "--engine", "mine:make", "--preset", "tiny", "--in-process")
     assert result.exit_code == 1

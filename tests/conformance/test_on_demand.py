@@ -124,11 +124,11 @@ def test_a_defect_is_named_as_if_every_property_were_always_asked(name: str) -> 
     _, program, findings = play_episode(CheckOptions(MUSEUM + name), episode, make_engine)
     run = start_program(program, make_engine)
     run.asks_all = True
-    told = [run.perform(action) for action in program.actions]
-    assert told == [[]] * (len(program.actions) - 1) + [findings]
+    per_action = [run.perform(action) for action in program.actions]
+    assert per_action == [[]] * (len(program.actions) - 1) + [findings]
 
 
-def test_who_is_equal_is_asked_nothing_and_who_is_renamed_what_needs_no_reference(
+def test_equal_engines_are_asked_nothing_and_renamed_ones_what_needs_no_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Other(SpecEngine):

@@ -56,10 +56,10 @@ def test_a_package_has_all_that_a_reader_needs(package: Path) -> None:
 
 
 def test_the_checker_plays_the_vectors_on_an_engine(package: Path) -> None:
-    told = run(package, sys.executable, str(SERVE), "spec")
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert re.findall(r": conforms: \d+ events", told.stdout) != []
-    assert "not tried" not in told.stdout
+    result = run(package, sys.executable, str(SERVE), "spec")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.findall(r": conforms: \d+ events", result.stdout) != []
+    assert "not tried" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -72,17 +72,17 @@ def test_the_checker_plays_the_vectors_on_an_engine(package: Path) -> None:
         ("banner", 2, "JSONDecodeError"),
     ],
 )
-def test_the_checker_tells_a_wrong_engine(package: Path, wrong: str, code: int, words: str) -> None:
-    told = run(package, sys.executable, str(SERVE), "spec", wrong)
-    assert (told.returncode, words in told.stdout + told.stderr) == (code, True), told
+def test_the_checker_finds_a_wrong_engine(package: Path, wrong: str, code: int, words: str) -> None:
+    result = run(package, sys.executable, str(SERVE), "spec", wrong)
+    assert (result.returncode, words in result.stdout + result.stderr) == (code, True), result
 
 
 def test_a_changed_package_is_refused(package: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(package, tmp_path / "copy")
     file = folder / "vectors" / "whole.jsonl"
     file.write_text(file.read_text().replace('"max_tokens":', '"max_tokens": ', 1))
-    told = run(folder)
-    assert (told.returncode, told.stderr) == (2, "vectors/whole.jsonl: was changed\n")
+    result = run(folder)
+    assert (result.returncode, result.stderr) == (2, "vectors/whole.jsonl: was changed\n")
     (folder / "index.json").write_text('{"format": "blockstep-vectors-package", "version": 2}')
     assert run(folder).returncode == 2
     assert run(package, "./no-such-engine").returncode == 2

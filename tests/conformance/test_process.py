@@ -47,7 +47,7 @@ def command_of(name: str, wrong: str = "") -> str:
     return f"{sys.executable} {SERVE} {name} {wrong}".strip()
 
 
-def say_hello(**fields: object) -> str:
+def answer_hello(**fields: object) -> str:
     """A command that answers every line with this Hello."""
     line = json.dumps({**HELLO, **fields})
     return f"{sys.executable} -u -c 'import sys\nfor _ in sys.stdin: print({line!r})'".replace(
@@ -132,11 +132,11 @@ def test_a_wrong_process_gives_exit_code_1_and_one_report(
     engine = f"cmd:{command_of('spec', wrong)}"
     given = ("check", "--engine", engine, "--program", str(path), "--in-process")
     result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
-    told = " ".join(result.output.split())
-    assert result.exit_code == 1, told
-    assert words in told
-    assert (told.count(headline), told.count(FAULT) + told.count(DIVERGENCE)) == (1, 1)
-    assert "Traceback" not in told
+    text = " ".join(result.output.split())
+    assert result.exit_code == 1, text
+    assert words in text
+    assert (text.count(headline), text.count(FAULT) + text.count(DIVERGENCE)) == (1, 1)
+    assert "Traceback" not in text
 
 
 @pytest.mark.parametrize(
@@ -191,11 +191,11 @@ def test_every_way_to_be_wrong_is_tried() -> None:
 )
 def test_a_hello_that_cannot_be_meant_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(BadEngineError) as caught:
-        ProcessFactory(say_hello(**fields))
+        ProcessFactory(answer_hello(**fields))
     assert words in str(caught.value)
 
 
-def test_a_hello_says_what_traits_say() -> None:
+def test_a_hello_has_the_fields_of_traits() -> None:
     fields = {
         "equivalence": "plan",
         "shows_blocks": True,
@@ -206,7 +206,7 @@ def test_a_hello_says_what_traits_say() -> None:
         "request_fields": ["min_tokens"],
         "judges": ["never_fits"],
     }
-    factory = ProcessFactory(say_hello(**fields))
+    factory = ProcessFactory(answer_hello(**fields))
     traits = get_traits(factory)
     weaker = traits.equivalence
     assert isinstance(weaker, SamePlans)
@@ -220,7 +220,7 @@ def test_a_hello_says_what_traits_say() -> None:
 
 
 def test_a_process_without_slots_is_held_to_safety() -> None:
-    factory = ProcessFactory(say_hello(equivalence="safety", has_slots=False))
+    factory = ProcessFactory(answer_hello(equivalence="safety", has_slots=False))
     weaker = get_traits(factory).equivalence
     assert isinstance(weaker, Safety)
     assert not weaker.has_slots
@@ -334,8 +334,8 @@ def test_the_schema_names_every_line() -> None:
         name for name in re.findall(r'"#/\$defs/(\w+)"', text) if name not in schema["$defs"]
     ]
     assert missing == []
-    told = CliRunner().invoke(app, ["schema"])
-    assert json.loads(told.stdout) == json.loads(text)
+    result = CliRunner().invoke(app, ["schema"])
+    assert json.loads(result.stdout) == json.loads(text)
 
 
 def test_a_state_is_the_same_when_it_is_read() -> None:

@@ -95,7 +95,7 @@ def test_a_field_at_its_default_may_be_left_out_and_the_file_may_be_written_by_h
     assert parse_program(text, HERE) == Program(v.Config(4), actions)
 
 
-def test_one_action_stands_on_a_line() -> None:
+def test_one_action_is_on_a_line() -> None:
     submit = v.Submit(v.Request("A", (1, 2)))
     program = replace(PROGRAM, actions=(submit, *PROGRAM.actions[1:]))
     lines = write_program(program, "why").splitlines()
@@ -133,52 +133,54 @@ def test_what_json_cannot_hold_exactly_is_not_written(
     assert "\n" not in str(error.value)
 
 
-def say(**changes: object) -> str:
+def dump(**changes: object) -> str:
     value = json.loads(write_program(PROGRAM))
     return json.dumps({name: part for name, part in (value | changes).items() if part != "gone"})
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         pytest.param("", "nothing: a program is", id="empty"),
         pytest.param("hello", "malformed", id="junk"),
         pytest.param("[1]", "got `array`", id="a list"),
         pytest.param("[" * 100_000, "a program is a JSON object", id="deep"),
-        pytest.param(say(format="blockstep-trace"), "format is 'blockstep-trace'", id="a trace"),
-        pytest.param(say(version=2), "this blockstep reads version 1; upgrade", id="newer version"),
-        pytest.param(say(colour=1), "unknown field `colour`", id="newer program"),
-        pytest.param(say(config={"num_blocks": 4, "x": 1}), "if it is newer", id="newer config"),
-        pytest.param(say(config="gone"), "missing required field `config`", id="no config"),
-        pytest.param(say(config={}), "missing required field `num_blocks`", id="no blocks"),
-        pytest.param(say(config={"num_blocks": 1}), "num_blocks = 1", id="bad config"),
-        pytest.param(say(token_seed="x"), "$.token_seed", id="seed"),
-        pytest.param(say(vocabulary_size=0), "must be 1 or above", id="no tokens"),
-        pytest.param(say(actions=[1]), "$.actions[0]", id="no object"),
-        pytest.param(say(actions=[{}]), "action 1: Invalid value None", id="no type"),
-        pytest.param(say(actions=[{"type": "Drain"}, {"type": "Dream"}]), "action 2: Invalid value",
+        pytest.param(dump(format="blockstep-trace"), "format is 'blockstep-trace'", id="a trace"),
+        pytest.param(dump(version=2), "this blockstep reads version 1; upgrade",
+            id="newer version"),
+        pytest.param(dump(colour=1), "unknown field `colour`", id="newer program"),
+        pytest.param(dump(config={"num_blocks": 4, "x": 1}), "if it is newer", id="newer config"),
+        pytest.param(dump(config="gone"), "missing required field `config`", id="no config"),
+        pytest.param(dump(config={}), "missing required field `num_blocks`", id="no blocks"),
+        pytest.param(dump(config={"num_blocks": 1}), "num_blocks = 1", id="bad config"),
+        pytest.param(dump(token_seed="x"), "$.token_seed", id="seed"),
+        pytest.param(dump(vocabulary_size=0), "must be 1 or above", id="no tokens"),
+        pytest.param(dump(actions=[1]), "$.actions[0]", id="no object"),
+        pytest.param(dump(actions=[{}]), "action 1: Invalid value None", id="no type"),
+        pytest.param(dump(actions=[{"type": "Drain"}, {"type": "Dream"}]),
+            "action 2: Invalid value",
             id="kind"),
-        pytest.param(say(actions=[{"type": "Drain", "x": 1}]), "action 1: unknown", id="field"),
-        pytest.param(say(actions=[{"type": "Submit", "request": {"request_id": "A"}}]),
+        pytest.param(dump(actions=[{"type": "Drain", "x": 1}]), "action 1: unknown", id="field"),
+        pytest.param(dump(actions=[{"type": "Submit", "request": {"request_id": "A"}}]),
             "missing required field `prompt_token_ids` - at `$.request`", id="half a request"),
-        pytest.param(say(actions=[{"type": "Propose", "counts": []}]), "names a count", id="none"),
-        pytest.param(say(actions=[{"type": "Hostile"}]), "has one field", id="hostile"),
-        pytest.param(say(actions=[{"type": "Hostile", "event": {"type": "Drain"}}]), "'Drain'",
+        pytest.param(dump(actions=[{"type": "Propose", "counts": []}]), "names a count", id="none"),
+        pytest.param(dump(actions=[{"type": "Hostile"}]), "has one field", id="hostile"),
+        pytest.param(dump(actions=[{"type": "Hostile", "event": {"type": "Drain"}}]), "'Drain'",
             id="no event"),
     ],
 )  # fmt: skip
-def test_a_bad_file_is_refused_in_one_sentence(text: str, says: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_refused_in_one_sentence(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(TraceError) as error:
         read_program(path)
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).startswith(str(path))
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(TraceError, match="a program is a readable file"):
             read_program(path)
@@ -227,7 +229,7 @@ def test_a_failing_program_is_saved_and_fails_again(tmp_path: Path) -> None:
     assert "test_p1_every_block_is_free_or_held" in names
 
 
-def test_a_program_is_told_like_any_failure_and_ends_with_how_to_see_it(tmp_path: Path) -> None:
+def test_a_program_is_reported_like_any_failure_and_ends_with_how_to_see_it(tmp_path: Path) -> None:
     path = keep(tmp_path / "a leak.json", LEAK)
     result = blockstep("check", "--engine", LEAKY, "--program", path)
     assert f", engine {LEAKY}, program {path})" in result.output.splitlines()[0]
@@ -285,18 +287,18 @@ def test_a_corpus_is_played_before_anything_is_drawn(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.output.splitlines()[0].endswith("b.json)")
     assert result.output.endswith("1 of 2 programs failed, 0 not tried\n")
-    told = json.loads(blockstep("check", "--engine", LEAKY, *options, "--json", "-").stdout)
-    assert [(Path(row["program_file"]).name, row["exit_code"]) for row in told["corpus"]] == [
+    record = json.loads(blockstep("check", "--engine", LEAKY, *options, "--json", "-").stdout)
+    assert [(Path(row["program_file"]).name, row["exit_code"]) for row in record["corpus"]] == [
         ("a.json", 0),
         ("b.json", 1),
     ]
-    assert told["program_file"].endswith("b.json")
+    assert record["program_file"].endswith("b.json")
     clean = blockstep("check", *options, "--json", "-")
     assert json.loads(clean.stdout)["num_events"] >= 300
     assert "0 of 2 programs failed, 0 not tried" in clean.stderr
 
 
-def test_what_an_engine_cannot_be_given_of_a_corpus_is_told_and_the_check_goes_on(
+def test_what_an_engine_cannot_be_given_of_a_corpus_is_listed_and_the_check_goes_on(
     tmp_path: Path,
 ) -> None:
     keep(tmp_path / "leak.json", LEAK)
@@ -308,7 +310,7 @@ def test_what_an_engine_cannot_be_given_of_a_corpus_is_told_and_the_check_goes_o
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (["--program", "{tmp}/good.json", "--corpus", "{tmp}"], "give only one"),
         (["--corpus", "{tmp}"], "bad.json: 'junk'"),
@@ -317,13 +319,13 @@ def test_what_an_engine_cannot_be_given_of_a_corpus_is_told_and_the_check_goes_o
     ids=lambda value: value if isinstance(value, str) else " ",
 )
 def test_what_cannot_be_played_is_refused_in_one_line(
-    args: list[str], says: str, tmp_path: Path
+    args: list[str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.json").write_text("junk")
     keep(tmp_path / "good.json", LEAK)
     result = blockstep("check", "--in-process", *(arg.format(tmp=tmp_path) for arg in args))
     assert result.exit_code == 2
-    assert says in result.stderr
+    assert message in result.stderr
     assert result.output.count("\n") == 1
 
 
@@ -375,9 +377,9 @@ GROUPED = v.Config(
 )
 
 
-def test_several_groups_are_told_plainly() -> None:
-    told = describe_config(GROUPED)
-    assert told.endswith("groups=sliding_window(block_size=2,sliding_window=3)+full(block_size=4)")
+def test_several_groups_are_described_plainly() -> None:
+    text = describe_config(GROUPED)
+    assert text.endswith("groups=sliding_window(block_size=2,sliding_window=3)+full(block_size=4)")
     oracle = Oracle(GROUPED)
     oracle.submit(v.Request("A", tuple(range(9)), max_tokens=2))
     oracle.commit(oracle.schedule(), {})

@@ -668,7 +668,7 @@ names itself."""
 
 
 @pytest.mark.parametrize("scene", [scene for scene, _ in STILL] + [preempting, refused, gap])
-def test_whatever_changes_in_a_state_somebody_says_so(scene: Callable[[], Play]) -> None:
+def test_whatever_changes_in_a_state_a_check_reports_it(scene: Callable[[], Play]) -> None:
     """Each field of a state and of the requests in it, changed alone, is no state to come to."""
     play = stage(scene)
     for owner, name, state in alter_each(play.step.after):
@@ -706,7 +706,7 @@ def test_one_alone_may_preempt_itself_for_tokens_that_it_is_promised() -> None:
     assert judge(play.step, play.history)
 
 
-def test_preemption_again_needs_somebody_who_got_further() -> None:
+def test_preemption_again_needs_a_request_that_got_further() -> None:
     """Two of the same rank that preempt each other by turns are seen; so is any progress."""
     play = preempted_again()
     judge, history = CHECKS["no_repeated_preemption_without_progress"], play.history
@@ -751,8 +751,8 @@ def test_the_end_of_a_load_is_progress_once_for_each_length_of_its_request() -> 
     first = play.history.num_progress
     for _ in range(3):
         block = play.step.plan.kv_loads[0].block_ids[0][0]
-        told = KVTransfers(("A",), invalid_block_ids=(block,))
-        play.do(TransfersReported(told), Schedule())
+        transfers = KVTransfers(("A",), invalid_block_ids=(block,))
+        play.do(TransfersReported(transfers), Schedule())
         assert play.history.num_progress == first + 1
     play.do(TransfersReported(KVTransfers(("A",))), Schedule())
     assert play.history.num_progress == first + 1
@@ -829,7 +829,7 @@ def test_what_a_row_did_not_do_is_named() -> None:
     ]
 
 
-def test_an_output_row_for_nobody_is_accused() -> None:
+def test_an_output_row_for_no_request_is_accused() -> None:
     play = committed()
     assert isinstance(play.step.observation, Outputs)
     rows = (*play.step.observation.rows, OutputRow("nobody", (1,)))

@@ -196,11 +196,11 @@ def test_every_law_asked_is_answered_once() -> None:
 def test_processes_answer_as_one_does() -> None:
     laws = [law for law in LAWS.values() if law.name.startswith("slots.no_")]
     assert len(laws) >= 2
-    told: list[float] = []
-    proofs = prove_laws(laws, jobs=2, on_progress=lambda done, _: told.append(done))
+    progress: list[float] = []
+    proofs = prove_laws(laws, jobs=2, on_progress=lambda done, _: progress.append(done))
     assert [proof.name for proof in proofs] == [law.name for law in laws]
     assert all(proof.problem == "" for proof in proofs)
-    assert told[-1] == 1.0
+    assert progress[-1] == 1.0
 
 
 @solver
@@ -259,8 +259,8 @@ def test_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     file, page = tmp_path / "laws.json", tmp_path / "laws.md"
     result = prove("--law", "allocation.longest_hit", "--json", file, "--markdown", page)
     assert result.exit_code == 0
-    told = "1 of 1 laws confirmed, 1 of 1 mistakes and 3 of 3 mutants refuted"
-    assert told in result.stdout
+    summary = "1 of 1 laws confirmed, 1 of 1 mistakes and 3 of 3 mutants refuted"
+    assert summary in result.stdout
     assert "#30320" in result.stdout
     written = json.loads(file.read_text())
     head = (written["format"], written["version"], written["exit_code"])
@@ -312,5 +312,5 @@ def test_tests_run_with_the_pinned_solvers() -> None:
 def test_page_in_the_docs_has_every_law() -> None:
     kept = max((HOUSE / "benchmarks" / "results").glob("*-prove.json"))
     page = laws_page(json.loads(kept.read_text()), LAWS)
-    told = re.findall(r"^\| \*\*(.*?)\.\*\*", page, flags=re.MULTILINE)
-    assert told == [law.sentence for law in LAWS.values()]
+    listed = re.findall(r"^\| \*\*(.*?)\.\*\*", page, flags=re.MULTILINE)
+    assert listed == [law.sentence for law in LAWS.values()]

@@ -141,7 +141,7 @@ def test_own_programs_are_played_on_the_engine_of_pyproject(inner: pytest.Pytest
     inner.runpytest_subprocess("--strict-config", "-W", "error").assert_outcomes(passed=2)
 
 
-def test_the_table_says_what_is_tested(inner: pytest.Pytester) -> None:
+def test_the_table_sets_what_is_tested(inner: pytest.Pytester) -> None:
     write_table(inner, 'engine = "plugged_engines:Bad"', 'preset = "tiny"', "budget = 300")
     names = ("--collect-only", "-q", "--blockstep")
     result = inner.runpytest_inprocess(*names)
@@ -152,7 +152,7 @@ def test_the_table_says_what_is_tested(inner: pytest.Pytester) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ('engine = "spec"\npreset = "huge"', "*tool.blockstep.preset: 'huge': must be one of *"),
         ("enigne = 3", "*tool.blockstep.enigne: no such key; one of engine, *"),
@@ -161,13 +161,13 @@ def test_the_table_says_what_is_tested(inner: pytest.Pytester) -> None:
     ],
 )
 def test_a_table_that_cannot_be_meant_ends_the_session(
-    inner: pytest.Pytester, line: str | None, told: str
+    inner: pytest.Pytester, line: str | None, message: str
 ) -> None:
     if line is not None:
         write_table(inner, line)
     result = inner.runpytest_inprocess("--blockstep")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: {told}"])
+    result.stderr.fnmatch_lines([f"ERROR: {message}"])
 
 
 def test_pytest_does_not_warn_where_the_plugin_was_imported_before(inner: pytest.Pytester) -> None:
@@ -229,9 +229,9 @@ def test_a_wrong_engine_fails_where_it_is_wrong_and_is_green_nowhere(
     result.stdout.no_fnmatch_line("*pytest_plugin*in runtest*")
     failure = read(inner, "out.json")["runs"][0]["check"]["failure"]
     assert failure["findings"][0]["property"] == "P1"
-    told = [case.text or "" for case in ET.parse(inner.path / "out.xml").iter("failure")]
-    assert len(told) == 3
-    assert all(text.startswith("blockstep check: VIOLATION") for text in told)
+    texts = [case.text or "" for case in ET.parse(inner.path / "out.xml").iter("failure")]
+    assert len(texts) == 3
+    assert all(text.startswith("blockstep check: VIOLATION") for text in texts)
 
 
 def test_a_lost_engine_fails_one_test_and_not_the_session(inner: pytest.Pytester) -> None:
@@ -274,7 +274,7 @@ def test_an_unknown_engine_is_an_error_of_every_test(inner: pytest.Pytester) -> 
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ("--blockstep-preset=huge", "--blockstep-preset 'huge': must be one of tiny, small, real"),
         ("--blockstep-profile=vllm-0", "--blockstep-profile 'vllm-0': must be one of strict*"),
@@ -289,12 +289,12 @@ def test_an_unknown_engine_is_an_error_of_every_test(inner: pytest.Pytester) -> 
         ("--blockstep-path=nowhere", "*--blockstep-path 'nowhere': there is no such folder"),
     ],
 )
-def test_an_option_that_cannot_be_used_is_said_before_anything_runs(
-    inner: pytest.Pytester, option: str, told: str
+def test_an_option_that_cannot_be_used_is_refused_before_anything_runs(
+    inner: pytest.Pytester, option: str, message: str
 ) -> None:
     result = inner.runpytest_inprocess("--blockstep-engine=spec", option)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: {told}"])
+    result.stderr.fnmatch_lines([f"ERROR: {message}"])
 
 
 def test_features_are_asked_for_and_kept_out(inner: pytest.Pytester) -> None:
@@ -377,7 +377,7 @@ def test_a_corpus_is_a_test_for_each_program(inner: pytest.Pytester) -> None:
     )
 
 
-def test_a_program_is_skipped_whose_config_the_engine_cannot_have() -> None:
+def test_a_program_with_a_config_that_the_engine_cannot_have_is_skipped() -> None:
     class Narrow:
         def run(self, *_: object) -> None:
             raise RefusedError("config: block_size = 2: is not a config of this engine")

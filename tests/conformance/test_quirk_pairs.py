@@ -72,7 +72,7 @@ def test_pairs_of_quirks_drawn_today() -> None:
     """Other pairs every day. `BLOCKSTEP_PAIRS_SEED` plays those of another day."""
     seed = int(os.environ.get("BLOCKSTEP_PAIRS_SEED", date.today().toordinal()))  # noqa: DTZ011
     drawn = Random(seed).sample(PAIRS, SAMPLE_PAIRS)
-    failed = [told for pair in drawn if (told := soak(pair, SAMPLE_EVENTS, seed))]
+    failed = [text for pair in drawn if (text := soak(pair, SAMPLE_EVENTS, seed))]
     assert failed == [], f"BLOCKSTEP_PAIRS_SEED={seed}: {drawn}"
 
 

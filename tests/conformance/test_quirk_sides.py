@@ -76,7 +76,7 @@ def test_a_quirk_that_is_a_flag_applies_where_the_event_comes_to_something_else(
 
 
 @pytest.mark.parametrize("release", ["0.11.0", "0.19.1", "0.27.0", "0.33.0"])
-def test_who_watches_changes_nothing(release: str) -> None:
+def test_watching_changes_nothing(release: str) -> None:
     """The engine is the specification under the same profile, which nobody watches."""
     options = CheckOptions(engine="spec", profile=f"vllm-{release}", preset="tiny")
     make_engine = load(options)
@@ -116,7 +116,7 @@ def test_sides_are_required_where_their_feature_is_asked_for() -> None:
     assert list_quirk_goals(strict, get_facts(strict)) == []
 
 
-def test_a_check_tells_which_sides_it_has_not_seen() -> None:
+def test_a_check_lists_the_sides_that_it_has_not_seen() -> None:
     options = CheckOptions(engine="spec", preset="tiny", profile="vllm-0.19.1", max_events=300)
     result = check(options)
     assert result.num_quirk_sides == len(list_quirk_goals(options, get_facts(options)))

@@ -325,7 +325,7 @@ def test_a_differing_state_is_a_divergence() -> None:
     assert len(report.finding.differences) <= DIFFERENCES_MAX
 
 
-def test_the_last_states_are_compared_wherever_the_cadence_stands() -> None:
+def test_the_last_states_are_compared_at_any_point_of_the_cadence() -> None:
     class WrongAtTheEnd(Spec):
         def snapshot(self) -> v.Snapshot | None:
             seen = self.oracle.snapshot()
@@ -427,19 +427,19 @@ def test_an_engine_that_refuses_nothing_is_not_given_what_the_spec_refuses() -> 
 # --- the report
 
 
-def test_progress_is_told_now_and_then() -> None:
-    told: list[tuple[int, int, int]] = []
+def test_progress_is_reported_now_and_then() -> None:
+    reports: list[tuple[int, int, int]] = []
 
-    def tell(now: ReplayReport) -> None:
-        told.append((now.steps, now.requests_submitted, now.requests_finished))
+    def note(now: ReplayReport) -> None:
+        reports.append((now.steps, now.requests_submitted, now.requests_finished))
 
     report = replay(
-        requests(60, output=20), CONFIG, Spec, on_progress=tell, pace=Pace(concurrency=1)
+        requests(60, output=20), CONFIG, Spec, on_progress=note, pace=Pace(concurrency=1)
     )
     assert report.steps > 512
-    assert [steps for steps, _, _ in told] == [256, 512, 768, 1024, 1280][: len(told)]
-    assert all(submitted - finished <= 1 for _, submitted, finished in told)
-    assert told[-1][2] > told[0][2]
+    assert [steps for steps, _, _ in reports] == [256, 512, 768, 1024, 1280][: len(reports)]
+    assert all(submitted - finished <= 1 for _, submitted, finished in reports)
+    assert reports[-1][2] > reports[0][2]
 
 
 def test_a_report_is_plain_json_with_stable_keys() -> None:
@@ -555,7 +555,7 @@ def test_the_mooncake_trace_hits_as_published_by_ids_alone() -> None:
 @pytest.mark.parametrize(
     "pace", [Pace(), Pace(concurrency=7), Pace(Arrivals.OPEN, ticks_per_step=500)]
 )
-def test_without_eviction_the_engine_hits_what_the_ids_say_at_any_pace(pace: Pace) -> None:
+def test_without_eviction_the_engine_hits_what_the_ids_share_at_any_pace(pace: Pace) -> None:
     path = published("mooncake_conversation.jsonl.gz")
     config = REPLAY_PRESETS[WorkloadFormat.MOONCAKE].config
     report = replay(load(path, limit=150), config, HostEngine, pace=pace)

@@ -88,8 +88,8 @@ def test_texts_of_the_preempted_are_noted() -> None:
     actions = (v.Submit(first), v.Submit(second), *step, *step, *step)
     run, findings = run_program(Program(CONFIG, actions), AtSafety)
     assert findings == []
-    ((whose, text),) = run.preempted_texts
-    assert whose == second
+    ((request, text),) = run.preempted_texts
+    assert request == second
     assert text[:3] == second.prompt_token_ids
     assert len(text) > 3  # with what was said
 
@@ -107,10 +107,10 @@ def test_texts_with_rejected_drafts_are_noted_where_they_would_fill_a_block(
     run, findings = run_program(Program(DRAFTING, (*actions, v.Schedule(), Answer())), AtSafety)
     assert findings == []
     assert len(run.rejected_texts) == is_noted
-    for whose, text in run.rejected_texts:
+    for request, text in run.rejected_texts:
         row = run.last_plan.cached[0] if run.last_plan else None
         assert isinstance(row, v.CachedRow)
-        assert text[:2] == whose.prompt_token_ids
+        assert text[:2] == request.prompt_token_ids
         assert text[3:] == row.draft_token_ids
 
 

@@ -66,7 +66,7 @@ def scored(engine: str, num_events: int = 700, **options: Any) -> ScoreResult:
 
 
 @pytest.mark.parametrize("engine", [HostEngine, SpecEngine, OtherIds, Simulator, Judged])
-def test_who_decides_alike_agrees_in_everything(engine: Any) -> None:
+def test_an_engine_that_decides_alike_agrees_in_everything(engine: Any) -> None:
     """Also where the engine is held to less: a score compares with the specification."""
     totals = dict.fromkeys(Aspect, 0)
     for index in range(5):
@@ -82,7 +82,7 @@ def test_who_decides_alike_agrees_in_everything(engine: Any) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small", "real"])
 @pytest.mark.parametrize("engine", [HostEngine, Simulator, Judged])
-def test_who_decides_alike_agrees_in_many_events(engine: Any, preset: str) -> None:
+def test_an_engine_that_decides_alike_agrees_in_many_events(engine: Any, preset: str) -> None:
     for index in range(20):
         run, _, findings = play_scored(CheckOptions(preset=preset, seed=3), index, engine)
         assert findings == []
@@ -108,10 +108,10 @@ def test_a_score_goes_on_past_a_difference_and_shows_the_first_of_each_kind(
     (difference,) = hits.findings[0].differences
     assert difference.field.startswith("hit at admission ")
     assert difference.expected != difference.seen
-    told = render_score(result)
+    text = render_score(result)
     for aspect in result.firsts:
-        assert f"  {aspect}: first in episode " in told
-    assert "blockstep score --engine " in told
+        assert f"  {aspect}: first in episode " in text
+    assert "blockstep score --engine " in text
 
 
 def test_the_shrunk_program_differs_again(result: ScoreResult) -> None:
@@ -154,8 +154,8 @@ def test_a_difference_that_needs_another_config_is_a_kind_of_its_own(result: Sco
 def test_profiles_with_equal_shares_are_named_together(result: ScoreResult) -> None:
     compared = replace(result, nearest={"a": (4, 1), "b": (8, 6), "c": (4, 3), "d": (0, 0)})
     assert rank_profiles(compared) == [("b, c", 0.75), ("a", 0.25)]
-    told = render_score(compared)
-    assert "  nearest     b, c: 75.00 % of steps\n" in told
+    text = render_score(compared)
+    assert "  nearest     b, c: 75.00 % of steps\n" in text
     page = make_score_page(replace(compared, engine_version="<1>"))
     assert "&lt;1&gt;" in page
     assert "<th>b, c</th>" in page
@@ -281,7 +281,7 @@ def test_what_an_engine_declines_neither_side_is_given() -> None:
     assert strict.skipped == {}, "under strict nothing is spared"
 
 
-def test_an_engine_that_raises_is_told_and_the_score_goes_on() -> None:
+def test_an_engine_that_raises_is_reported_and_the_score_goes_on() -> None:
     result = scored(BROKEN, 300)
     assert result.num_stuck > 1
     assert result.stuck is not None
@@ -290,7 +290,7 @@ def test_an_engine_that_raises_is_told_and_the_score_goes_on() -> None:
     assert "the engine could not continue; the first:" in render_score(result)
 
 
-def test_an_answer_of_wrong_types_is_told_by_its_field() -> None:
+def test_an_answer_of_wrong_types_is_named_by_its_field() -> None:
     class Engine(SpecEngine):
         def apply(self, event: Event) -> Any:
             answer = super().apply(event)
@@ -301,7 +301,7 @@ def test_an_answer_of_wrong_types_is_told_by_its_field() -> None:
     assert "Plan.new = None: must be a tuple of NewRow" in findings[0].message
 
 
-def test_what_is_not_seen_again_is_told_so() -> None:
+def test_what_is_not_seen_again_is_marked() -> None:
     MoodyHits.was_short = False
     result = scored("equivalent_engines:Moody", 800, preset="tiny", without_features=("groups",))
     assert any(first.shrunk is None for first in result.firsts.values())
@@ -315,7 +315,7 @@ def blockstep(*args: object) -> Any:
     return CliRunner().invoke(app, ["score", *map(str, args)])
 
 
-def test_the_page_shows_what_the_command_says(tmp_path: Path) -> None:
+def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
     """And so does its JSON, for machines."""
     block = re.search(r"```console\n\$ blockstep score (.*?)\n(.*?)```", PAGE, re.S)
     assert block is not None
@@ -326,10 +326,14 @@ def test_the_page_shows_what_the_command_says(tmp_path: Path) -> None:
     assert _timeless(block[2]) in _timeless(result.output)
     (program,) = re.findall(r"```text\n(  hits: .*?)```", PAGE, re.S)
     assert program in result.output
-    told = json.loads(path.read_text())
-    assert (told["format"], told["version"], told["contract"]) == ("blockstep-score", 1, "plan/2")
-    assert told["against"].endswith(", profile strict")
-    hits = told["scores"]["hits"]
+    record = json.loads(path.read_text())
+    assert (record["format"], record["version"], record["contract"]) == (
+        "blockstep-score",
+        1,
+        "plan/2",
+    )
+    assert record["against"].endswith(", profile strict")
+    hits = record["scores"]["hits"]
     assert hits["share"] == hits["agreed"] / hits["total"] < 1
     assert hits["first"]["program"]
     assert {file.stem for file in kept.iterdir()} == set(Aspect) - {Aspect.TOKENS}
@@ -345,8 +349,8 @@ def _timeless(text: str) -> str:
 def test_a_score_is_measured_against_a_release(tmp_path: Path) -> None:
     path = tmp_path / "score.json"
     assert blockstep("--budget", 60, "--profile", "vllm-0.19.1", "--json", path).exit_code == 0
-    told = json.loads(path.read_text())
-    assert told["against"].endswith(", profile vllm-0.19.1")
+    record = json.loads(path.read_text())
+    assert record["against"].endswith(", profile vllm-0.19.1")
 
 
 @pytest.mark.soak

@@ -105,7 +105,7 @@ def test_a_script_that_runs_and_a_wide_page_are_seen(browser: Any, tmp_path: Pat
 
 
 @pytest.mark.soak
-def test_no_page_hides_what_it_says(browser: Any, html: Path) -> None:
+def test_no_page_hides_its_text(browser: Any, html: Path) -> None:
     wrong = {}
     names = (str(path.relative_to(html).with_suffix("")) for path in html.rglob("*.html"))
     for name in sorted(set(names) - GENERATED):

@@ -17,7 +17,7 @@ from blockstep.impl.engine.input_batch import Batch
 from blockstep.impl.engine.model import Inputs
 
 PROMPTS = [[2, 3, 4, 5, 6, 7]] * 4
-WHOSE = ["whole", None, "some", "whole"]
+ADAPTER_NAMES = ["whole", None, "some", "whole"]
 Numbers: TypeAlias = torch.Tensor | None
 
 
@@ -30,7 +30,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], LLM]:
 
     def run() -> LLM:
         llm = LLM(folder, check=ServingChecker, block_size=4, num_blocks=24, lora_modules=modules)
-        llm.generate(PROMPTS, SamplingParams(max_tokens=3), WHOSE)
+        llm.generate(PROMPTS, SamplingParams(max_tokens=3), ADAPTER_NAMES)
         return llm
 
     return run
@@ -57,7 +57,7 @@ def share_one(adapters: Numbers) -> Numbers:
     return None if adapters is None else adapters.clamp(max=0)
 
 
-def lend_to_who_has_none(adapters: Numbers) -> Numbers:
+def lend_to_rows_without(adapters: Numbers) -> Numbers:
     return None if adapters is None else adapters.clamp(min=0)
 
 
@@ -76,11 +76,11 @@ def change_the_last_token(adapters: Numbers) -> Numbers:
 @pytest.mark.parametrize(
     "change",
     [
-        run_all_without, swap_sometimes, share_one, run_one_without, lend_to_who_has_none,
+        run_all_without, swap_sometimes, share_one, run_one_without, lend_to_rows_without,
         change_the_last_token,
     ],
 )  # fmt: skip
-def test_another_adapter_is_told(
+def test_another_adapter_is_found(
     serve: Callable[[], LLM], monkeypatch: pytest.MonkeyPatch, change: Callable[[Numbers], Numbers]
 ) -> None:
     build: Any = Batch.build_inputs

@@ -42,7 +42,7 @@ def test_tokens_are_those_of_transformers(checkpoint: Checkpoint, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["small-pool", "async"])
-def test_an_abort_takes_nobody_else_along(checkpoint: Checkpoint, name: str) -> None:
+def test_an_abort_takes_no_other_request_along(checkpoint: Checkpoint, name: str) -> None:
     llm = load(checkpoint, name)
     names = [llm.add_request(prompt, PARAMS) for prompt in make_prompts()[:8]]
     for _ in range(4):

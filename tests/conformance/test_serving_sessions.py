@@ -51,7 +51,7 @@ class Talk:
     adapter: str | None
     asked: list[SamplingParams]
     inputs: list[list[int]]
-    heard: list[Completion] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
 
 
 class Clients:
@@ -109,13 +109,13 @@ class Clients:
     def listen(self) -> None:
         if self.talks:
             talk = self.draw.choice(self.talks)
-            talk.heard.append(talk.session.receive())
+            talk.completions.append(talk.session.receive())
 
     def listen_to(self, talk: Talk) -> None:
         """All that is due."""
         try:
             while True:
-                talk.heard.append(talk.session.receive())
+                talk.completions.append(talk.session.receive())
         except RequestError:
             return
 
@@ -155,14 +155,14 @@ def test_every_session_gets_its_own_answers(
     assert clients.talks or clients.others
     for talk in clients.talks:
         kept: tuple[int, ...] = ()
-        ended_early = len(talk.heard) < len(talk.inputs) or not talk.heard
+        ended_early = len(talk.completions) < len(talk.inputs) or not talk.completions
         assert not ended_early or not talk.session.is_open
-        for made, params, prompt in zip(talk.heard, talk.asked, talk.inputs, strict=False):
+        for made, params, prompt in zip(talk.completions, talk.asked, talk.inputs, strict=False):
             whole = (*kept, *prompt)
             assert made.prompt_token_ids == whole
             (expected,) = lone.generate(whole, params, talk.adapter)
             if made.finish_reason is FinishReason.ABORT:
-                assert made is talk.heard[-1]
+                assert made is talk.completions[-1]
                 assert made.token_ids == expected.token_ids[: len(made.token_ids)]
             else:
                 assert made.token_ids == expected.token_ids
@@ -215,7 +215,7 @@ def keep_the_old_table(batch: Batch, step: StepRow, old: BatchRow, tokens: Any) 
         (keep_the_old_table, "token_is_written_to_its_slot|attended_slot"),
     ],
 )
-def test_a_worker_that_goes_on_wrongly_is_told(
+def test_a_worker_that_goes_on_wrongly_is_found(
     checkpoints: list[Checkpoint], monkeypatch: pytest.MonkeyPatch, defect: Any, sentence: str
 ) -> None:
     start: Any = Batch._start_new

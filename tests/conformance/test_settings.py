@@ -53,29 +53,29 @@ def write(project: Path, *lines: str) -> None:
 
 def check(*args: object) -> dict[str, object]:
     """The JSON of a check."""
-    told: dict[str, object] = json.loads(blockstep("check", *args, "--json", "-").stdout)
-    return told
+    record: dict[str, object] = json.loads(blockstep("check", *args, "--json", "-").stdout)
+    return record
 
 
 def test_the_table_names_the_engine_from_below_and_what_a_check_takes(project: Path) -> None:
     write(project, 'engine = "tabled_engines:Tabled"', 'preset = "tiny"', 'equivalence = "renamed"')
-    told = check("--episode", 1, "--in-process")
-    assert told["engine"] == "tabled_engines:Tabled@renamed"
-    assert (told["preset"], told["equivalence"], told["exit_code"]) == ("tiny", "renamed", 0)
+    record = check("--episode", 1, "--in-process")
+    assert record["engine"] == "tabled_engines:Tabled@renamed"
+    assert (record["preset"], record["equivalence"], record["exit_code"]) == ("tiny", "renamed", 0)
     assert check("--episode", 1, "--preset", "small", "--in-process")["preset"] == "small"
 
 
 @pytest.mark.parametrize("budget", ["300", '"300"', '"1s"'])
-def test_the_table_says_for_how_long(project: Path, budget: str) -> None:
+def test_the_table_sets_for_how_long(project: Path, budget: str) -> None:
     write(project, 'engine = "tabled_engines:Tabled"', f"budget = {budget}", 'preset = "tiny"')
-    told = check("--jobs", 1, "--in-process")
-    assert int(str(told["num_events"])) < 20_000
+    record = check("--jobs", 1, "--in-process")
+    assert int(str(record["num_events"])) < 20_000
 
 
 def test_another_engine_is_not_spoken_of(project: Path) -> None:
     write(project, 'engine = "tabled_engines:Tabled"', 'preset = "tiny"', 'corpus = "nowhere"')
-    told = check("--engine", "spec", "--episode", 1)
-    assert (told["engine"], told["preset"]) == ("spec", "small")
+    record = check("--engine", "spec", "--episode", 1)
+    assert (record["engine"], record["preset"]) == ("spec", "small")
     named = check("--engine", "tabled_engines:Tabled", "--episode", 1, "--in-process")
     assert named["preset"] == "tiny", "it is the same engine, and --episode needs no corpus"
 
@@ -88,15 +88,15 @@ def test_every_other_command_takes_the_engine(project: Path) -> None:
         "score": ("--budget", 1, "--preset", "tiny"),
     }
     for command, args in commands.items():
-        told = json.loads(blockstep(command, *args, "--json", "-").stdout)
-        assert told["engine"] == "tabled_engines:Tabled", command
+        record = json.loads(blockstep(command, *args, "--json", "-").stdout)
+        assert record["engine"] == "tabled_engines:Tabled", command
     write(project, 'engine = "host"')
     result = blockstep("bisect", "a", "b", "--path", ".")
     assert (result.exit_code, "--engine host: is one of ours" in result.output) == (2, True)
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "message"),
     [
         (['enigne = "host"'], "tool.blockstep.enigne: no such key; one of engine, equivalence, "),
         (['preset = "tiny"'], "tool.blockstep: names no engine"),
@@ -110,12 +110,12 @@ def test_every_other_command_takes_the_engine(project: Path) -> None:
         (['engine = "host"', 'corpus = "no"'], "there is no such folder"),
     ],
 )
-def test_a_table_that_cannot_be_meant_is_said_in_a_line(
-    project: Path, lines: list[str], told: str
+def test_a_table_that_cannot_be_meant_is_refused_in_a_line(
+    project: Path, lines: list[str], message: str
 ) -> None:
     write(project, *lines)
     result = blockstep("check", "--budget", 1)
-    assert (result.exit_code, told in result.output) == (2, True), result.output
+    assert (result.exit_code, message in result.output) == (2, True), result.output
     assert "Traceback" not in result.output
 
 
@@ -152,7 +152,7 @@ def test_an_equivalence_follows_a_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("host@near", "equivalence 'near': one of exact, renamed, plan, safety"),
         ("host@", "equivalence '': one of exact"),
@@ -160,8 +160,8 @@ def test_an_equivalence_follows_a_name() -> None:
         (f"{__name__}:Safe@exact", "its traits say equivalence safety, not exact"),
     ],
 )
-def test_an_equivalence_that_cannot_be_is_said(name: str, told: str) -> None:
-    with pytest.raises(EngineNotFoundError, match=told):
+def test_an_equivalence_that_cannot_be_is_refused(name: str, message: str) -> None:
+    with pytest.raises(EngineNotFoundError, match=message):
         load_engine(name)
 
 
@@ -180,8 +180,8 @@ def test_packages_announce_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     announce(tmp_path, "three", "twice = json:dumps")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "tabled_engines", raising=False)
-    told = check("--engine", "tabled", "--episode", 1, "--preset", "tiny")
-    assert (told["engine"], told["exit_code"]) == ("tabled", 0)
+    record = check("--engine", "tabled", "--episode", 1, "--preset", "tiny")
+    assert (record["engine"], record["exit_code"]) == ("tabled", 0)
     result = blockstep("check", "--engine", "twice")
     assert result.exit_code == 2
     assert "announced as json:loads and as json:dumps; choose one" in result.output

@@ -47,13 +47,13 @@ def require(package: str, release: str) -> None:
 
 def shows(script: Script) -> bool:
     """Return whether a script exits with status 1 and prints its evidence, in this process."""
-    told, status = io.StringIO(), None
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+    stream, status = io.StringIO(), None
+    with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         try:
             exec(compile(script.source, "script", "exec"), {"__name__": "__main__"})
         except SystemExit as end:
             status = end.code
-    return int(status or 0) == 1 and script.evidence in told.getvalue()
+    return int(status or 0) == 1 and script.evidence in stream.getvalue()
 
 
 def get_forgiven(path: Path, make_engine: EngineFactory) -> frozenset[KnownCause]:
@@ -130,7 +130,7 @@ def test_a_script_of_nano_vllm_shows_wrong_kv() -> None:
     ],
     ids=["finding", "event"],
 )
-def test_what_a_script_cannot_tell_is_said(story: Story, why: str) -> None:
+def test_what_a_script_cannot_do_is_reported(story: Story, why: str) -> None:
     with pytest.raises(UnwritableError, match=why):
         nano_vllm_script.write_script(story)
 
@@ -139,25 +139,25 @@ def test_check_writes_a_script_that_has_shown_the_finding(tmp_path: Path) -> Non
     require("transformers", "5.24.0")
     path, script = FOLDER / "transformers-5.24.0/late_cancel.json", tmp_path / "repro.py"
     given = f"check --engine transformers --in-process --program {path} --save {script}"
-    told = CliRunner().invoke(app, [*given.split(), "--standalone"])
-    assert told.exit_code == 4
+    result = CliRunner().invoke(app, [*given.split(), "--standalone"])
+    assert result.exit_code == 4
     assert "LIVENESS: request A never finishes" in script.read_text()
 
 
 def test_no_script_is_written_by_an_adapter_that_has_none(tmp_path: Path) -> None:
     script = tmp_path / "repro.py"
     given = f"check --engine museum:forward-frees --preset tiny --budget 20000 --save {script}"
-    told = CliRunner().invoke(app, [*given.split(), "--standalone"])
-    assert told.exit_code == 1
-    assert "no script: the adapter of museum:forward-frees writes no scripts" in told.output
+    result = CliRunner().invoke(app, [*given.split(), "--standalone"])
+    assert result.exit_code == 1
+    assert "no script: the adapter of museum:forward-frees writes no scripts" in result.output
     assert not script.exists()
 
 
 @pytest.mark.parametrize("given", ["check", "check --save repro.json", "hunt"])
 def test_a_script_needs_a_place(given: str) -> None:
-    told = CliRunner().invoke(app, [*given.split(), "--engine", "host", "--standalone"])
-    assert told.exit_code == 2
-    assert "--standalone: needs --save" in told.output
+    result = CliRunner().invoke(app, [*given.split(), "--engine", "host", "--standalone"])
+    assert result.exit_code == 2
+    assert "--standalone: needs --save" in result.output
 
 
 def test_a_script_that_shows_nothing_is_refused() -> None:

@@ -97,15 +97,15 @@ def test_what_fits_conforms(tmp_path: Path) -> None:
          "num_scheduled_tokens": {"A": 1, "C": 1}, "total_scheduled_tokens": 2}]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_said(
+def test_what_does_not_fit_is_reported(
     sentence: str, records: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     result = validate(write(tmp_path, *records, SEEN))
     assert result.finding is not None
     assert result.finding.sentence == sentence
-    told = CliRunner().invoke(app, ["validate", str(tmp_path / "steps.jsonl")])
-    assert sentence in told.output
-    assert "explain " not in told.output
+    printed = CliRunner().invoke(app, ["validate", str(tmp_path / "steps.jsonl")])
+    assert sentence in printed.output
+    assert "explain " not in printed.output
 
 
 def test_a_load_that_takes_longer_may_bring_everything(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_load_that_takes_longer_may_bring_everything(tmp_path: Path) -> None:
     assert validate(write(tmp_path, SEEN, hit)).conforms
 
 
-def test_the_step_that_is_wrong_is_told_by_its_number(tmp_path: Path) -> None:
+def test_the_step_that_is_wrong_is_named_by_its_number(tmp_path: Path) -> None:
     decision = {**DECIDED, "step": 4, "total_scheduled_tokens": 9}
     result = validate(write(tmp_path, SEEN, DECIDED, NEXT, decision, {**NEXT, "step": 5}))
     assert (result.num_agreed, result.num_steps) == (1, 3)

@@ -115,7 +115,7 @@ def test_several_frames_were_asynchronous_before_there_was_a_word_for_it(
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "says"),
+    ("text", "line", "message"),
     [
         pytest.param("", 1, "no line at all", id="empty"),
         pytest.param("\n", 1, "no line at all", id="blank"),
@@ -139,15 +139,15 @@ def test_several_frames_were_asynchronous_before_there_was_a_word_for_it(
         pytest.param(HEADER + "\n" + "[" * 100_000, 2, "json", id="deep"),
     ],
 )  # fmt: skip
-def test_what_is_no_recorded_run_is_said_with_its_line(
-    tmp_path: Path, text: str, line: int, says: str
+def test_what_is_no_recorded_run_is_refused_with_its_line(
+    tmp_path: Path, text: str, line: int, message: str
 ) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(text)
     with pytest.raises(TraceError) as caught:
         read_trace(path)
     assert caught.value.line == line
-    assert says.lower() in str(caught.value).lower()
+    assert message.lower() in str(caught.value).lower()
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 600
 

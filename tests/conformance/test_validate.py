@@ -92,8 +92,8 @@ def test_what_is_wrong_is_found_at_its_step(engine: str, bend: Bend, tmp_path: P
     assert f"{word} at step {number + 1} of {len(steps)}" in result.output
     explained = blockstep("explain", path, "--at", number)
     assert explained.exit_code == 0
-    said = "unfinished:" if ENGINES[engine] == "safety" else "evicted next:"
-    assert said in explained.output
+    label = "unfinished:" if ENGINES[engine] == "safety" else "evicted next:"
+    assert label in explained.output
 
 
 def test_an_empty_trace_conforms_to_nothing(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_unknown_equivalence_is_refused(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_a_trace_says_what_its_engine_declares(tmp_path: Path) -> None:
+def test_a_trace_has_what_its_engine_declares(tmp_path: Path) -> None:
     path, out, num_excused = tmp_path / "run.jsonl", tmp_path / "out.json", 0
     for episode in range(8):
         engine = "foreign_support.toys:TellsTwice"

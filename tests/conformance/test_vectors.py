@@ -122,7 +122,7 @@ def test_a_right_engine_conforms(filled: Path, engine: str) -> None:
     assert result.skipped == {}
 
 
-def test_a_wrong_engine_is_told_its_program_and_step(filled: Path) -> None:
+def test_a_wrong_engine_is_reported_with_its_program_and_step(filled: Path) -> None:
     result = vectors("consume", filled, "--engine", "museum:min-tokens-masks-length")
     assert result.exit_code == 1
     assert "DIVERGENCE in program" in result.output
@@ -168,7 +168,7 @@ def test_a_changed_file_is_refused(filled: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (('"type":"Schedule"', '"type":"Shedule"'), "Invalid value"),
         (('{"program":1,', '{"program":"one",'), "a program starts with"),
@@ -179,13 +179,13 @@ def test_a_changed_file_is_refused(filled: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_line_is_refused_with_its_rule(
-    filled: Path, tmp_path: Path, change: tuple[str, str], said: str
+    filled: Path, tmp_path: Path, change: tuple[str, str], message: str
 ) -> None:
-    with pytest.raises(TraceError, match=said):
+    with pytest.raises(TraceError, match=message):
         read_vectors(reworked(filled, tmp_path / "wrong.jsonl", change))
 
 
-def test_a_file_that_does_not_say_whether_work_is_left_asks_nobody(tmp_path: Path) -> None:
+def test_a_file_without_whether_work_is_left_does_not_ask_the_engine(tmp_path: Path) -> None:
     now, before = tmp_path / "now.jsonl", tmp_path / "before.jsonl"
     write_vectors(now, "idle", Config(num_blocks=3), [[Schedule()]])
     reworked(now, before, (',"has_work":false', ""))

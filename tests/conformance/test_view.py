@@ -82,10 +82,10 @@ def test_blocks_are_followed_by_snapshots_and_by_plans() -> None:
     assert seen[4].holders[1] == ("A", "B"), "the hit is shared"
     assert set(seen[5].holders) & seen[5].free == set()
     assert seen[4].cached
-    told = make_film(CheckOptions(), hide_state(SpecEngine), PROGRAM)
-    assert [it.holders for it in told[:5]] == [it.holders for it in seen[:5]]
-    assert told[5].holders == told[4].holders, "an abort is told by the next plan"
-    assert not any(picture.free for picture in told)
+    by_plans = make_film(CheckOptions(), hide_state(SpecEngine), PROGRAM)
+    assert [it.holders for it in by_plans[:5]] == [it.holders for it in seen[:5]]
+    assert by_plans[5].holders == by_plans[4].holders, "an abort is told by the next plan"
+    assert not any(picture.free for picture in by_plans)
 
 
 def test_a_page_has_a_row_for_each_block_and_a_column_for_each_action() -> None:
@@ -99,7 +99,7 @@ def test_a_page_has_a_row_for_each_block_and_a_column_for_each_action() -> None:
     assert not any("lost" in kind for row in rows for kind, _ in row)
 
 
-def test_a_block_that_nobody_holds_and_that_is_not_free_stands_out() -> None:
+def test_a_block_that_is_neither_held_nor_free_is_marked() -> None:
     film = [Picture("abort A", {1: ("A",)}, frozenset({1, 3})), Picture("x", {}, frozenset({3}))]
     rows = Page(make_page("", film)).rows[1:]
     assert [row[0][1] for row in rows] == ["1", "3"]
@@ -108,7 +108,7 @@ def test_a_block_that_nobody_holds_and_that_is_not_free_stands_out() -> None:
     assert rows[1][2][0] == "free last"
 
 
-def test_nothing_that_an_engine_says_is_more_than_text() -> None:
+def test_nothing_from_an_engine_is_more_than_text() -> None:
     page, plain = (
         Page(make_page(f"VIOLATION of {name}\n{name}", [Picture(name, {1: (name, "B")})]))
         for name in (HOSTILE, "A")

@@ -63,7 +63,7 @@ def test_the_tools_do_not_import_vllm() -> None:
 
 
 @pytest.mark.parametrize("version", [None, REFERENCE, "0.10.2", "0.99.0"])
-def test_an_import_that_fails_says_what_to_do(
+def test_an_import_that_fails_names_what_to_do(
     version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("VLLM_LOGGING_LEVEL", "PYTHONHASHSEED"):
@@ -109,7 +109,7 @@ def test_all_items_name_a_block_where_the_release_looks_at_them() -> None:
     assert key.items == (("a", -2), ("b", 2))
 
 
-def test_a_digest_stands_for_everything_that_shaped_the_block() -> None:
+def test_a_digest_covers_everything_that_shaped_the_block() -> None:
     first = compute_block_key(
         get_known(REFERENCE), REQUEST, None, (0, 1, 2, 3), 0, is_continued=False
     )
@@ -145,7 +145,7 @@ def test_the_first_block_names_every_item_though_outputs_complete_it() -> None:
     assert digests.key_of[b"digest"].items == (("a", 2), ("b", 6))
 
 
-def test_a_digest_stands_for_what_a_session_has_lost_since() -> None:
+def test_a_digest_covers_what_a_session_has_lost_since() -> None:
     digests, session = Digests(get_known(REFERENCE), 2), RequestRecord(v.Request("A", (1, 2, 3)))
     digests.learn(session, 0, [b"first", b"lost"], (1, 2, 3, 9), ())
     session.updates.append(v.Request("A", (5,), items=(v.MultiModalItem("a", 0, 1),)))
@@ -156,7 +156,7 @@ def test_a_digest_stands_for_what_a_session_has_lost_since() -> None:
     assert not session.updates
 
 
-def test_a_digest_stands_for_items_where_the_release_has_put_them() -> None:
+def test_a_digest_covers_items_where_the_release_has_put_them() -> None:
     """A release that shifts the items of a session's chunk wrongly must not be shown the right
     ones: what it hashed is what its digest stands for."""
     digests, session = Digests(get_known(REFERENCE), 2), RequestRecord(v.Request("A", (1, 2)))
@@ -169,7 +169,7 @@ def test_a_digest_stands_for_items_where_the_release_has_put_them() -> None:
 
 
 @pytest.mark.parametrize(("version", "embeds"), [("0.11.0", ((), ())), (REFERENCE, ((7, 8), (9,)))])
-def test_a_digest_stands_for_the_embeddings_of_its_prompt_positions(
+def test_a_digest_covers_the_embeddings_of_its_prompt_positions(
     version: str, embeds: tuple[tuple[int, ...], ...]
 ) -> None:
     request = v.Request("A", (0, 0, 0), prompt_embeds=(7, 8, 9))
@@ -198,7 +198,7 @@ def follow(profile: Profile, config: v.Config, *actions: Action) -> tuple[LockSt
 
 
 @needs_vllm
-def test_it_is_an_engine_that_says_what_it_lacks() -> None:
+def test_it_is_an_engine_that_declares_what_it_lacks() -> None:
     engine = build(v.Config(num_blocks=9))
     assert isinstance(engine, Engine)
     has = {
@@ -222,7 +222,7 @@ def test_it_is_an_engine_that_says_what_it_lacks() -> None:
 
 
 @needs_vllm
-def test_what_the_first_stage_of_a_pipeline_is_told_must_be_what_was_sampled() -> None:
+def test_what_the_first_stage_of_a_pipeline_is_given_must_be_what_was_sampled() -> None:
     config = v.Config(num_blocks=9, max_frames_in_flight=2)
     actions = (v.Submit(v.Request("A", (1, 2), max_tokens=9)), v.Schedule(), Answer())
     engine = importlib.import_module(ADAPTER).VllmEngine(config)
@@ -237,7 +237,7 @@ def test_what_the_first_stage_of_a_pipeline_is_told_must_be_what_was_sampled() -
 
 
 @needs_vllm
-def test_embeddings_shape_blocks_and_are_told_to_the_worker() -> None:
+def test_embeddings_shape_blocks_and_are_given_to_the_worker() -> None:
     config = v.Config(num_blocks=20, block_size=2, max_model_len=16)
     tokens = (0, 0, 0, 0, 0)
     embeds = {"A": (7, 8, 9, 9, 9), "B": (7, 8, 2**31 - 1, 9, 9), "C": ()}
@@ -255,8 +255,8 @@ def test_embeddings_shape_blocks_and_are_told_to_the_worker() -> None:
         assert wrong == ""
         assert reason not in run.skipped
     (plan, *_) = plans_of(run)
-    told = {row.request_id: row.request.prompt_embeds for row in plan.new}
-    assert told == embeds
+    planned = {row.request_id: row.request.prompt_embeds for row in plan.new}
+    assert planned == embeds
     if RELEASE.has_named_embeds:
         assert [row.num_computed_tokens for row in plan.new] == [0, 2, 0]
 

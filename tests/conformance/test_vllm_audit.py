@@ -160,7 +160,7 @@ def repeat(row: v.CachedRow) -> v.CachedRow:
         (repeat_a_block, "row_gains_exactly_the_blocks_it_needs"),
     ],
 )
-def test_a_block_table_that_is_told_wrongly_is_found(
+def test_a_block_table_that_is_wrong_in_a_plan_is_found(
     lie: Callable[[v.Plan], v.Plan], first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first finding names the broken property; a later one names what vLLM itself holds."""
@@ -201,14 +201,14 @@ STATES: dict[str, tuple[Callable[[v.Snapshot], v.Snapshot], str]] = {
 
 @pytest.mark.parametrize("lie", STATES)
 def test_a_state_that_is_shown_wrongly_is_found(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter, (change, told) = take("vllm"), STATES[lie]
+    adapter, (change, message) = take("vllm"), STATES[lie]
     read_snapshot = adapter.read_snapshot
     engine = adapter.VllmEngine(CONFIG)
     engine.apply(v.Submit(RICH))
     engine.snapshot()
     engine.apply(v.Schedule())
     monkeypatch.setattr(adapter, "read_snapshot", lambda run: change(read_snapshot(run)))
-    with pytest.raises(EngineFault, match=told):
+    with pytest.raises(EngineFault, match=message):
         engine.snapshot()
     monkeypatch.undo()
     engine.snapshot()

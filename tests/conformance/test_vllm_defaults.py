@@ -99,11 +99,11 @@ def test_defaults_are_those_of_the_releases() -> None:
     ):
         for version, knobs in STORED.items():
             default = knobs.get(knob)
-            told = None if default is None else default.strip("'")
-            assert named[knob].get_default(version) == told
+            expected = None if default is None else default.strip("'")
+            assert named[knob].get_default(version) == expected
 
 
-def test_what_a_user_sets_is_told_first() -> None:
+def test_what_a_user_sets_comes_first() -> None:
     names = [one.name for one in list_settings("0.33.0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})]
     assert names[:2] == ["VLLM_USE_V2_MODEL_RUNNER=0", "retention dense"]
     assert "retention dense" not in [one.name for one in list_settings("0.19.1", {})]
@@ -120,9 +120,9 @@ class Elsewhere(SpecEngine):
 def test_a_verdict_names_what_is_no_default() -> None:
     facts = read_engine_facts(CheckOptions(), Elsewhere)
     result = CheckResult(CheckOptions(), settings=facts.settings)
-    told = verdict_text(result)
-    assert "setting     hats on: HatConfig.hats is on, by default off; it is cold" in told
-    assert told.splitlines()[-1] == "run at: hats on"
+    text = verdict_text(result)
+    assert "setting     hats on: HatConfig.hats is on, by default off; it is cold" in text
+    assert text.splitlines()[-1] == "run at: hats on"
     result.num_events = result.canary_killed_after = 1
     assert verdict_text(result).splitlines()[-1] == "conforms at: hats on"
     assert check_to_json(result)["settings"] == [
@@ -137,12 +137,12 @@ def test_a_verdict_names_what_is_no_default() -> None:
     ]
 
 
-def test_a_verdict_of_an_engine_at_its_defaults_says_nothing_of_them() -> None:
-    told = verdict_text(
+def test_a_verdict_of_an_engine_at_its_defaults_does_not_name_them() -> None:
+    text = verdict_text(
         CheckResult(CheckOptions(), settings=read_engine_facts(CheckOptions(), SpecEngine).settings)
     )
-    assert " at: " not in told
-    assert "setting " not in told
+    assert " at: " not in text
+    assert "setting " not in text
 
 
 def test_the_page_has_the_table() -> None:
@@ -212,7 +212,7 @@ def test_new_rows_of_preempted_requests_are_resumed_rows() -> None:
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (0, 2)
 
 
-def test_a_request_whose_load_ended_is_admitted_as_what_it_was() -> None:
+def test_a_request_with_an_ended_load_is_admitted_as_what_it_was() -> None:
     requests = run_of_v2().scheduler.requests
     for name in ("B", "C"):
         requests[name].status.name = "WAITING_FOR_REMOTE_KVS"
@@ -223,15 +223,15 @@ def swap(plan: Any) -> None:
     plan.scheduled_new_reqs.reverse()
 
 
-def tell_more(plan: Any) -> None:
+def add_to_a_new_prompt(plan: Any) -> None:
     plan.scheduled_new_reqs[0].prefill_token_ids = [5, 6]
 
 
-def tell_another_prompt(plan: Any) -> None:
+def change_a_resumed_prompt(plan: Any) -> None:
     plan.scheduled_new_reqs[1].prefill_token_ids = [6, 8]
 
 
-def tell_none(plan: Any) -> None:
+def drop_a_resumed_prompt(plan: Any) -> None:
     plan.scheduled_new_reqs[1].prefill_token_ids = None
 
 
@@ -239,7 +239,7 @@ def resume_a_cached_row(plan: Any) -> None:
     plan.scheduled_cached_reqs.resumed_req_ids = {"A"}
 
 
-def tell_a_cached_row_all(plan: Any) -> None:
+def send_all_tokens_of_a_cached_row(plan: Any) -> None:
     plan.scheduled_cached_reqs.all_token_ids = {"A": [1]}
 
 
@@ -251,11 +251,11 @@ def skip_drafts(plan: Any) -> None:
     ("spoil", "field"),
     [
         (swap, "scheduled_new_reqs in this plan"),
-        (tell_more, "prefill_token_ids of new row 'B'"),
-        (tell_another_prompt, "prefill_token_ids of resumed row 'C'"),
-        (tell_none, "prefill_token_ids of resumed row 'C'"),
+        (add_to_a_new_prompt, "prefill_token_ids of new row 'B'"),
+        (change_a_resumed_prompt, "prefill_token_ids of resumed row 'C'"),
+        (drop_a_resumed_prompt, "prefill_token_ids of resumed row 'C'"),
         (resume_a_cached_row, "scheduled_cached_reqs.resumed_req_ids"),
-        (tell_a_cached_row_all, "scheduled_cached_reqs.all_token_ids"),
+        (send_all_tokens_of_a_cached_row, "scheduled_cached_reqs.all_token_ids"),
         (skip_drafts, "skip_drafts in this plan is True"),
     ],
 )

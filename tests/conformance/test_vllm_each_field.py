@@ -66,29 +66,29 @@ class Ear:
         self.num_calls = 0
         self._own: dict[int, tuple[Any, Any]] = {}
 
-    def hear(self, told: Any) -> Any:
+    def receive(self, value: Any) -> Any:
         """What the adapter is given of what a call told."""
         call, self.num_calls = self.num_calls, self.num_calls + 1
         if not self.path:
-            self.places += [(call, path) for path, _ in self._change_each(told)]
+            self.places += [(call, path) for path, _ in self._change_each(value)]
         elif call == self.call:
-            changed = next(other for path, other in self._change_each(told) if path == self.path)
+            changed = next(other for path, other in self._change_each(value) if path == self.path)
             self.is_changed = True
-            self._own[id(changed)] = (told, changed)
+            self._own[id(changed)] = (value, changed)
             return changed
-        return told
+        return value
 
-    def get_own(self, told: Any) -> Any:
+    def get_own(self, value: Any) -> Any:
         """What the release told, of what the adapter hands back."""
-        return self._own.get(id(told), (told,))[0]
+        return self._own.get(id(value), (value,))[0]
 
 
 class Counting(Ear):
     """An ear that counts the calls, and does not look for what could be changed."""
 
-    def hear(self, told: Any) -> Any:
+    def receive(self, value: Any) -> Any:
         self.num_calls += 1
-        return told
+        return value
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def listen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Ear], None]:
         for name, kind in plain.items():
             monkeypatch.setattr(build, name, plant(kind, ear))
         monkeypatch.setattr(
-            events.Recorder, "take", lambda self: [ear.hear(event) for event in take(self)]
+            events.Recorder, "take", lambda self: [ear.receive(event) for event in take(self)]
         )
 
     return start
@@ -114,15 +114,15 @@ def plant(kind: Any, ear: Ear) -> Any:
 
     class Planted(kind):  # type: ignore[misc]
         def schedule(self, *arguments: Any) -> Any:
-            return ear.hear(super().schedule(*arguments))
+            return ear.receive(super().schedule(*arguments))
 
         def update_from_output(self, frame: Any, result: Any) -> Any:
-            told = super().update_from_output(ear.get_own(frame), result)
-            return {client: ear.hear(core) for client, core in told.items()}
+            outputs = super().update_from_output(ear.get_own(frame), result)
+            return {client: ear.receive(core) for client, core in outputs.items()}
 
         def get_grammar_bitmask(self, frame: Any) -> Any:
             mask = super().get_grammar_bitmask(ear.get_own(frame))
-            return mask if mask is None else ear.hear(mask)
+            return mask if mask is None else ear.receive(mask)
 
         def update_draft_token_ids_in_output(self, drafts: Any, frame: Any) -> None:
             super().update_draft_token_ids_in_output(drafts, ear.get_own(frame))
@@ -192,19 +192,19 @@ def change_each_value(
     return changed, passed_over
 
 
-def tell(changed: Counter[str], passed_over: list[str], where: str) -> None:
+def print_counts(changed: Counter[str], passed_over: list[str], where: str) -> None:
     """Print the counts."""
-    told = f"{changed.total()} changes of {len(changed)} values of vLLM {VERSION}{where}"
-    sys.stdout.write(f"{told}, passed over: {len(passed_over)}\n")
+    text = f"{changed.total()} changes of {len(changed)} values of vLLM {VERSION}{where}"
+    sys.stdout.write(f"{text}, passed over: {len(passed_over)}\n")
 
 
-def test_each_value_that_is_told_otherwise_is_noticed(listen: Callable[[Ear], None]) -> None:
+def test_each_changed_value_is_noticed(listen: Callable[[Ear], None]) -> None:
     changed, passed_over = Counter[str](), []
     for feature in list_features():
         more, missed = change_each_value(draw_program(feature, listen), listen)
         changed += more
         passed_over += [f"{one} with {feature}" for one in missed]
-    tell(changed, passed_over, "")
+    print_counts(changed, passed_over, "")
     assert passed_over == []
     assert len(changed) >= sum(map(len, READ.values()))
 
@@ -215,6 +215,6 @@ def test_each_value_is_noticed_with_a_store_that_no_profile_follows(
 ) -> None:
     program = draw_program("transfers", listen, WITH_STORE, ("groups",))
     changed, passed_over = change_each_value(program, listen, WITH_STORE)
-    tell(changed, passed_over, " with a store")
+    print_counts(changed, passed_over, " with a store")
     assert passed_over == []
     assert {path.split(" (")[0] for path in changed} >= OF_A_STORE

@@ -120,14 +120,14 @@ def test_every_release_takes_these(release: Release, config: v.Config) -> None:
 def test_of_other_mixes_a_release_is_given_the_nearest(
     version: str, config: v.Config, reason: str, fitting: tuple[v.KVGroup, ...] | None
 ) -> None:
-    release, said = get_known(version), getattr(vllm_groups, reason)
-    assert find_problem(release, config) == said
+    release, problem = get_known(version), getattr(vllm_groups, reason)
+    assert find_problem(release, config) == problem
     found, why = fit_groups(release, config)
-    assert why == said
+    assert why == problem
     assert found.groups == (config.groups if fitting is None else fitting)
     assert v.config_problems(found) == ()
     assert find_problem(release, found) is None
-    with pytest.raises(v.ConfigError, match=f"no mix for vLLM {version}: {said.split(':')[0]}"):
+    with pytest.raises(v.ConfigError, match=f"no mix for vLLM {version}: {problem.split(':')[0]}"):
         require_groups(release, config)
 
 
@@ -282,7 +282,7 @@ def test_a_key_of_another_group_or_of_another_size_is_found(
 
 
 @needs_newest
-def test_a_part_of_a_block_is_named_by_as_many_tokens_as_it_says(
+def test_a_part_of_a_block_is_named_by_as_many_tokens_as_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     builder = importlib.import_module(f"{ADAPTER}_build")
@@ -314,24 +314,24 @@ def test_no_block_of_a_narrow_window_is_published(monkeypatch: pytest.MonkeyPatc
 
 @needs_vllm
 @pytest.mark.parametrize("lie", ["swapped", "short", "null"])
-def test_a_table_that_is_told_to_another_group_is_found(
+def test_a_table_of_another_group_in_a_plan_is_found(
     lie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = importlib.import_module(ADAPTER)
     read_plan = adapter.read_plan
 
-    def tell_wrongly(*arguments: Any) -> v.Plan:
+    def read_a_wrong_table(*arguments: Any) -> v.Plan:
         plan: v.Plan = read_plan(*arguments)
         (row,) = plan.new
         first, second = row.block_ids
-        told = {
+        tables = {
             "swapped": (second, first),
             "short": (first, second[:-1]),
             "null": (first, (0, *second[1:])),
         }
-        return replace(plan, new=(replace(row, block_ids=told[lie]),))
+        return replace(plan, new=(replace(row, block_ids=tables[lie]),))
 
-    monkeypatch.setattr(adapter, "read_plan", tell_wrongly)
+    monkeypatch.setattr(adapter, "read_plan", read_a_wrong_table)
     engine = adapter.VllmEngine(build(FULL, WINDOW))
     engine.apply(v.Submit(v.Request("A", tuple(range(7)))))
     with pytest.raises(EngineFault, match="the block table that plans told 'A' is"):
@@ -358,7 +358,7 @@ def test_a_prompt_is_admitted_that_holds_more_states_than_it_is_charged() -> Non
 
 @needs_vllm
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_table_of_somebody_who_is_gone_is_found_in_any_group(group: int) -> None:
+def test_a_table_of_a_request_that_is_gone_is_found_in_any_group(group: int) -> None:
     engine = importlib.import_module(ADAPTER).VllmEngine(build(FULL, WINDOW))
     engine.snapshot()
     manager = engine.run.managers[group]
@@ -369,7 +369,7 @@ def test_a_table_of_somebody_who_is_gone_is_found_in_any_group(group: int) -> No
 
 @needs_reference
 @pytest.mark.parametrize("field", ["last_state_block_idx", "_allocated_block_reqs"])
-def test_states_of_somebody_who_is_gone_are_found(field: str) -> None:
+def test_states_of_a_request_that_is_gone_are_found(field: str) -> None:
     engine = importlib.import_module(ADAPTER).VllmEngine(build(FULL, ALIGNED))
     engine.snapshot()
     setattr(engine.run.managers[1], field, {"gone": 0})
@@ -378,10 +378,10 @@ def test_states_of_somebody_who_is_gone_are_found(field: str) -> None:
 
 
 needs_events = needs(RELEASE.has_events, "no KV events are read of it")
-needs_told_groups = needs(RELEASE.has_told_groups, "its KV events do not name a group")
+needs_groups_in_events = needs(RELEASE.has_told_groups, "its KV events do not name a group")
 
 
-@needs_told_groups
+@needs_groups_in_events
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
@@ -396,28 +396,28 @@ def test_an_event_that_names_another_group_is_a_fault(
     field: str, value: Any, complaint: str
 ) -> None:
     events = importlib.import_module(f"{ADAPTER}_events")
-    told = events.BlockStored(
+    event = events.BlockStored(
         *([], None, [], 2, None, "GPU", None),
         group_idx=1,
         kv_cache_spec_kind="sliding_window",
         kv_cache_spec_sliding_window=3,
     )
     digests = Digests(RELEASE, 2)
-    assert isinstance(events._read_event(told, digests, (FULL, WINDOW), {}), v.BlockStored)
-    setattr(told, field, value)
+    assert isinstance(events._read_event(event, digests, (FULL, WINDOW), {}), v.BlockStored)
+    setattr(event, field, value)
     with pytest.raises(EngineFault, match=re.escape(complaint)):
-        events._read_event(told, digests, (FULL, WINDOW), {})
+        events._read_event(event, digests, (FULL, WINDOW), {})
 
 
 @needs_events
-def test_items_that_do_not_name_a_block_are_told_behind_its_adapter() -> None:
+def test_items_that_do_not_name_a_block_come_after_its_adapter() -> None:
     """A block that outputs complete is named by its last item alone in 0.19.1."""
     events = importlib.import_module(f"{ADAPTER}_events")
     cat, dog = ("cat", -2), ("dog", 2)
-    told = events.BlockStored([b""], None, [1, 2, 3, 4], 4, 1, "GPU", "z", [("z", cat, dog)])
+    event = events.BlockStored([b""], None, [1, 2, 3, 4], 4, 1, "GPU", "z", [("z", cat, dog)])
     key = v.BlockKey(None, (1, 2, 3, 4), adapter="z", items=(dog,))
     hashed = ("z", cat, dog) if RELEASE.has_all_items else ("z", dog)
-    events._check_extras(told, (key,), lambda _: hashed)
+    events._check_extras(event, (key,), lambda _: hashed)
     for other in (("y", dog), ("z", ("cow", 2)), (dog,)):
         with pytest.raises(EngineFault, match="extra_keys of"):
-            events._check_extras(told, (key,), lambda _, other=other: other)
+            events._check_extras(event, (key,), lambda _, other=other: other)

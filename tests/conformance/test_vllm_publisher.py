@@ -82,12 +82,16 @@ def test_a_real_publisher_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "-",
     )
     try:
-        told = json.loads(CliRunner().invoke(app, [str(word) for word in command]).stdout)
+        counts = json.loads(CliRunner().invoke(app, [str(word) for word in command]).stdout)
     finally:
         thread.join()
         publisher.shutdown()
-    assert (told["batches"], told["gaps"], told["num_contradictions"]) == (len(batches), [], 0)
+    assert (counts["batches"], counts["gaps"], counts["num_contradictions"]) == (
+        len(batches),
+        [],
+        0,
+    )
     follower = Follower()
     for batch in read_dump(save):
         follower.take(batch)
-    assert len({block_hash for _, block_hash in follower.blocks}) == told["cached"] == num_cached
+    assert len({block_hash for _, block_hash in follower.blocks}) == counts["cached"] == num_cached

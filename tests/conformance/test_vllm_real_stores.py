@@ -118,10 +118,10 @@ def install(engine: Any, connector: str, settings: dict[str, Any]) -> Any:
             return super().request_finished_all_groups(request, block_ids)
 
     scheduler = engine.scheduler
-    told = copy.copy(scheduler.vllm_config)
-    told.scheduler_config = copy.copy(told.scheduler_config)
-    told.scheduler_config.disable_hybrid_kv_cache_manager = True
-    told.kv_transfer_config = KVTransferConfig(
+    config = copy.copy(scheduler.vllm_config)
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    config.kv_transfer_config = KVTransferConfig(
         kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=settings
     )
     cache = scheduler.kv_cache_config
@@ -129,7 +129,7 @@ def install(engine: Any, connector: str, settings: dict[str, Any]) -> Any:
     layers = KVCacheConfig(cache.num_blocks, tensors, cache.kv_cache_groups)
     role = KVConnectorRole.SCHEDULER
     real = Real(scheduler.vllm_config, role, cache)
-    real.backend = KVConnectorFactory.create_connector(told, role, layers)
+    real.backend = KVConnectorFactory.create_connector(config, role, layers)
     real.learned = []
     scheduler.connector = engine.run.store = real
     return real

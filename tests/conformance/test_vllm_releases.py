@@ -73,11 +73,11 @@ def test_quirks_are_added_to_a_release_that_has_no_entry() -> None:
     assert found.spares
 
 
-def test_what_was_not_tried_is_told_in_one_line() -> None:
+def test_what_was_not_tried_is_reported_in_one_line() -> None:
     assert all(get_release_note(version) is None for version in TRIED)
     assert get_release_note("0.19.1+cpu") is None
-    told = f"vLLM 99.0.0 was not tried; it is held to what is known of {TRIED[-1]}"
-    assert get_release_note("99.0.0") == told
+    note = f"vLLM 99.0.0 was not tried; it is held to what is known of {TRIED[-1]}"
+    assert get_release_note("99.0.0") == note
     assert get_release_note("0.19.1rc1") is not None
 
 
@@ -88,9 +88,9 @@ def test_what_came_before_the_first_entry_is_refused(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.1.dev1+g1a2b3c4", "0.1.dev15234", "dev"])
-def test_a_fork_built_without_tags_is_told_how_to_name_its_release(version: str) -> None:
-    told = str(get_release_problem(version))
-    assert f"vLLM {version} is not supported" in told
-    assert "`SETUPTOOLS_SCM_PRETEND_VERSION=0.19.1+fork pip install .`" in told
+def test_a_fork_built_without_tags_is_shown_how_to_name_its_release(version: str) -> None:
+    problem = str(get_release_problem(version))
+    assert f"vLLM {version} is not supported" in problem
+    assert "`SETUPTOOLS_SCM_PRETEND_VERSION=0.19.1+fork pip install .`" in problem
     assert get_release_problem("0.19.1+fork") is None
     assert get_release_note("0.19.1+fork") is None

@@ -133,7 +133,7 @@ def find_in_events(block_size: int, *actions: Action) -> list[Finding]:
 
 
 @follows_events_of_items
-def test_an_output_block_is_told_with_all_its_items() -> None:
+def test_an_output_block_is_reported_with_all_its_items() -> None:
     """Whatever the release hashes of them: 0.19.1 names such a block by the last one alone."""
     items = (v.MultiModalItem("x", 3, 1), v.MultiModalItem("x", 4, 1))
     request = v.Request("A", (0,) * 5, max_tokens=2, items=items)
@@ -260,7 +260,7 @@ def test_a_forced_reset_beside_a_load_of_one_token_that_has_come_is_declined() -
         engine.apply(event)
 
 
-def test_a_mask_of_who_has_ended_and_holds_blocks_is_declined() -> None:
+def test_a_mask_of_an_ended_request_that_holds_blocks_is_declined() -> None:
     """Asked all the same, it has a row of it."""
     grammar = v.Grammar(edges=(((7, 0),),))
     engine = load_engine(ENGINE)(replace(CONFIG, max_frames_in_flight=2, async_scheduling=True))
@@ -278,7 +278,7 @@ def test_a_mask_of_who_has_ended_and_holds_blocks_is_declined() -> None:
     assert [row.request_id for row in mask.rows] == ["A"]
 
 
-def test_a_failed_load_of_who_has_tokens_promised_is_declined() -> None:
+def test_a_failed_load_of_a_request_with_placeholders_is_declined() -> None:
     """Given it all the same, what was promised stays so when no frame is in flight."""
     policy = v.KVLoadFailurePolicy.RECOMPUTE
     config = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
@@ -305,15 +305,15 @@ def test_a_failed_load_of_a_session_with_a_row_in_flight_is_declined() -> None:
     event = report(invalid_block_ids=(2,))
     assert "of which the end is then lost" in find_decline(engine, event)
     failed = v.KVTransfers(invalid_block_ids=(2,))
-    told = v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),), failed)
-    assert not find_decline(engine, told), "with the answer to its row, it does not stop"
+    commit = v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),), failed)
+    assert not find_decline(engine, commit), "with the answer to its row, it does not stop"
     engine.apply(event)
     engine.apply(v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),)))
     request = engine.scheduler.requests["A"]
     assert (request.num_tokens, request.num_prompt_tokens) == (3, 6)
 
 
-def test_blocks_told_as_removed_out_of_a_set_are_declined() -> None:
+def test_blocks_reported_as_removed_out_of_a_set_are_declined() -> None:
     """One alone is told in any order."""
     engine = load_engine(ENGINE)(replace(CONFIG, enable_kv_cache_events=True))
     engine.apply(v.Submit(REQUEST))
@@ -326,7 +326,7 @@ def test_blocks_told_as_removed_out_of_a_set_are_declined() -> None:
 
 
 @needs(not RELEASE.has_sound_preemption, "the preempted wait for their frames")
-def test_who_is_parked_before_its_frame_ends_it_is_declined() -> None:
+def test_a_request_parked_before_its_frame_ends_it_is_declined() -> None:
     """Planned all the same, it stays in a queue when it has ended."""
     engine = load_engine(ENGINE)(replace(CONFIG, max_frames_in_flight=2))
     engine.apply(v.Submit(replace(REQUEST, max_tokens=1)))
@@ -354,7 +354,7 @@ def test_a_forced_reset_beside_a_frame_in_flight_is_declined() -> None:
     assert not find_decline(engine, event)
 
 
-def test_who_is_held_is_shown_when_all_else_is_told() -> None:
+def test_a_held_request_is_shown_when_all_else_is_reported() -> None:
     """A newer release then says that somebody has ended, though the next plan tells of nobody."""
     engine = start(delays_free=True)
     engine.apply(v.Abort(("A",)))
@@ -367,7 +367,7 @@ def test_who_is_held_is_shown_when_all_else_is_told() -> None:
     assert [held.request_id for held in get_transfers(engine).held] == ["B"]
 
 
-def test_who_skips_reading_is_loaded_nothing_where_the_release_says_so() -> None:
+def test_a_request_that_skips_reading_is_loaded_nothing_where_the_release_does_so() -> None:
     """It is asked about all the same; what is offered is taken by older releases alone."""
     engine = load_engine(ENGINE)(CONFIG)
     engine.apply(v.Submit(replace(REQUEST, skip_reading_prefix_cache=True)))
@@ -471,7 +471,7 @@ def later(name: v.RequestId) -> v.KVOffer:
 
 
 @needs(VERSION == "0.19.1", "0.33.0 begins no load that others may lack")
-def test_two_whose_loads_have_come_lack_the_blocks_of_each_other_for_ever() -> None:
+def test_two_loaded_requests_lack_the_blocks_of_each_other_for_ever() -> None:
     submits = map(v.Submit, ALIKE)
     engine = play(
         LACKING, *submits, later("A"), later("B"), SCHEDULE,
@@ -481,7 +481,7 @@ def test_two_whose_loads_have_come_lack_the_blocks_of_each_other_for_ever() -> N
 
 
 @needs(VERSION == "0.19.1", "fixed by 0.32.0")
-def test_who_has_come_stands_behind_a_head_that_lacks_its_block_for_ever() -> None:
+def test_a_loaded_request_is_behind_a_head_that_lacks_its_block_for_ever() -> None:
     first, second = map(v.Submit, ALIKE)
     engine = play(
         LACKING, first, v.KVOffer("A", None), second, later("B"), SCHEDULE,
@@ -497,7 +497,9 @@ def test_a_prompt_of_one_token_is_loaded_again_for_ever() -> None:
 
 @needs(VERSION == "0.33.0", "nothing is kept free for others there")
 @pytest.mark.parametrize("num_blocks", [3, 4])
-def test_who_lost_its_load_is_in_its_own_way_where_the_pool_holds_no_more(num_blocks: int) -> None:
+def test_a_request_that_lost_its_load_blocks_itself_where_the_pool_holds_no_more(
+    num_blocks: int,
+) -> None:
     policy = v.KVLoadFailurePolicy.RECOMPUTE
     config = replace(LACKING, num_blocks=num_blocks, kv_load_failure_policy=policy)
     engine = play(

@@ -55,7 +55,7 @@ def build(config: Config) -> Any:
 
 
 @needs_reference
-def test_half_a_tick_decides_who_is_first() -> None:
+def test_half_a_tick_decides_which_is_first() -> None:
     engine = build(replace(CONFIG, policy=v.Policy.PRIORITY, max_num_seqs=1))
     engine.apply(v.Submit(Request("A", (1, 2), arrival_time=HALF)))
     engine.apply(v.Submit(Request("B", (1, 2), arrival_time=HALF / 2)))
@@ -84,7 +84,7 @@ def test_negative_tokens_are_computed_and_delivered() -> None:
 
 
 @needs_reference
-def test_a_prompt_beyond_the_budget_holds_everybody_up_for_ever() -> None:
+def test_a_prompt_beyond_the_budget_holds_all_others_up_for_ever() -> None:
     engine = build(NO_CHUNKS)
     engine.apply(v.Submit(Request("A", (1,) * 6)))
     engine.apply(v.Submit(Request("B", (1,))))

@@ -47,7 +47,7 @@ CASES: list[tuple[str, str, Case]] = []
 """What is said, of what, and how it comes to that."""
 
 
-def says(sentence: str) -> Callable[[Case], Case]:
+def complains(sentence: str) -> Callable[[Case], Case]:
     """Add a case, of which this is said, and nothing else."""
 
     def add(case: Case) -> Case:
@@ -65,7 +65,7 @@ def next_row(computed: int, outputs: int, **fields: Any) -> list[Finding]:
     return started().execute(v.Plan(1, cached=(cached("A", computed, outputs, **fields),)))
 
 
-@says("remapped_request_has_a_row")
+@complains("remapped_request_has_a_row")
 def one_that_is_resumed_is_remapped_too() -> list[Finding]:
     worker = started()
     assert worker.execute(v.Plan(1, preempted_req_ids=("A",))) == []
@@ -82,7 +82,7 @@ def resume(worker: Worker, tokens: tuple[int, ...], outputs: int) -> list[Findin
     return worker.execute(v.Plan(9, cached=(row,)))
 
 
-@says("dropped_position_runs_again")
+@complains("dropped_position_runs_again")
 def one_goes_on_behind_a_token_that_was_dropped() -> list[Finding]:
     worker = make_worker(max_frames_in_flight=3)
     worker.drops_tokens_in_flight = True
@@ -93,13 +93,13 @@ def one_goes_on_behind_a_token_that_was_dropped() -> list[Finding]:
     return resume(worker, tokens, 1)
 
 
-@says("resumed_request_was_preempted")
+@complains("resumed_request_was_preempted")
 def one_that_runs_is_resumed() -> list[Finding]:
     worker = started()
     return resume(worker, tuple(worker.views["A"].tokens), 1)
 
 
-@says("resumed_request_was_preempted")
+@complains("resumed_request_was_preempted")
 def one_that_was_resumed_is_resumed_again() -> list[Finding]:
     worker = started()
     worker.reset(forced=True)
@@ -109,21 +109,21 @@ def one_that_was_resumed_is_resumed_again() -> list[Finding]:
     return resume(worker, tokens, 1)
 
 
-@says("resumed_request_was_preempted")
-def one_is_resumed_after_a_reset_that_preempted_nobody() -> list[Finding]:
+@complains("resumed_request_was_preempted")
+def one_is_resumed_after_a_reset_that_preempted_none() -> list[Finding]:
     worker = started()
     worker.reset(forced=False)
     return resume(worker, tuple(worker.views["A"].tokens), 1)
 
 
-@says("resumed_request_has_no_token_in_flight")
+@complains("resumed_request_has_no_token_in_flight")
 def one_is_resumed_while_its_token_is_in_flight() -> list[Finding]:
     worker = waiting_for_its_token()
     assert worker.execute(v.Plan(2, preempted_req_ids=("A",))) == []
     return resume(worker, A.prompt_token_ids, 1)
 
 
-@says("preempted_request_returns_resumed")
+@complains("preempted_request_returns_resumed")
 def one_that_was_preempted_runs_on() -> list[Finding]:
     worker = started()
     assert worker.execute(v.Plan(1, preempted_req_ids=("A",))) == []
@@ -132,7 +132,7 @@ def one_that_was_preempted_runs_on() -> list[Finding]:
     return worker.execute(v.Plan(2, cached=(replace(row, new_block_ids=((7, 8, 9),)),)))
 
 
-@says("plan_counts_the_computed_tokens_of_the_worker")
+@complains("plan_counts_the_computed_tokens_of_the_worker")
 def rejected_drafts_are_taken_back_before_they_are_known() -> list[Finding]:
     worker = pipelined(**DRAFTING)
     row = cached("A", 6, 2, num_scheduled_tokens=3, draft_token_ids=PLACEHOLDERS)
@@ -142,14 +142,14 @@ def rejected_drafts_are_taken_back_before_they_are_known() -> list[Finding]:
     return worker.execute(v.Plan(3, cached=(row,)))
 
 
-@says("tokens_are_sent_after_a_gap")
+@complains("tokens_are_sent_after_a_gap")
 def one_returns_after_a_gap_without_its_tokens() -> list[Finding]:
     worker = started()
     assert worker.execute(v.Plan(1)) == []
     return worker.execute(v.Plan(2, cached=(cached("A", 5, 1),)))
 
 
-@says("tokens_are_sent_after_a_gap")
+@complains("tokens_are_sent_after_a_gap")
 def one_is_resumed_at_once_without_its_tokens() -> list[Finding]:
     worker = started()
     worker.reset(forced=True)
@@ -157,8 +157,8 @@ def one_is_resumed_at_once_without_its_tokens() -> list[Finding]:
     return worker.execute(v.Plan(1, cached=(row,)))
 
 
-@says("sent_tokens_are_those_of_the_worker")
-def a_text_is_sent_whose_end_is_in_flight() -> list[Finding]:
+@complains("sent_tokens_are_those_of_the_worker")
+def a_text_is_sent_with_its_end_in_flight() -> list[Finding]:
     worker = pipelined()
     row = cached("A", 6, 2, new_block_ids=((4,),))
     return worker.execute(
@@ -166,7 +166,7 @@ def a_text_is_sent_whose_end_is_in_flight() -> list[Finding]:
     )
 
 
-@says("plan_counts_the_outputs_of_the_worker")
+@complains("plan_counts_the_outputs_of_the_worker")
 def drafts_in_flight_are_not_counted() -> list[Finding]:
     worker = pipelined(**DRAFTING)
     row = cached("A", 6, 2, num_scheduled_tokens=3, draft_token_ids=PLACEHOLDERS)
@@ -181,14 +181,14 @@ def drafts_in_flight_are_not_counted() -> list[Finding]:
 PLACEHOLDER = "placeholder_stands_for_a_draft_after_the_last_plan"
 
 
-@says(PLACEHOLDER)
+@complains(PLACEHOLDER)
 def a_placeholder_is_one_too_many() -> list[Finding]:
     worker = pipelined(**{**DRAFTING, "num_speculative_tokens": 1})
     row = cached("A", 6, 2, num_scheduled_tokens=3, draft_token_ids=PLACEHOLDERS)
     return worker.execute(v.Plan(2, cached=(replace(row, new_block_ids=((4, 5),)),)))
 
 
-@says(PLACEHOLDER)
+@complains(PLACEHOLDER)
 def a_placeholder_comes_after_a_plan_without_its_request() -> list[Finding]:
     worker = pipelined(**DRAFTING)
     other = v.NewRow(v.Request("B", (7,)), ((9,),), 0, 1)
@@ -199,8 +199,8 @@ def a_placeholder_comes_after_a_plan_without_its_request() -> list[Finding]:
     return worker.execute(v.Plan(3, cached=(replace(row, new_block_ids=((4,),)),)))
 
 
-@says(PLACEHOLDER)
-def a_placeholder_stands_for_a_draft_of_before_a_preemption() -> list[Finding]:
+@complains(PLACEHOLDER)
+def a_placeholder_is_for_a_draft_of_before_a_preemption() -> list[Finding]:
     worker = make_worker(max_frames_in_flight=2, async_scheduling=True, **DRAFTING)
     assert worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),))) == []
     worker.commit(v.Commit(0, worker.answer(0)))
@@ -212,14 +212,14 @@ def a_placeholder_stands_for_a_draft_of_before_a_preemption() -> list[Finding]:
     return worker.execute(v.Plan(1, cached=(row,)))
 
 
-@says(PLACEHOLDER)
+@complains(PLACEHOLDER)
 def a_worker_that_keeps_no_drafts_is_sent_a_placeholder() -> list[Finding]:
     row = cached("A", 5, 1, num_scheduled_tokens=2, draft_token_ids=PLACEHOLDERS[:1])
     worker = started(**DRAFTING)
     return worker.execute(v.Plan(1, cached=(replace(row, new_block_ids=((4,),)),)))
 
 
-@says(PLACEHOLDER)
+@complains(PLACEHOLDER)
 def a_placeholder_comes_after_a_chunk_that_sampled_nothing() -> list[Finding]:
     worker = make_worker(max_frames_in_flight=2, async_scheduling=True, **DRAFTING)
     assert worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 2),))) == []
@@ -241,7 +241,7 @@ def in_groups(*tables: tuple[int, ...]) -> Worker:
     return worker
 
 
-@says("attended_slot_was_written")
+@complains("attended_slot_was_written")
 def a_block_is_read_that_changed_its_group_and_was_not_written_since() -> list[Finding]:
     """In block 2 the window has written its second slot, and reads the first."""
     worker = in_groups((1, 2, 3), (4, 5, 6))
@@ -266,7 +266,7 @@ def with_a_hint(*counts: int, **fields: Any) -> list[Finding]:
     return worker.execute(v.Plan(1, new=(row,), cached=(old,), num_common_prefix_blocks=counts))
 
 
-def test_a_hint_may_be_less_than_could_be_said() -> None:
+def test_a_hint_may_be_less_than_it_could_be() -> None:
     assert with_a_hint(1, 0) == with_a_hint(0, 0) == with_a_hint() == []
 
 
@@ -325,7 +325,7 @@ def goes_on_across(worker: Worker, frame_id: int, *dropped: str) -> v.Plan:
     return v.Plan(frame_id, cached=(row,), free_encoder_mm_hashes=dropped)
 
 
-@says("attended_slot_is_of_the_same_adapter_salt_and_items")
+@complains("attended_slot_is_of_the_same_adapter_salt_and_items")
 def another_item_was_written_where_a_row_reads_across() -> list[Finding]:
     worker = across()
     plan = replace(begins("B", "cat", (2,), (4, 3)), free_encoder_mm_hashes=("owl",))
@@ -334,7 +334,7 @@ def another_item_was_written_where_a_row_reads_across() -> list[Finding]:
     return worker.execute(goes_on_across(worker, 2, "cat"))
 
 
-@says("attended_slot_is_of_the_group_that_reads_it")
+@complains("attended_slot_is_of_the_group_that_reads_it")
 def tokens_were_written_where_a_row_reads_across() -> list[Finding]:
     worker = across()
     row = v.NewRow(v.Request("B", (1,)), ((4,), ()), 0, 1)
@@ -343,7 +343,7 @@ def tokens_were_written_where_a_row_reads_across() -> list[Finding]:
     return worker.execute(goes_on_across(worker, 2))
 
 
-@says("written_block_is_in_one_place")
+@complains("written_block_is_in_one_place")
 def two_requests_have_one_item_in_one_block_across() -> list[Finding]:
     plans = begins("A", "owl", (1,), (4, 5)), begins("B", "owl", (2,), (4, 6))
     both = replace(
@@ -354,7 +354,7 @@ def two_requests_have_one_item_in_one_block_across() -> list[Finding]:
     return make_worker(**BESIDE).execute(both)
 
 
-def test_who_begins_without_its_item_lacks_it_and_reads_what_is_in_its_blocks() -> None:
+def test_a_row_without_its_item_lacks_it_and_reads_what_is_in_its_blocks() -> None:
     plan = replace(begins("A", "owl", (1,), (4, 5)), scheduled_encoder_inputs=())
     assert said(make_worker(**BESIDE).execute(plan)) == [
         ("P22", "item_that_a_row_reads_is_there"),
@@ -362,7 +362,7 @@ def test_who_begins_without_its_item_lacks_it_and_reads_what_is_in_its_blocks() 
     ]
 
 
-@says("block_of_a_state_is_zeroed_for_attention")
+@complains("block_of_a_state_is_zeroed_for_attention")
 def a_block_of_a_state_goes_to_attention_as_it_is() -> list[Finding]:
     worker = with_states()
     worker.execute(v.Plan(1, finished_req_ids=("A",)))
@@ -401,7 +401,7 @@ def test_a_request_goes_on_from_the_state_behind_its_last_right_draft(num_right:
     assert worker.execute(v.Plan(2, cached=(row,))) == []
 
 
-def test_a_block_of_two_groups_is_of_nobody() -> None:
+def test_a_block_of_two_groups_is_of_no_request() -> None:
     row = v.NewRow(v.Request("B", (1, 2)), ((1,), (1,)), 0, 2)
     findings = make_worker(**GROUPED).execute(v.Plan(0, new=(row,)))
     assert (
@@ -429,14 +429,14 @@ def read(worker: Worker, request: v.Request, *blocks: int, computed: int) -> lis
     return worker.execute(v.Plan(1, new=(v.NewRow(request, (blocks,), computed, num_new),)))
 
 
-@says("attended_slot_was_written_since_the_reset")
+@complains("attended_slot_was_written_since_the_reset")
 def kv_from_before_a_reset_is_read() -> list[Finding]:
     worker = started()
     worker.reset(forced=False)
     return read(worker, replace(A, request_id="B"), 1, 2, 4, computed=4)
 
 
-@says("attended_slot_holds_the_right_prefix")
+@complains("attended_slot_holds_the_right_prefix")
 def kv_of_rejected_drafts_is_read() -> list[Finding]:
     """The rejected draft was not written over: the worker is told to go on behind it."""
     first = started(**DRAFTING)
@@ -453,7 +453,7 @@ def kv_of_rejected_drafts_is_read() -> list[Finding]:
 SHARED = "written_block_is_in_one_place"
 
 
-@says(SHARED)
+@complains(SHARED)
 def two_write_one_block() -> list[Finding]:
     """Neither reads what the other writes there."""
     worker = started(v.Request("A", (1, 2, 3, 4)), block_size=4)
@@ -492,21 +492,21 @@ def publish(worker: Worker, block: int, key: v.BlockKey) -> list[Finding]:
     return worker.check_published(replace(EMPTY, block_keys=tuple(keys)))
 
 
-@says("published_block_was_written")
+@complains("published_block_was_written")
 def a_block_is_published_before_it_is_full() -> list[Finding]:
     worker = started()
     text = tuple(worker.views["A"].tokens)
     return publish(worker, 3, v.BlockKey(v.BlockKey(FIRST, (3, 4)), text[4:6]))
 
 
-@says("published_block_holds_the_right_prefix")
+@complains("published_block_holds_the_right_prefix")
 def the_second_of_two_blocks_is_published_under_another_text() -> list[Finding]:
     worker = started()
     keys = (None, FIRST, v.BlockKey(FIRST, (3, 9)), *EMPTY.block_keys[3:])
     return worker.check_published(replace(EMPTY, block_keys=keys))
 
 
-@says("published_block_was_written_since_the_reset")
+@complains("published_block_was_written_since_the_reset")
 def a_block_stays_published_through_a_reset() -> list[Finding]:
     worker = started()
     assert publish(worker, 1, FIRST) == []
@@ -514,7 +514,7 @@ def a_block_stays_published_through_a_reset() -> list[Finding]:
     return publish(worker, 1, FIRST)
 
 
-@says("published_block_holds_the_right_prefix")
+@complains("published_block_holds_the_right_prefix")
 def a_block_stays_published_that_is_written_again() -> list[Finding]:
     worker = started()
     assert publish(worker, 1, FIRST) == []
@@ -546,14 +546,14 @@ def odd(block: int, right: v.BlockKey, wrong: v.BlockKey, request: v.Request = A
     return publish(worker, block, wrong)
 
 
-@says("published_block_is_of_the_same_adapter_salt_and_items")
+@complains("published_block_is_of_the_same_adapter_salt_and_items")
 def a_key_has_two_items_in_one_slot() -> list[Finding]:
     request = replace(A, items=(CAT,))
     right = v.BlockKey(None, (1, 2), items=(("cat", 1),))
     return odd(1, right, v.BlockKey(None, (1, 2), items=(("dog", 1), ("cat", 1))), request)
 
 
-@says("published_block_holds_the_right_prefix")
+@complains("published_block_holds_the_right_prefix")
 def a_key_has_an_embedding_behind_its_last_token() -> list[Finding]:
     request = replace(A, prompt_embeds=(4, 5, 6, 7, 8))
     right = v.BlockKey(None, (1, 2), embeds=(4, 5))
@@ -581,21 +581,21 @@ def shown(worker: Worker, **fields: Any) -> v.Snapshot:
 REBUILT = "plans_alone_rebuild_the_request"
 
 
-@says("running_request_is_known")
+@complains("running_request_is_known")
 def a_stranger_runs_in_the_state() -> list[Finding]:
     worker = started()
     return worker.check_view(shown(worker, request_id="B"))
 
 
-@says(REBUILT)
-def one_that_runs_stands_behind_one_that_waits() -> list[Finding]:
+@complains(REBUILT)
+def one_that_runs_is_behind_one_that_waits() -> list[Finding]:
     worker = started()
     wrong = shown(worker, num_computed_tokens=6)
     waits = v.RequestSnapshot("0", v.Status.WAITING)
     return worker.check_view(replace(wrong, requests=(waits, *wrong.requests)))
 
 
-@says(REBUILT)
+@complains(REBUILT)
 def drafts_that_are_rejected_in_flight_are_taken_back_in_the_state() -> list[Finding]:
     worker = pipelined(**DRAFTING)
     row = cached("A", 6, 2, num_scheduled_tokens=3, draft_token_ids=PLACEHOLDERS)
@@ -603,44 +603,44 @@ def drafts_that_are_rejected_in_flight_are_taken_back_in_the_state() -> list[Fin
     return worker.check_view(shown(worker, num_computed_tokens=worker.views["A"].num_computed))
 
 
-@says(REBUILT)
+@complains(REBUILT)
 def the_state_has_other_outputs() -> list[Finding]:
     worker = started()
     return worker.check_view(shown(worker, output_token_ids=(99,)))
 
 
-@says(REBUILT)
+@complains(REBUILT)
 def the_state_of_one_that_was_preempted_has_other_outputs() -> list[Finding]:
     worker = started()
-    told = {"status": v.Status.PREEMPTED, "output_token_ids": (99,), "block_tables": ((),)}
-    return worker.check_view(shown(worker, **told))
+    changes = {"status": v.Status.PREEMPTED, "output_token_ids": (99,), "block_tables": ((),)}
+    return worker.check_view(shown(worker, **changes))
 
 
-@says(REBUILT)
+@complains(REBUILT)
 def the_state_has_other_blocks() -> list[Finding]:
     worker = started()
     return worker.check_view(shown(worker, block_tables=((1, 2, 4),)))
 
 
-@says(REBUILT)
-def the_state_has_other_blocks_than_a_plan_has_just_told() -> list[Finding]:
+@complains(REBUILT)
+def the_state_has_other_blocks_than_the_last_plan() -> list[Finding]:
     worker = started()
     return worker.check_view(shown(worker, block_tables=((1, 2, 4),)), {"A"})
 
 
-@says(REBUILT)
-def the_state_has_a_block_more_than_plans_have_told() -> list[Finding]:
+@complains(REBUILT)
+def the_state_has_a_block_more_than_all_plans() -> list[Finding]:
     worker = started()
     return worker.check_view(shown(worker, block_tables=((1, 2, 3, 4),)), ())
 
 
-@says(REBUILT)
+@complains(REBUILT)
 def the_state_has_computed_more() -> list[Finding]:
     worker = started()
     return worker.check_view(shown(worker, num_computed_tokens=6))
 
 
-@says(REBUILT)
+@complains(REBUILT)
 def the_state_waits_for_a_token_less() -> list[Finding]:
     worker = pipelined()
     return worker.check_view(shown(worker, num_output_placeholders=1))
@@ -802,24 +802,24 @@ def list_places() -> Iterator[tuple[str, int]]:
                             yield module.__name__, node.lineno
 
 
-def test_everybody_who_complains_is_the_only_one_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: set[tuple[str, int]] = set()
+def test_each_complaint_is_the_only_one_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: set[tuple[str, int]] = set()
     complain = TaggedKV._complain
 
     def listen(self: TaggedKV, *args: Any, **more: Any) -> None:
         frame = sys._getframe(1)
         while frame.f_code.co_name.startswith("_complain") and frame.f_back is not None:
             frame = frame.f_back
-        heard.add((frame.f_globals["__name__"], frame.f_lineno))
+        reached.add((frame.f_globals["__name__"], frame.f_lineno))
         complain(self, *args, **more)
 
     monkeypatch.setattr(TaggedKV, "_complain", listen)
     for _, _, case in CASES:
         case()
-    assert set(list_places()) - heard == set()
+    assert set(list_places()) - reached == set()
 
 
-def test_each_thing_that_a_slot_can_hold_wrongly_is_said_of_both() -> None:
+def test_each_thing_that_a_slot_can_hold_wrongly_is_checked_of_both() -> None:
     """Their sentences are made of two halves, so no line stands for one of them."""
     both = {name for name in SENTENCES if name.startswith(("attended_slot_", "published_block_"))}
     assert both <= {sentence for sentence, _, _ in CASES}
@@ -840,12 +840,12 @@ def test_a_name_is_the_same_when_names_of_keys_are_forgotten(
     assert len({tuple(one) for one in before}) == len(keys)
 
 
-def test_of_tables_that_no_plan_has_told_yet_only_the_length_is_asked() -> None:
+def test_of_tables_that_are_not_yet_in_a_plan_only_the_length_is_asked() -> None:
     worker = started()
     assert worker.check_view(shown(worker, block_tables=((1, 2, 4),)), ()) == []
 
 
-def test_every_wrong_request_of_a_state_is_told() -> None:
+def test_every_wrong_request_of_a_state_is_reported() -> None:
     worker = started()
     wrong = shown(worker, num_computed_tokens=6)
     stranger = replace(wrong.requests[0], request_id="0")

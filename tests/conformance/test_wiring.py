@@ -63,7 +63,7 @@ def bend(traits: EngineTraits, at: int, **bends: Callable[[Any], Any]) -> Any:
     return type("Engine", (Bent,), {"traits": traits, "at": at, **methods})
 
 
-def hear(config: v.Config, make_engine: Any, *actions: Action) -> list[str]:
+def list_complaints(config: v.Config, make_engine: Any, *actions: Action) -> list[str]:
     """What is said in the end, by sentence; a divergence is none."""
     _, findings = run_program(Program(config, actions), make_engine)
     return [found.sentence for found in findings if found.kind is not FindingKind.DIVERGENCE]
@@ -90,8 +90,8 @@ def test_computed_tokens_are_held_in_every_group() -> None:
     """Three slots of the one group and four of the other do not hold four tokens."""
     groups = (v.KVGroup(v.GroupKind.FULL, 1), v.KVGroup(v.GroupKind.FULL, 4))
     config = replace(CONFIG, num_blocks=17, block_size=1, groups=groups)
-    said = hear(config, bend(SAFETY, 2, state=compute_more), A, *STEP)
-    assert "computed_tokens_are_in_blocks_that_are_held" in said
+    complaints = list_complaints(config, bend(SAFETY, 2, state=compute_more), A, *STEP)
+    assert "computed_tokens_are_in_blocks_that_are_held" in complaints
 
 
 PLACES: dict[str, tuple[v.Config, int]] = {
@@ -107,23 +107,23 @@ PLACES: dict[str, tuple[v.Config, int]] = {
 def test_what_is_published_is_asked_after(place: str, equivalence: str) -> None:
     config, at = PLACES[place]
     engine = bend(SHOWN[equivalence], at, state=publish)
-    assert "published_block_was_written" in hear(config, engine, A, *STEP)
+    assert "published_block_was_written" in list_complaints(config, engine, A, *STEP)
 
 
 @pytest.mark.parametrize(("at", "event"), [(1, A), (3, STEP[1]), (4, v.Reset(False))])
 def test_at_safety_that_is_asked_after_every_event(at: int, event: Action) -> None:
     program = (A, *STEP, event) if at == 4 else (A, *STEP)
     engine = bend(SAFETY, at, state=publish)
-    assert hear(CONFIG, engine, *program)[0] == "published_block_was_written"
+    assert list_complaints(CONFIG, engine, *program)[0] == "published_block_was_written"
 
 
 @pytest.mark.parametrize("equivalence", SHOWN)
 @pytest.mark.parametrize("at", [2, 3])
-def test_what_the_state_says_of_a_request_is_asked_after_plans_and_commits(
+def test_the_state_of_a_request_is_checked_after_plans_and_commits(
     at: int, equivalence: str
 ) -> None:
     engine = bend(SHOWN[equivalence], at, state=compute_more)
-    assert "plans_alone_rebuild_the_request" in hear(CONFIG, engine, A, *STEP)
+    assert "plans_alone_rebuild_the_request" in list_complaints(CONFIG, engine, A, *STEP)
 
 
 def exchange_a_block(shown: v.Snapshot) -> v.Snapshot:
@@ -142,10 +142,10 @@ def exchange_a_block(shown: v.Snapshot) -> v.Snapshot:
 
 
 @pytest.mark.parametrize(("at", "is_found"), [(2, True), (3, False)])
-def test_at_safety_tables_are_compared_that_a_plan_has_just_told(at: int, is_found: bool) -> None:
+def test_at_safety_tables_of_the_last_plan_are_compared(at: int, is_found: bool) -> None:
     engine = bend(SAFETY, at, state=exchange_a_block)
-    said = hear(CONFIG, engine, A, *STEP)
-    assert ("plans_alone_rebuild_the_request" in said) == is_found
+    complaints = list_complaints(CONFIG, engine, A, *STEP)
+    assert ("plans_alone_rebuild_the_request" in complaints) == is_found
 
 
 # The worker is asked of answers, whether or not a state is shown.
@@ -175,7 +175,7 @@ def test_the_worker_is_asked_of_plans_where_no_state_is_shown(traits: EngineTrai
     bent = bend(traits, 4, answer=run_too_far)
     engine = type("Engine", (Hidden, bent), {})
     sentence = "plan_counts_the_computed_tokens_of_the_worker"
-    assert hear(CONFIG, engine, A, *STEP, *STEP)[0] == sentence
+    assert list_complaints(CONFIG, engine, A, *STEP, *STEP)[0] == sentence
 
 
 def test_blocks_are_not_compared_at_plan_and_the_worker_is_asked_all_the_same() -> None:
@@ -185,23 +185,26 @@ def test_blocks_are_not_compared_at_plan_and_the_worker_is_asked_all_the_same() 
     assert all(found.kind is not FindingKind.DIVERGENCE for found in findings)
 
 
-def test_who_has_ended_by_an_abort_does_not_end_later_too() -> None:
+def test_a_request_that_has_ended_by_an_abort_does_not_end_later_too() -> None:
     engine = bend(SAFETY, 2, answer=lambda answer: replace(answer, ending_req_ids=("A",)))
     assert (
-        hear(CONFIG, engine, A, v.Abort(("A",)))[0] == "abort_finishes_exactly_the_named_requests"
+        list_complaints(CONFIG, engine, A, v.Abort(("A",)))[0]
+        == "abort_finishes_exactly_the_named_requests"
     )
 
 
-def test_who_ends_later_is_not_compared_at_plan_and_judged_all_the_same() -> None:
+def test_a_request_that_ends_later_is_not_compared_at_plan_and_judged_all_the_same() -> None:
     engine = bend(PLAN, 2, answer=lambda answer: replace(answer, ending_req_ids=("B",)))
-    assert hear(CONFIG, engine, A, v.Abort(("A",))) == ["abort_finishes_exactly_the_named_requests"]
+    assert list_complaints(CONFIG, engine, A, v.Abort(("A",))) == [
+        "abort_finishes_exactly_the_named_requests"
+    ]
 
 
 # A worker that is not told of everything would accuse a right engine.
 
 
 @pytest.mark.parametrize("traits", [EXACT, RENAMED, PLAN, SAFETY])
-def test_the_worker_is_told_of_commits_and_resets(traits: EngineTraits) -> None:
+def test_the_worker_is_given_commits_and_resets(traits: EngineTraits) -> None:
     engine = bend(traits, 0)
     reset = v.Reset(reset_running_requests=True)
     run, findings = run_program(Program(CONFIG, (A, *STEP, *STEP, reset, *STEP, Drain())), engine)
@@ -235,7 +238,7 @@ def test_sentences_are_asked_of_states(
     change: Callable[[v.Snapshot], v.Snapshot], at: int, sentence: str, equivalence: str
 ) -> None:
     engine = bend(SHOWN[equivalence], at, state=change)
-    assert sentence in hear(CONFIG, engine, A, *STEP, *STEP)
+    assert sentence in list_complaints(CONFIG, engine, A, *STEP, *STEP)
 
 
 # What nobody should send must come to nothing.
@@ -300,7 +303,7 @@ def test_a_state_that_is_compared_at_last_is_looked_at_like_the_others() -> None
     assert diverged.kind is FindingKind.DIVERGENCE
 
 
-def test_who_does_not_judge_tells_what_differs_all_the_same() -> None:
+def test_a_run_that_does_not_judge_reports_what_differs_all_the_same() -> None:
     """As where a long trace is replayed, and states are compared now and then."""
     run = LockStep.start(CONFIG, bend(EXACT, 1, answer=lambda _: v.Outputs(())), compare_every=1)
     (diverged,) = run.perform(A)
@@ -332,7 +335,7 @@ class Raises(Bent):
         raise ZeroDivisionError
 
 
-class Stands(SpecEngine):
+class Stalls(SpecEngine):
     """It plans nothing, and says so; no state is shown."""
 
     def apply(self, event: v.Event) -> v.Observation:
@@ -343,8 +346,8 @@ class Stands(SpecEngine):
 
 
 def declare(engine: type, traits: EngineTraits, deviation: Deviation, **fields: Any) -> Any:
-    told = replace(traits, deviations=(deviation,))
-    return type("Declared", (engine,), {"traits": told, **fields})
+    declared = replace(traits, deviations=(deviation,))
+    return type("Declared", (engine,), {"traits": declared, **fields})
 
 
 WRONG_KIND = bend(SAFETY, 2, answer=lambda _plan: v.Outputs())
@@ -352,7 +355,7 @@ DECLARED: dict[str, Any] = {
     "it raises": declare(Raises, EXACT, excuse("engine_raises_nothing"), at=2),
     "it raises at safety": declare(Raises, SAFETY, excuse("engine_raises_nothing"), at=2),
     "it stands still at safety": declare(
-        Stands, SAFETY, excuse("every_request_finishes_after_faults_stop")
+        Stalls, SAFETY, excuse("every_request_finishes_after_faults_stop")
     ),
     "it answers with another kind": declare(
         WRONG_KIND, SAFETY, excuse("answer_is_of_the_kind_of_the_event")

@@ -70,12 +70,12 @@ def test_what_it_is_remapped_to_must_hold_the_same() -> None:
     assert sentences(serve_twins(), plan) == {"attended_slot_holds_the_right_prefix"}
 
 
-def test_nobody_is_remapped_without_a_row_that_tells_the_table() -> None:
+def test_no_request_is_remapped_without_a_row_that_has_the_table() -> None:
     plan = v.Plan(1, cached=(decode("A", 5),), remapped_req_ids=("B",))
     assert sentences(serve_twins(), plan) == {"remapped_request_has_a_row"}
 
 
-def test_a_table_may_be_remapped_before_a_plan_tells_of_it() -> None:
+def test_a_table_may_be_remapped_before_it_is_in_a_plan() -> None:
     """A state between two plans; that blocks came or went is wrong even then."""
     program = Program(CONFIG, (v.Submit(v.Request("A", PROMPT, 4)), v.Schedule(), Answer()))
     run, _ = run_program(program, SpecEngine)
@@ -186,7 +186,7 @@ class Forgives(Shown):
         return super().apply(event)
 
 
-def test_who_ends_by_itself_before_that_plan_may_come_again() -> None:
+def test_a_request_that_ends_by_itself_before_that_plan_may_come_again() -> None:
     first = (v.Submit(v.Request("A", PROMPT, 1)), v.Schedule(), v.Abort(("A",)), Answer())
     run, findings = run_program(Program(CONFIG, first), Forgives)
     assert (findings, run.live) == ([], {})
@@ -196,7 +196,7 @@ def test_who_ends_by_itself_before_that_plan_may_come_again() -> None:
     assert len(run.texts[-1]) == len(PROMPT) + 2
 
 
-def test_who_was_to_end_and_runs_on_is_found() -> None:
+def test_a_request_that_was_to_end_and_runs_on_is_found() -> None:
     actions = (
         v.Submit(v.Request("A", PROMPT, 4)),
         v.Schedule(),
@@ -205,8 +205,8 @@ def test_who_was_to_end_and_runs_on_is_found() -> None:
         v.Schedule(),
     )
     _, findings = run_program(Program(CONFIG, actions), Never)
-    said = [found.sentence for found in findings]
-    assert said == ["row_is_of_an_unfinished_request", "plan_names_the_finished"]
+    names = [found.sentence for found in findings]
+    assert names == ["row_is_of_an_unfinished_request", "plan_names_the_finished"]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_who_was_to_end_and_runs_on_is_found() -> None:
         (("A", "B"), ("C",), False),
     ],
 )
-def test_each_whom_an_abort_names_ends_once(
+def test_each_request_that_an_abort_names_ends_once(
     now: tuple[str, ...], later: tuple[str, ...], is_right: bool
 ) -> None:
     live = {name: v.Request(name, PROMPT) for name in "ABC"}
@@ -231,7 +231,7 @@ def test_each_whom_an_abort_names_ends_once(
 
 
 @pytest.mark.parametrize(
-    ("now", "later", "ending", "told"),
+    ("now", "later", "ending", "message"),
     [
         (("B",), (), (), "'A' is unfinished and was named, and the answer does not end it"),
         (("B",), (), ("A",), "'A' is left out: its abort is pending, so name it in ending_req_ids"),
@@ -239,19 +239,19 @@ def test_each_whom_an_abort_names_ends_once(
         (("A", "B"), ("A",), (), "'A' is both in request_ids and in ending_req_ids"),
     ],
 )
-def test_a_wrong_answer_to_an_abort_says_which_of_several_things_is_wrong(
-    now: tuple[str, ...], later: tuple[str, ...], ending: tuple[str, ...], told: str
+def test_each_wrong_answer_to_an_abort_is_named(
+    now: tuple[str, ...], later: tuple[str, ...], ending: tuple[str, ...], message: str
 ) -> None:
     live = {name: v.Request(name, PROMPT) for name in "ABC"}
     answer = v.Aborted(now, later)
     (found,) = judge_answer(CONFIG, live, {}, v.Abort(("B", "A")), answer, ending=ending)
-    assert told in found.message
+    assert message in found.message
 
 
 # On paper.
 
 
-def test_traces_know_both_words_and_leave_them_out_where_nothing_is_said(tmp_path: Path) -> None:
+def test_traces_know_both_fields_and_leave_them_out_where_they_are_empty(tmp_path: Path) -> None:
     steps: list[tuple[v.Event, v.Observation]] = [
         (v.Schedule(), v.Plan(0)),
         (v.Schedule(), v.Plan(1, remapped_req_ids=("A",))),
@@ -265,7 +265,7 @@ def test_traces_know_both_words_and_leave_them_out_where_nothing_is_said(tmp_pat
     assert has == [False, False, True, False, True, False]
 
 
-def test_what_is_said_of_an_abort_is_as_it_was() -> None:
+def test_answers_to_an_abort_are_as_they_were() -> None:
     assert describe_observation(v.Aborted(("A",))) == "Aborted(request_ids=('A',))"
     later = describe_observation(v.Aborted(("A",), ("B",)))
     assert later == "Aborted(request_ids=('A',)), with the next plan B"

@@ -58,13 +58,13 @@ def running_while_closed(oracle: Oracle) -> None:
     oracle.pause(v.PauseState.PAUSED_NEW)
 
 
-def ended_and_not_told(oracle: Oracle) -> None:
+def ended_and_not_reported(oracle: Oracle) -> None:
     oracle.submit(A)
     run_a(oracle)
 
 
-def ended_and_told(oracle: Oracle) -> None:
-    ended_and_not_told(oracle)
+def ended_and_reported(oracle: Oracle) -> None:
+    ended_and_not_reported(oracle)
     oracle.schedule()
 
 
@@ -104,8 +104,8 @@ SITUATIONS: dict[Callable[[Oracle], None], tuple[v.Config, bool]] = {
     paused: (CONFIG, False),
     closed_to_newcomers: (CONFIG, False),
     running_while_closed: (CONFIG, True),
-    ended_and_not_told: (CONFIG, True),
-    ended_and_told: (CONFIG, False),
+    ended_and_not_reported: (CONFIG, True),
+    ended_and_reported: (CONFIG, False),
     resting: (CONFIG, False),
     parked_in_a_pause: (STORE, True),
     received_in_a_pause: (STORE, False),
@@ -162,7 +162,7 @@ def judge(config: v.Config, state: v.Snapshot, kind: type = v.SetPause) -> list[
     event, observation = EVENTS[kind]
     step = Step(config, 1, event, observation, state, state)
     sentences = (loop_runs_while_there_is_work, loop_sleeps_without_work)
-    return [said.sentence for said in sentences if said(step, History(config))]
+    return [check.sentence for check in sentences if check(step, History(config))]
 
 
 @pytest.mark.parametrize("bring", SITUATIONS, ids=lambda bring: bring.__name__)
@@ -187,7 +187,7 @@ def test_each_kind_of_event_is_judged() -> None:
         assert judge(CONFIG, burning, kind) == ["loop_sleeps_without_work"]
 
 
-def test_an_engine_that_does_not_say_is_not_accused() -> None:
+def test_an_engine_that_does_not_show_it_is_not_accused() -> None:
     oracle = Oracle(CONFIG)
     after_submit(oracle)
     assert judge(CONFIG, replace(oracle.snapshot(), has_work=None)) == []

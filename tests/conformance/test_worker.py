@@ -106,7 +106,7 @@ def test_the_same_tokens_with_other_extras_are_not_read(fields: dict[str, Any]) 
     assert said(findings) == [("P6", "attended_slot_is_of_the_same_adapter_salt_and_items")]
 
 
-def test_embeddings_tell_slots_apart_where_they_stand() -> None:
+def test_embeddings_distinguish_slots_at_their_positions() -> None:
     worker = make_worker()
     first = replace(A, prompt_embeds=(1, 2, 3, 4, 5))
     assert worker.execute(v.Plan(0, new=(v.NewRow(first, ((1, 2, 3),), 0, 5),))) == []
@@ -131,7 +131,7 @@ def note_of(findings: list[Finding]) -> str:
     return difference.note
 
 
-def test_who_reads_another_prefix_is_told_who_wrote_it_and_who_gave_it_back() -> None:
+def test_a_read_of_another_prefix_names_its_writer_and_its_last_holder() -> None:
     worker = started()
     other = v.NewRow(v.Request("B", (9, 8, 7, 6)), ((1, 2),), 0, 4)
     assert worker.execute(v.Plan(1, new=(other,), finished_req_ids=("A",))) == []
@@ -141,7 +141,7 @@ def test_who_reads_another_prefix_is_told_who_wrote_it_and_who_gave_it_back() ->
     )
 
 
-def test_a_block_is_told_of_that_was_given_back_and_is_read_on() -> None:
+def test_a_block_that_was_given_back_and_is_read_on_is_named() -> None:
     worker = started()
     gone = v.Plan(1, preempted_req_ids=("A",))
     assert worker.execute(gone) == []
@@ -180,7 +180,7 @@ def test_a_slot_written_in_a_later_plan_than_the_first_of_its_block_has_a_writer
     assert note_of(findings) == "read by 'B' at position 4 in plan 2; written by 'A' in plan 0"
 
 
-def test_a_block_is_told_of_that_was_exchanged() -> None:
+def test_a_block_that_was_exchanged_is_named() -> None:
     worker = started()
     other = v.NewRow(v.Request("B", (1, 2)), ((4,),), 0, 2)
     assert worker.execute(v.Plan(1, new=(other,), cached=(cached("A", 5, 1),))) == []
@@ -195,13 +195,13 @@ def test_a_block_is_told_of_that_was_exchanged() -> None:
     )
 
 
-def test_a_slot_that_nobody_wrote_has_no_history() -> None:
+def test_a_slot_that_was_never_written_has_no_history() -> None:
     worker = make_worker()
     findings = worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 4, 1),)))
     assert note_of(findings) == "read by 'A' at position 0 in plan 0"
 
 
-def test_who_shares_a_block_that_was_given_back_is_told_by_whom() -> None:
+def test_a_shared_block_that_was_given_back_is_reported_with_its_last_holder() -> None:
     worker = started()
     rows = tuple(v.NewRow(v.Request(name, (1, ord(name))), ((3,),), 0, 2) for name in "BC")
     findings = worker.execute(v.Plan(1, new=rows, finished_req_ids=("A",)))
@@ -328,7 +328,7 @@ def test_names_are_those_of_keys() -> None:
     assert names.of_key(third) is names.of_key(third)
 
 
-def test_an_embedding_is_named_where_it_stands() -> None:
+def test_an_embedding_is_named_at_its_position() -> None:
     names = PrefixNames(2)
     items = (v.MultiModalItem("cat", 1, 1),)
     request = v.Request("A", (1, 2, 3), items=items, prompt_embeds=(7, 8, 9))
@@ -385,7 +385,7 @@ def test_the_worker_is_ahead_of_the_scheduler_by_the_frames_in_flight() -> None:
     assert (view.num_unreported, view.num_promised) == (2, 2)
 
 
-def test_rejected_drafts_put_the_scheduler_ahead_until_it_hears_of_them() -> None:
+def test_rejected_drafts_put_the_scheduler_ahead_until_they_are_reported() -> None:
     drafting = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 2}
     worker = make_worker(max_frames_in_flight=3, async_scheduling=True, **drafting)
     worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),)))
@@ -446,12 +446,12 @@ def test_one_resumed_after_a_reset_goes_on_and_its_blocks_were_given_back() -> N
     following = cached("A", len(text), len(text) - 4, new_block_ids=((1,),))
     assert worker.execute(v.Plan(4, cached=(following,))) == []
     reader = v.NewRow(v.Request("B", (1, 2, 3)), ((2, 3),), 2, 1)
-    told = note_of(worker.execute(v.Plan(5, new=(reader,))))
-    assert told.endswith("given back by 'A', which was preempted, says plan 3")
+    note = note_of(worker.execute(v.Plan(5, new=(reader,))))
+    assert note.endswith("given back by 'A', which was preempted, says plan 3")
 
 
 @pytest.mark.parametrize("last", range(4, 10))
-def test_whatever_follows_who_reads_wrong_kv_says_something_else(last: int) -> None:
+def test_whatever_follows_wrong_kv_is_sampled_otherwise(last: int) -> None:
     other = v.Request("B", (1, 2, 9, 9, last))
     right, wrong = make_worker(), started()
     right.execute(v.Plan(0, new=(v.NewRow(other, ((4, 5, 6),), 0, 5),)))
@@ -459,7 +459,7 @@ def test_whatever_follows_who_reads_wrong_kv_says_something_else(last: int) -> N
     assert wrong.answer(1)[0].token_ids != right.answer(0)[0].token_ids
 
 
-def test_drafts_are_told_of_a_row_that_a_failed_load_has_made_void() -> None:
+def test_drafts_are_given_of_a_row_that_a_failed_load_has_made_void() -> None:
     """They are proposed before the load is known to have failed: vLLM 0.19.1 counts a draft as
     scheduled unless its grammar is asked."""
     profile = get_profile("vllm-0.19.1")
@@ -468,11 +468,11 @@ def test_drafts_are_told_of_a_row_that_a_failed_load_has_made_void() -> None:
         ROW_BEHIND_A_FAILED_LOAD, lambda config: SpecEngine(config, profile), profile
     )
     assert findings == []
-    (told,) = ask_mask(run.worker, run.plans[0]).drafts
-    assert (told.request_id, len(told.token_ids)) == ("A", 1)
+    (drafts,) = ask_mask(run.worker, run.plans[0]).drafts
+    assert (drafts.request_id, len(drafts.token_ids)) == ("A", 1)
 
 
-def test_a_load_without_a_table_is_told_beside_drafts() -> None:
+def test_a_load_without_a_table_is_reported_beside_drafts() -> None:
     """It used to break the worker, which looked for the drafter's table."""
     fields: dict[str, Any] = {"spec_method": v.SpecMethod.EAGLE, "num_speculative_tokens": 2}
     worker = make_worker(kv_connector=True, **fields)

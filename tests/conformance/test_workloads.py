@@ -99,7 +99,7 @@ AZURE = csv("2023-11-16 18:17:03.9799600,20,10", "2023-11-16 18:17:04.0319600,3,
         (AZURE, WorkloadFormat.AZURE),
     ],
 )
-def test_the_format_is_told_by_content_and_gzip_by_its_magic(
+def test_the_format_is_detected_by_content_and_gzip_by_its_magic(
     tmp_path: Path, text: str, expected: WorkloadFormat
 ) -> None:
     plain, zipped = tmp_path / "a.gz", tmp_path / "b.txt"
@@ -156,7 +156,7 @@ def test_ids_are_names_within_a_suite(tmp_path: Path) -> None:
     assert agree(one, other) == 0
 
 
-def test_tokens_without_an_id_are_nobody_elses(tmp_path: Path) -> None:
+def test_tokens_without_an_id_are_shared_with_no_other_request(tmp_path: Path) -> None:
     rows = [agent([0, 1], 47), agent([0, 1], 47), agent([0], 32), agent([0, 1], 32)]
     one, other, short, whole = (r.prompt_token_ids for r in loaded(tmp_path, jsonl(*rows)))
     assert agree(one, other) == 32
@@ -280,7 +280,9 @@ def changed(**fields: object) -> str:
         pytest.param(csv("2023-11-16 18:17:03,\u0661,2").encode(), 2, id="csv: other digits"),
     ],
 )
-def test_what_is_no_workload_is_said_with_its_line(tmp_path: Path, data: bytes, line: int) -> None:
+def test_what_is_no_workload_is_refused_with_its_line(
+    tmp_path: Path, data: bytes, line: int
+) -> None:
     path = tmp_path / "w"
     path.write_bytes(data)
     with pytest.raises(TraceError) as caught:
@@ -294,7 +296,7 @@ def test_what_is_no_workload_is_said_with_its_line(tmp_path: Path, data: bytes, 
     assert len(str(error)) < 600
 
 
-def test_a_truncated_gzip_is_said_with_the_line_where_it_breaks_off(tmp_path: Path) -> None:
+def test_a_truncated_gzip_is_refused_with_the_line_where_it_breaks_off(tmp_path: Path) -> None:
     path = tmp_path / "w.gz"
     path.write_bytes(gzip.compress(MOONCAKE.encode() * 50)[:-8])
     with pytest.raises(TraceError, match="breaks off") as caught:
@@ -317,7 +319,7 @@ def test_a_line_without_end_does_not_fill_the_memory(
     assert len(load(path)) == 4, "lines may be longer than what is read at once"
 
 
-def test_what_is_no_file_is_said(tmp_path: Path) -> None:
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no", "a\0b"):
         with pytest.raises(TraceError, match="cannot be read") as caught:
             load(path)
@@ -617,7 +619,7 @@ WHEN = {
 
 
 @pytest.mark.parametrize("name", WHEN)
-def test_each_format_says_when_and_how_much(tmp_path: Path, name: str) -> None:
+def test_each_format_has_arrivals_and_lengths(tmp_path: Path, name: str) -> None:
     times, sizes = WHEN[name]
     workload = loaded(tmp_path, SAMPLES[name][1])
     assert [row.arrival_time for row in workload.rows] == times
@@ -727,7 +729,7 @@ def test_the_turns_of_a_conversation_follow_each_other(tmp_path: Path) -> None:
         ('[{"prompt": "a]\n}]', "no known format"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_told(tmp_path: Path, text: str, words: str) -> None:
+def test_a_row_that_cannot_be_used_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(TraceError) as caught:
         read(tmp_path, text)
     assert words in str(caught.value)
@@ -741,7 +743,7 @@ def test_brackets_in_strings_are_no_brackets(tmp_path: Path) -> None:
     assert count(read(tmp_path, text)) == (2, 5, 3, 0)
 
 
-def test_a_default_stands_in_for_output_lengths(tmp_path: Path) -> None:
+def test_a_default_replaces_missing_output_lengths(tmp_path: Path) -> None:
     text = jsonl({"prompt": "a b"}, {"prompt": "c", "output_tokens": 2})
     assert count(read(tmp_path, text, output_length=7)) == (2, 3, 9, 0)
 
@@ -826,15 +828,17 @@ def test_texts_are_replayed_with_a_tokenizer(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     path = tmp_path / "sharegpt.json"
     path.write_text(SAMPLES["sharegpt"][1])
-    told = run(str(path))
-    assert told.exit_code == 2
-    assert "name the tokenizer.json of the model with --tokenizer" in " ".join(told.output.split())
-    told = run(str(path), "--tokenizer", str(tmp_path))
-    numbers = json.loads(told.stdout)
+    result = run(str(path))
+    assert result.exit_code == 2
+    assert "name the tokenizer.json of the model with --tokenizer" in " ".join(
+        result.output.split()
+    )
+    result = run(str(path), "--tokenizer", str(tmp_path))
+    numbers = json.loads(result.stdout)
     assert (numbers["tokens_prompt"], numbers["tokens_prefix_hit"]) == (45, 16)
-    told = run(str(path), "--tokenizer", str(path))
-    assert told.exit_code == 2
-    assert "give a tokenizer.json" in " ".join(told.output.split())
+    result = run(str(path), "--tokenizer", str(path))
+    assert result.exit_code == 2
+    assert "give a tokenizer.json" in " ".join(result.output.split())
 
 
 # A published file, read where it is: 20,448 of 258,691 prompt tokens are hits at blocks of 16.

@@ -105,7 +105,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def require_nobody(marks: Path) -> None:
+def require_no_process(marks: Path) -> None:
     pids = [int(pid) for pid in marks.read_text().split()]
     assert pids
     deadline = time.monotonic() + SECONDS_MAX
@@ -146,16 +146,16 @@ def test_a_signal_ends_a_check_with_all_its_processes(
     assert command.returncode == 128 + number
     assert out == ""
     assert re.fullmatch(rf"blockstep: ended by {number.name}; .*seen.*\n", errors)
-    require_nobody(marks)
+    require_no_process(marks)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 def test_an_interrupted_hunt_keeps_what_it_has_found(tmp_path: Path) -> None:
-    folder, told = tmp_path / "found", tmp_path / "hunt.json"
+    folder, json_path = tmp_path / "found", tmp_path / "hunt.json"
     folder.mkdir()
     engine = ("--engine", "museum:leak-on-abort", "--jobs", 1, "--preset", "tiny")
     command = start(
-        *(tmp_path, "hunt", *engine, "--budget", 10_000_000, "--save", folder, "--json", told)
+        *(tmp_path, "hunt", *engine, "--budget", 10_000_000, "--save", folder, "--json", json_path)
     )
     assert command.stderr is not None
     while not re.search(r"[1-9]\d* defects", command.stderr.readline()):
@@ -168,15 +168,15 @@ def test_an_interrupted_hunt_keeps_what_it_has_found(tmp_path: Path) -> None:
     assert "ended early: it was interrupted" in out
     assert "P1 every_block_is_free_or_held" in out
     assert "blockstep: ended by SIGTERM" in errors
-    assert json.loads(told.read_text())["stopped"] == "it was interrupted"
+    assert json.loads(json_path.read_text())["stopped"] == "it was interrupted"
     assert read_program(folder / "defect-1.json").actions
 
 
 def list_children(pid: int) -> list[int]:
-    told = subprocess.run(
+    listing = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
     )
-    return [int(child) for child in told.stdout.split()]
+    return [int(child) for child in listing.stdout.split()]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for children in Linux")
@@ -229,7 +229,7 @@ def test_what_an_engine_forks_neither_multiplies_nor_outlives_it(
     assert (command.returncode, errors) == (0, "")
     assert out.startswith(f"conforms: engine ending_engines:{name}")
     if name == "Leaving":
-        require_nobody(marks)
+        require_no_process(marks)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
@@ -250,7 +250,7 @@ def test_a_closed_pipe_is_no_violation(tmp_path: Path, args: tuple[str, ...]) ->
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_told_before_the_work(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_the_work(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         command = subprocess.run(
             [sys.executable, "-m", "blockstep", "check", "--budget", "100h"],
@@ -261,8 +261,8 @@ def test_a_full_disk_is_told_before_the_work(tmp_path: Path) -> None:
             check=False,
         )
     assert command.returncode == 2
-    told = "blockstep: standard output: cannot write: No space left on device\n"
-    assert command.stderr == told
+    message = "blockstep: standard output: cannot write: No space left on device\n"
+    assert command.stderr == message
 
 
 def test_a_command_that_fails_by_itself_is_no_violation(
@@ -273,9 +273,9 @@ def test_a_command_that_fails_by_itself_is_no_violation(
     with pytest.raises(SystemExit) as ended:
         signals.run(lambda: 1 // 0)
     assert ended.value.code == 5
-    said = capsys.readouterr().err
-    assert said.startswith("Traceback")
-    assert "blockstep: the command itself failed: ZeroDivisionError: " in said.splitlines()[-1]
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback")
+    assert "blockstep: the command itself failed: ZeroDivisionError: " in text.splitlines()[-1]
 
 
 def test_the_version_and_the_module(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the command line says of itself, and of a finding before it is short."""
+"""Output of the command line: its help, and a finding before its program is shrunk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_help_begins_with_check_and_cuts_no_sentence() -> None:
 
 
 @pytest.mark.parametrize("command", ["check", "hunt"])
-def test_options_stand_in_sections(command: str) -> None:
+def test_options_are_in_sections(command: str) -> None:
     shown = blockstep(command, "--help").output
     titles = re.findall(r"^(\S[^:\n]*):\n", shown, re.MULTILINE)
     assert titles == ["Engine", "Runs", "Programs", "Output"]
@@ -53,7 +53,7 @@ def test_options_stand_in_sections(command: str) -> None:
 # A finding.
 
 
-def test_a_check_tells_what_it_found_before_it_makes_it_short(
+def test_a_check_prints_what_it_found_before_it_makes_it_short(
     snapshot: SnapshotAssertion,
 ) -> None:
     args = ("check", "--engine", "museum:leak-on-abort", "--preset", "tiny", "--jobs", 1)
@@ -70,7 +70,7 @@ def test_a_check_tells_what_it_found_before_it_makes_it_short(
     assert blockstep(*args[:5], "--episode", episode, "--brief").exit_code == 1
 
 
-def test_a_hunt_tells_each_kind_of_failure_once_as_it_comes() -> None:
+def test_a_hunt_prints_each_kind_of_failure_once_as_it_comes() -> None:
     result = blockstep(
         "hunt", "--engine", "museum:leak-on-abort", "--preset", "tiny", "--budget", 900
     )
@@ -96,9 +96,9 @@ def make_result(num_events: int, num_missing: int) -> CheckResult:
     ("num_events", "advice"),
     [(300, "raise --budget to 150000"), (150_010, "try --budget 300020 or another --seed")],
 )
-def test_a_budget_that_is_too_small_says_which_would_do(num_events: int, advice: str) -> None:
-    told = verdict_text(make_result(num_events, 1))
-    assert f"NO VERDICT (coverage goals not reached: {advice})" in told
+def test_a_budget_that_is_too_small_names_one_that_would_do(num_events: int, advice: str) -> None:
+    text = verdict_text(make_result(num_events, 1))
+    assert f"NO VERDICT (coverage goals not reached: {advice})" in text
 
 
 def test_a_verdict_names_few_of_many_situations() -> None:

@@ -1,4 +1,4 @@
-"""Mistakes: each wrong answer is refused by spec and host engine, and changes nothing."""
+"""Wrong inputs: each is refused by spec and host engine, and changes nothing."""
 
 from __future__ import annotations
 

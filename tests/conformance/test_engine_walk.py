@@ -131,11 +131,11 @@ def test_vectors_are_played_as_far_as_they_can_be(
     result = blockstep("vectors", "consume", *files, "--engine", engine, "--json", out)
     assert result.exit_code == 0, result.output
     assert f"conforms (equivalence {equivalence})" in result.output
-    for told in json.loads(out.read_text()):
-        assert (told["conforms"], told["equivalence"]) == (True, equivalence)
-        assert told["num_programs"] > 1
-        assert told["num_events"] > 5
-        assert ("abort" in told["skipped"]) is (engine == TOYS[0] and "pair" in told["path"])
+    for record in json.loads(out.read_text()):
+        assert (record["conforms"], record["equivalence"]) == (True, equivalence)
+        assert record["num_programs"] > 1
+        assert record["num_events"] > 5
+        assert ("abort" in record["skipped"]) is (engine == TOYS[0] and "pair" in record["path"])
 
 
 def test_vectors_find_what_breaks_an_engine_of_its_own(files: list[Path]) -> None:
@@ -154,4 +154,4 @@ def test_what_an_adapter_declares_is_counted_and_no_finding(
     assert "what its adapter declares: late_reply" in walked.output
     played = blockstep("vectors", "consume", *files, "--engine", engine, "--json", out)
     assert played.exit_code == 0, played.output
-    assert any(told["excused"].get("late_reply") for told in json.loads(out.read_text()))
+    assert any(record["excused"].get("late_reply") for record in json.loads(out.read_text()))

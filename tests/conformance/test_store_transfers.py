@@ -1,4 +1,4 @@
-"""Stored: what a worker says of a store, of plans that are wrong in one thing each."""
+"""Store transfers: what a worker says of a store, of plans that are wrong in one thing each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hearing(plan: v.Plan) -> Worker:
     return worker
 
 
-def told(worker: Worker, plan: v.Plan) -> list[str]:
+def list_complaints(worker: Worker, plan: v.Plan) -> list[str]:
     return [found.sentence for found in worker.observe(v.Schedule(), plan)]
 
 
@@ -44,28 +44,30 @@ def report(worker: Worker, transfers: v.KVTransfers) -> None:
     assert worker.observe(v.TransfersReported(transfers), v.Outputs()) == []
 
 
-def test_nobody_touches_a_block_while_it_is_loaded() -> None:
+def test_no_request_touches_a_block_while_it_is_loaded() -> None:
     plan = v.Plan(0, kv_loads=(LATER,))
-    assert "block_under_way_is_not_read" in told(hearing(plan), SHARING)
-    assert told(hearing(plan), TAKING) == ["block_in_transfer_is_not_written"]
+    assert "block_under_way_is_not_read" in list_complaints(hearing(plan), SHARING)
+    assert list_complaints(hearing(plan), TAKING) == ["block_in_transfer_is_not_written"]
 
 
 def test_what_has_come_is_read_and_what_has_not_is_not() -> None:
     worker = hearing(v.Plan(0, kv_loads=(LATER,)))
     report(worker, v.KVTransfers(("A",)))
-    assert told(worker, SHARING) == []
+    assert list_complaints(worker, SHARING) == []
     worker = hearing(v.Plan(0, kv_loads=(LATER,)))
     report(worker, v.KVTransfers(("A",), invalid_block_ids=(2,)))
-    assert told(worker, SHARING) == ["attended_slot_was_loaded"]
+    assert list_complaints(worker, SHARING) == ["attended_slot_was_loaded"]
 
 
 def test_a_load_of_a_plan_in_flight_is_its_own_request_s() -> None:
     plan = v.Plan(0, new=(ROW_OF_A,), kv_loads=(NOW,))
-    assert set(told(hearing(plan), SHARING)) == {"block_is_shared_once_its_load_has_come"}
+    assert set(list_complaints(hearing(plan), SHARING)) == {
+        "block_is_shared_once_its_load_has_come"
+    }
     worker = hearing(plan)
     answer = v.Commit(0, worker.answer(0))
     worker.observe(answer, v.Outputs())
-    assert told(worker, SHARING) == []
+    assert list_complaints(worker, SHARING) == []
 
 
 def test_what_was_computed_on_a_failed_load_is_spoiled() -> None:
@@ -74,20 +76,20 @@ def test_what_was_computed_on_a_failed_load_is_spoiled() -> None:
     worker.observe(answer, v.Outputs())
     assert worker.views["A"].num_computed == 0
     assert worker.views["A"].tokens == list(A.prompt_token_ids)
-    assert told(worker, SHARING) == ["attended_slot_was_loaded"]
+    assert list_complaints(worker, SHARING) == ["attended_slot_was_loaded"]
 
 
-def test_a_failed_load_of_a_session_spoils_nothing_of_who_has_its_id_next() -> None:
+def test_a_failed_load_of_a_session_spoils_nothing_of_the_next_with_its_id() -> None:
     worker = Worker(STORE, token_function(1, 50))
     worker.observe(v.Submit(replace(A, resumable=True)), v.Ack())
-    assert told(worker, v.Plan(0, kv_loads=(LATER,))) == []
+    assert list_complaints(worker, v.Plan(0, kv_loads=(LATER,))) == []
     failed = v.KVTransfers(("A",), invalid_block_ids=(2,))
     ended = v.OutputRow("A", (), v.FinishReason.ERROR)
     worker.observe(v.TransfersReported(failed), v.Outputs((ended,)))
     worker.observe(v.Submit(A), v.Ack())
-    assert told(worker, v.Plan(1, finished_req_ids=("A",), kv_loads=(LATER,))) == []
+    assert list_complaints(worker, v.Plan(1, finished_req_ids=("A",), kv_loads=(LATER,))) == []
     report(worker, v.KVTransfers(("A",)))
-    assert told(worker, v.Plan(2, new=(ROW_OF_A,))) == []
+    assert list_complaints(worker, v.Plan(2, new=(ROW_OF_A,))) == []
 
 
 def test_a_failed_load_spoils_nothing_of_the_load_after_it() -> None:
@@ -116,16 +118,16 @@ def test_blocks_that_the_store_reads_stay_as_they_are() -> None:
     worker.observe(v.Commit(0, (v.RowTokens("A", worker.answer(0)[0].token_ids),)), v.Outputs())
     worker.observe(v.Abort(("A",)), v.Aborted(("A",)))
     ended = replace(TAKING, finished_req_ids=("A",))
-    assert told(worker, ended) == ["block_in_transfer_is_not_written"]
+    assert list_complaints(worker, ended) == ["block_in_transfer_is_not_written"]
     worker = hearing(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),)))
     worker.observe(v.KVOffer("A", delays_free=True), v.Ack())
     worker.observe(v.Abort(("A",)), v.Aborted(("A",)))
     report(worker, v.KVTransfers((), ("A",)))
-    assert told(worker, ended) == []
+    assert list_complaints(worker, ended) == []
 
 
 @pytest.mark.parametrize("is_session", [False, True])
-def test_the_store_reads_nothing_of_who_waits_with_the_id_of_one_that_has_ended(
+def test_the_store_reads_nothing_of_a_waiting_request_with_the_id_of_an_ended_one(
     is_session: bool,
 ) -> None:
     """What the first A holds here a plan takes back later; the second holds nothing yet."""
@@ -133,12 +135,12 @@ def test_the_store_reads_nothing_of_who_waits_with_the_id_of_one_that_has_ended(
     worker = Worker(STORE, token_function(1, 50))
     for asked in (first, D):
         worker.observe(v.Submit(asked), v.Ack())
-    assert told(worker, v.Plan(0, new=(v.NewRow(first, ((1, 2, 3),), 0, 5),))) == []
+    assert list_complaints(worker, v.Plan(0, new=(v.NewRow(first, ((1, 2, 3),), 0, 5),))) == []
     worker.observe(v.Abort(("A",)), v.Aborted(("A",)))
     worker.observe(v.Submit(A), v.Ack())
     worker.observe(v.KVOffer("A", delays_free=True), v.Ack())
     worker.observe(v.Abort(("A",)), v.Aborted(("A",)))
-    assert told(worker, replace(TAKING, finished_req_ids=("A",))) == []
+    assert list_complaints(worker, replace(TAKING, finished_req_ids=("A",))) == []
 
 
 def test_a_load_goes_into_the_table_of_its_request() -> None:
@@ -149,7 +151,7 @@ def test_a_load_goes_into_the_table_of_its_request() -> None:
         v.Plan(1, kv_loads=(replace(LATER, block_ids=((1,),)),)),
         v.Plan(2, kv_loads=(replace(LATER, block_ids=((1, 99),)),)),
     ):
-        assert told(worker, wrong) == ["load_goes_into_the_table_of_its_request"]
+        assert list_complaints(worker, wrong) == ["load_goes_into_the_table_of_its_request"]
 
 
 def test_what_is_saved_of_a_victim_is_read_before_the_plan_does_anything() -> None:
@@ -157,9 +159,9 @@ def test_what_is_saved_of_a_victim_is_read_before_the_plan_does_anything() -> No
     worker = hearing(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),)))
     save = v.KVSave("A", ((1, 2),), 4)
     plan = replace(TAKING, preempted_req_ids=("A",), kv_saves=(save,))
-    assert told(worker, plan) == []
+    assert list_complaints(worker, plan) == []
     again = replace(plan, frame_id=2, new=())
-    assert told(worker, again) == ["saved_request_is_preempted_by_the_plan"]
+    assert list_complaints(worker, again) == ["saved_request_is_preempted_by_the_plan"]
 
 
 @pytest.mark.parametrize(
@@ -175,13 +177,13 @@ def test_what_is_saved_of_a_victim_is_read_before_the_plan_does_anything() -> No
 def test_what_is_saved_is_the_text_of_its_request(save: v.KVSave) -> None:
     worker = hearing(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),)))
     plan = v.Plan(1, preempted_req_ids=("A",), kv_saves=(save,))
-    assert told(worker, plan) == ["saved_slot_holds_the_text_of_its_request"]
+    assert list_complaints(worker, plan) == ["saved_slot_holds_the_text_of_its_request"]
 
 
-def test_saved_is_who_is_preempted() -> None:
+def test_a_preempted_request_is_saved() -> None:
     worker = hearing(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),)))
     plan = v.Plan(1, kv_saves=(v.KVSave("A", ((1, 2),), 4),))
-    assert told(worker, plan) == ["saved_request_is_preempted_by_the_plan"]
+    assert list_complaints(worker, plan) == ["saved_request_is_preempted_by_the_plan"]
 
 
 # Beside recurrent groups.
@@ -202,7 +204,7 @@ def knowing_states(num_offered: int, plan: v.Plan) -> tuple[Worker, list[str]]:
     worker = Worker(STATES, token_function(1, 50))
     worker.observe(v.Submit(A), v.Ack())
     worker.observe(v.KVOffer("A", num_offered, is_async=True), v.Ack())
-    return worker, told(worker, plan)
+    return worker, list_complaints(worker, plan)
 
 
 def test_a_request_goes_on_from_the_state_that_was_loaded() -> None:
@@ -210,7 +212,7 @@ def test_a_request_goes_on_from_the_state_that_was_loaded() -> None:
     assert found == []
     worker.observe(v.KVOffer("A", 0), v.Ack())  # it said so before the load began
     report(worker, v.KVTransfers(("A",)))
-    assert told(worker, v.Plan(1, new=(ROW_BEHIND,), new_block_ids_to_zero=(4,))) == []
+    assert list_complaints(worker, v.Plan(1, new=(ROW_BEHIND,), new_block_ids_to_zero=(4,))) == []
 
 
 def test_a_load_that_ends_elsewhere_brings_no_state() -> None:
@@ -218,19 +220,19 @@ def test_a_load_that_ends_elsewhere_brings_no_state() -> None:
     assert found == ["load_ends_where_the_store_has_the_states"]
     report(worker, v.KVTransfers(("A",)))
     plan = v.Plan(1, new=(ROW_BEHIND,), new_block_ids_to_zero=(4,))
-    assert told(worker, plan) == ["attended_slot_was_loaded"]
+    assert list_complaints(worker, plan) == ["attended_slot_was_loaded"]
 
 
 def test_a_state_that_could_not_be_loaded_is_spoiled() -> None:
     worker, _ = knowing_states(4, v.Plan(0, kv_loads=(WITH_STATE,)))
     report(worker, v.KVTransfers(("A",), invalid_block_ids=(3,)))
     plan = v.Plan(1, new=(ROW_BEHIND,), new_block_ids_to_zero=(4,))
-    assert told(worker, plan) == ["attended_slot_was_loaded"]
+    assert list_complaints(worker, plan) == ["attended_slot_was_loaded"]
 
 
 def test_a_state_is_not_read_while_it_is_loaded() -> None:
     worker, _ = knowing_states(4, v.Plan(0, kv_loads=(WITH_STATE,)))
-    found = told(worker, v.Plan(1, new=(ROW_BEHIND,), new_block_ids_to_zero=(4,)))
+    found = list_complaints(worker, v.Plan(1, new=(ROW_BEHIND,), new_block_ids_to_zero=(4,)))
     assert "block_under_way_is_not_read" in found
 
 
@@ -245,11 +247,11 @@ def test_a_store_fills_whole_blocks_that_held_states() -> None:
     for asked in (A, D):
         worker.observe(v.Submit(asked), v.Ack())
     row = v.NewRow(D, ((4,), (2,)), 0, 2)
-    assert told(worker, v.Plan(0, new=(row,), new_block_ids_to_zero=(4,))) == []
+    assert list_complaints(worker, v.Plan(0, new=(row,), new_block_ids_to_zero=(4,))) == []
     worker.observe(v.Commit(0, worker.answer(0)), v.Outputs())
     worker.observe(v.KVOffer("A", 3, is_async=True), v.Ack())
     load = replace(WITH_STATE, num_external_tokens=3, block_ids=((1, 2), (0, 3)))
-    assert told(worker, v.Plan(1, finished_req_ids=("D",), kv_loads=(load,))) == []
+    assert list_complaints(worker, v.Plan(1, finished_req_ids=("D",), kv_loads=(load,))) == []
 
 
 def test_of_states_that_of_the_end_is_held_for_the_store() -> None:
@@ -257,7 +259,7 @@ def test_of_states_that_of_the_end_is_held_for_the_store() -> None:
     worker.observe(v.Submit(A), v.Ack())
     worker.observe(v.KVOffer("A", 0, delays_free=True), v.Ack())
     row = v.NewRow(A, ((1, 2, 4), (0, 3, 5)), 0, 5)
-    assert told(worker, v.Plan(0, new=(row,), new_block_ids_to_zero=(1, 2, 4))) == []
+    assert list_complaints(worker, v.Plan(0, new=(row,), new_block_ids_to_zero=(1, 2, 4))) == []
     worker.observe(v.Abort(("A",)), v.Aborted(("A",)))
     assert worker.is_in_transfer(5)
     assert not worker.is_in_transfer(3)

@@ -1,4 +1,4 @@
-"""Witnesses: each situation can be reached, is counted where it is, and missing ones are named."""
+"""Goals: each situation can be reached, is counted where it is, and missing ones are named."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_full_prompt_hit_leaves_the_last_block() -> None:
     ("num_right", "name"),
     [(0, "drafts_none_accepted"), (1, "drafts_some_accepted"), (2, "drafts_all_accepted")],
 )
-def test_acceptance_is_told_apart(num_right: int, name: str) -> None:
+def test_acceptance_is_distinguished(num_right: int, name: str) -> None:
     config = replace(CONFIG, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2)
     watched = Watched(config).do(v.Submit(replace(A, max_tokens=9)), v.Schedule()).commit()
     watched.propose("A", 2, num_right).do(v.Schedule()).commit()
@@ -128,7 +128,7 @@ def test_preemption_and_return_are_seen() -> None:
     assert counts["self_preempted"] == counts["priority_victim_already_scheduled"] == 0
 
 
-def test_aborts_are_told_apart() -> None:
+def test_aborts_are_distinguished() -> None:
     watched = Watched().do(v.Submit(A), v.Abort(("A", "nobody")))
     watched.do(v.Submit(A), v.Schedule(), v.Abort(("A",))).commit()
     watched.do(v.Submit(replace(A, request_id="B")), v.Schedule()).commit().do(v.Abort(("B",)))
@@ -138,7 +138,7 @@ def test_aborts_are_told_apart() -> None:
     assert watched.counts["id_used_again"] == 1
 
 
-def test_resets_are_told_apart() -> None:
+def test_resets_are_distinguished() -> None:
     watched = Watched().do(v.Submit(A), v.Schedule(), v.Reset(), v.Reset(True)).commit()
     names = ("reset_refused", "reset_forced", "reset_forced_in_flight", "commit_for_preempted")
     assert [watched.counts[name] for name in names] == [1, 1, 1, 1]
@@ -168,7 +168,7 @@ def test_chunks_of_one_prompt_may_be_in_flight_together() -> None:
     assert watched.counts["planned_before_its_token"] == 0
 
 
-def test_a_request_whose_last_token_is_in_flight_is_left_out() -> None:
+def test_a_request_with_its_last_token_in_flight_is_left_out() -> None:
     watched = Watched(AHEAD).do(v.Submit(A), v.Schedule(), v.Schedule()).commit().do(v.Schedule())
     assert watched.counts["skip_ahead"] == 1
     watched.commit()
@@ -231,7 +231,7 @@ def test_one_that_preempts_itself_ends_by_the_tokens_in_flight() -> None:
     assert watched.counts["ended_while_preempted"] == 0
 
 
-def test_resets_in_flight_are_told_apart_from_preemption() -> None:
+def test_resets_in_flight_are_distinguished_from_preemption() -> None:
     watched = Watched(AHEAD).do(v.Submit(LONG), v.Schedule(), v.Schedule(), v.Reset(True)).commit()
     assert watched.counts["reset_forced_with_two_frames_in_flight"] == 1
     assert watched.counts["commit_for_preempted"] == 1
@@ -257,7 +257,7 @@ def test_what_needs_several_frames_is_required_only_with_several() -> None:
 
 
 @pytest.mark.parametrize("feature", ["transfers", "pins"])
-def test_where_nobody_may_fork_no_fork_is_required(feature: str) -> None:
+def test_where_no_request_may_fork_no_fork_is_required(feature: str) -> None:
     required = required_goals(CheckOptions(with_features=(feature,)))
     assert not [name for name in required if "fork" in name]
 
@@ -270,7 +270,7 @@ def test_where_nobody_may_fork_no_fork_is_required(feature: str) -> None:
     ],
     ids=["forks", "no store"],
 )
-def test_where_there_is_no_store_nobody_must_be_saved(options: CheckOptions) -> None:
+def test_where_there_is_no_store_no_request_must_be_saved(options: CheckOptions) -> None:
     required = required_goals(options)
     assert not [name for name in required if "saved" in name or "victim_comes" in name]
     assert "tiers_closed_by_low" in required
@@ -358,7 +358,7 @@ def test_what_cannot_be_reached_is_not_required() -> None:
     assert required(preset="real") < both
 
 
-def test_what_an_engine_lacks_or_nobody_wants_is_not_required() -> None:
+def test_what_an_engine_lacks_or_is_not_wanted_is_not_required() -> None:
     both = required()
     pause = {"paused_new", "paused_all"}
     assert both - required("pause") == both - required(without_features=("pause",)) == pause
@@ -395,66 +395,68 @@ def play_groups(config: v.Config, *groups: v.KVGroup) -> Watched:
     return watched
 
 
-def told(watched: Watched) -> dict[str, int]:
+def count_groups(watched: Watched) -> dict[str, int]:
     """How often each situation of groups came up."""
     return {name: n for name, n in watched.counts.items() if name.startswith("groups_")}
 
 
-def test_what_is_given_back_is_told_by_kind() -> None:
+def test_what_is_given_back_is_counted_by_kind() -> None:
     # Before positions 4, 8 and 9 the window begins at 2, 6 and 7; the chunks at 4, 8 and 8.
-    assert told(play_groups(GROUPED, window(2, 3))) == {
+    assert count_groups(play_groups(GROUPED, window(2, 3))) == {
         "groups_window_slid": 2,
         "groups_ended_with_nulls": 1,
     }
-    assert told(play_groups(GROUPED, full(2), chunks(2, 4))) == {
+    assert count_groups(play_groups(GROUPED, full(2), chunks(2, 4))) == {
         "groups_chunk_left": 2,
         "groups_ended_with_nulls": 1,
     }
-    assert told(play_groups(GROUPED, full(2))) == {}
-    assert told(play_groups(GROUPED, window(2, 16), full(4))) == {"groups_larger_block_filled": 2}
+    assert count_groups(play_groups(GROUPED, full(2))) == {}
+    assert count_groups(play_groups(GROUPED, window(2, 16), full(4))) == {
+        "groups_larger_block_filled": 2
+    }
 
 
-def test_a_hit_of_several_groups_is_told_from_one_that_a_group_cuts() -> None:
+def test_a_hit_of_several_groups_is_distinguished_from_one_that_a_group_cuts() -> None:
     again = v.Submit(replace(NINE, request_id="B"))
     watched = play_groups(GROUPED, full(2), window(2, 3))
-    before = Counter(told(watched))
+    before = Counter(count_groups(watched))
     watched.do(again, v.Schedule())
-    assert Counter(told(watched)) - before == {
+    assert Counter(count_groups(watched)) - before == {
         "groups_hit_behind_nulls": 1,
         "groups_hit_in_several": 1,
         "groups_free_hit_beside_new_blocks": 2,
     }
     # The window has lost what was before its end: of a shorter prompt full attention has all.
     watched = play_groups(replace(GROUPED, num_blocks=15), full(2), window(2, 3))
-    before = Counter(told(watched))
+    before = Counter(count_groups(watched))
     other = v.Request("B", tuple(range(20, 29)), max_tokens=1)
     watched.do(v.Submit(other))
     while watched.client.live:
         watched.do(v.Schedule()).commit()
     watched.do(v.Submit(v.Request("C", tuple(range(5)), max_tokens=1)), v.Schedule())
-    after = Counter(told(watched)) - before
+    after = Counter(count_groups(watched)) - before
     assert after["groups_hit_cut_by_a_window"] == 1
     assert after["groups_hit_cut_by_full_attention"] == 0
     assert watched.counts["prefix_hit"] == 0
     assert after["groups_evicted_by_another"] > 0
 
 
-def test_states_that_are_left_and_hit_are_told() -> None:
+def test_states_that_are_left_and_hit_are_counted() -> None:
     watched = play_groups(GROUPED, full(2), recurrent(2))
-    before = Counter(told(watched))
+    before = Counter(count_groups(watched))
     assert before["groups_state_left"] > 0
     assert before["groups_window_slid"] == before["groups_hit_of_a_state"] == 0
     watched.do(v.Submit(replace(NINE, request_id="B")), v.Schedule())
-    assert (Counter(told(watched)) - before)["groups_hit_of_a_state"] == 1
+    assert (Counter(count_groups(watched)) - before)["groups_hit_of_a_state"] == 1
 
 
-def test_three_kinds_are_told_from_two() -> None:
-    assert "groups_of_three_kinds" not in told(play_groups(GROUPED, full(2), window(2, 3)))
+def test_three_kinds_are_distinguished_from_two() -> None:
+    assert "groups_of_three_kinds" not in count_groups(play_groups(GROUPED, full(2), window(2, 3)))
     watched = play_groups(GROUPED, full(2), window(2, 3), chunks(2, 4))
     assert watched.counts["groups_of_three_kinds"] == 4
 
 
-def test_a_block_that_only_a_draft_in_doubt_keeps_is_told() -> None:
+def test_a_block_that_only_a_draft_in_doubt_keeps_is_counted() -> None:
     config = replace(
         GROUPED,
         max_num_batched_tokens=9,
@@ -483,7 +485,7 @@ def test_the_gate_lets_in_what_never_fits_at_once() -> None:
     assert watched.counts["groups_admitted_past_its_room"] == 1
 
 
-def test_what_a_preempted_request_had_given_back_is_told() -> None:
+def test_what_a_preempted_request_had_given_back_is_counted() -> None:
     config = replace(
         GROUPED, num_blocks=11, max_num_seqs=2, scheduler_reserve_full_isl=False, max_model_len=14
     )
@@ -496,7 +498,7 @@ def test_what_a_preempted_request_had_given_back_is_told() -> None:
             watched.do(v.Schedule())
         if watched.plans:
             watched.commit()
-    counts = told(watched)
+    counts = count_groups(watched)
     assert watched.counts["preempted"] >= 1
     assert counts["groups_preempted_with_nulls"] >= 1
     assert counts["groups_resumed_behind_nulls"] >= 1

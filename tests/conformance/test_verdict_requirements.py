@@ -68,7 +68,7 @@ def owed(
     return set(missing_goals({}, options, read_engine_facts(options, make_engine)))
 
 
-def test_whoever_can_do_all_owes_all() -> None:
+def test_an_engine_that_can_do_all_owes_all() -> None:
     assert owed() == EVERYTHING
     assert OWED_AT_SAFETY <= ANSWERED <= WITNESSES.keys()
 
@@ -200,7 +200,7 @@ def test_a_field_that_is_taken_out_where_the_config_has_no_use_for_it_is_owed(fi
     )
 
 
-def test_where_nobody_is_preempted_nobody_returns() -> None:
+def test_where_no_request_is_preempted_none_returns() -> None:
     returns = {"preempted", "preempted_then_resumed", "resumed_with_hit", "resumed_with_outputs"}
     assert EVERYTHING - owed(out_of_reach=("preempted",)) == returns
     assert EVERYTHING - owed(out_of_reach=("prefix_hit",)) == {"prefix_hit"}
@@ -223,7 +223,7 @@ def submit(name: str, **fields: Any) -> Submit:
     return Submit(Request(name, (1, 2, 3), 4, **fields))
 
 
-def test_aborts_are_told_apart_by_what_they_meet() -> None:
+def test_aborts_are_distinguished_by_what_they_meet() -> None:
     config = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True, max_num_seqs=2)
     seen = count(
         config,
@@ -241,7 +241,7 @@ def test_aborts_are_told_apart_by_what_they_meet() -> None:
     assert (seen["several_frames_in_flight"], seen["planned_before_its_token"]) == (1, 2)
 
 
-def test_pauses_grammars_and_resets_are_told() -> None:
+def test_pauses_grammars_and_resets_are_counted() -> None:
     seen = count(
         CONFIG,
         *(submit("A", structured_output=True), GrammarReady("A"), GrammarReady("A"), submit("B")),
@@ -257,7 +257,7 @@ def test_pauses_grammars_and_resets_are_told() -> None:
     assert seen["paused_all"] == 0, "nobody ran any more"
 
 
-def test_drafts_are_told_by_how_many_were_right() -> None:
+def test_drafts_are_counted_by_how_many_were_right() -> None:
     config = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
     steps: list[Action] = [
         Propose(((2, 1),)),
@@ -268,8 +268,8 @@ def test_drafts_are_told_by_how_many_were_right() -> None:
         Answer(),
     ]
     seen = count(config, Submit(Request("A", (1, 2, 3), 9)), Schedule(), Answer(), *steps)
-    told = {name: seen[name] for name in seen if name.startswith("draft")}
-    assert told == {
+    counts = {name: seen[name] for name in seen if name.startswith("draft")}
+    assert counts == {
         "drafts_taken": 2,
         "drafts_scheduled": 2,
         "drafts_some_accepted": 1,
@@ -277,7 +277,7 @@ def test_drafts_are_told_by_how_many_were_right() -> None:
     }
 
 
-def test_ends_by_the_length_of_the_model_are_told_apart() -> None:
+def test_ends_by_the_length_of_the_model_are_distinguished() -> None:
     config = replace(CONFIG, max_model_len=4)
     seen = count(config, Submit(Request("A", (1, 2, 3), 4)), Schedule(), Answer())
     assert (seen["stop_model_length"], seen["stop_length"]) == (1, 0)
@@ -286,7 +286,7 @@ def test_ends_by_the_length_of_the_model_are_told_apart() -> None:
 # What is drawn.
 
 
-def test_aborts_in_flight_are_tried_often_where_nobody_compares() -> None:
+def test_aborts_in_flight_are_tried_often_where_nothing_is_compared() -> None:
     counts: Counter[str] = Counter()
     lacks = ALL_CAPABILITIES - {"abort", "snapshot"}
     make_engine = make_lacking(SpecEngine, lacks, SAFETY)
@@ -311,7 +311,7 @@ class AtSafety(SpecEngine):
     traits = EngineTraits(equivalence=Safety())
 
 
-def test_a_check_that_met_too_little_says_what_and_what_to_do() -> None:
+def test_a_check_that_met_too_little_names_it_and_what_to_do() -> None:
     result = check(CheckOptions(f"{__name__}:AtSafety", preset="tiny", max_events=1))
     assert {"paused_all", "stop_repetition"} <= set(result.missing)
     assert result.exit_code is ExitCode.HARNESS
@@ -320,7 +320,7 @@ def test_a_check_that_met_too_little_says_what_and_what_to_do() -> None:
     )
 
 
-def test_what_nobody_asked_for_may_be_left_out() -> None:
+def test_what_was_not_asked_for_may_be_left_out() -> None:
     """Beside what was asked for an adapter may have to leave out the configs of another feature."""
     result = check(CheckOptions("host", preset="tiny", max_events=1, with_features=("events",)))
     assert list_unasked(result) == []

@@ -1,4 +1,4 @@
-"""A loop without a host: its tokens are right, and what it does between fences is found at them."""
+"""A loop without a host: its tokens are right; what it did is found at the next sync point."""
 
 from __future__ import annotations
 
@@ -197,17 +197,17 @@ def draw_params() -> list[SamplingParams]:
 
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("pool", POOLS)
-def test_all_that_is_asked_for_is_what_the_host_says(
+def test_every_output_equals_that_of_the_host(
     checkpoint: Checkpoint, modules: dict[str, Path], pool: str, frames: int
 ) -> None:
     prompts = make_prompts()[:28]
     params = [draw_params()[number % 7] for number in range(28)]
-    whose = [(None, "some", None, "whole")[number % 4] for number in range(28)]
+    adapter_names = [(None, "some", None, "whole")[number % 4] for number in range(28)]
     more: dict[str, Any] = {"max_frames_in_flight": frames, "lora_modules": modules}
     llm, resident = load(checkpoint, pool, 5, **more)
-    made = llm.generate(prompts, params, whose)
+    made = llm.generate(prompts, params, adapter_names)
     host = LLM(checkpoint.folder, device="cpu", scheduler="host", **POOLS[pool], **more)
-    assert made == host.generate(prompts, params, whose)
+    assert made == host.generate(prompts, params, adapter_names)
     stats = llm.get_stats()
     assert stats.prefix_cache_hits
     assert bool(stats.preemptions) == (pool == "small")
@@ -301,30 +301,30 @@ def test_logits_that_are_not_finite_end_all_requests(
 @pytest.mark.parametrize("is_checked", [False, True])
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("pool", POOLS)
-def test_a_gpu_says_in_bursts_what_it_says_step_by_step(
+def test_a_gpu_generates_in_bursts_what_it_generates_step_by_step(
     checkpoint: Checkpoint, modules: dict[str, Path], pool: str, frames: int, is_checked: bool
 ) -> None:
     prompts = make_prompts()[:28]
     params = [replace(draw_params()[number % 7], seed=number) for number in range(28)]
-    whose = [(None, "some", None, "whole")[number % 4] for number in range(28)]
+    adapter_names = [(None, "some", None, "whole")[number % 4] for number in range(28)]
     settings: dict[str, Any] = {
         **POOLS[pool], "device": "cuda", "max_frames_in_flight": frames, "lora_modules": modules,
         "max_num_seqs": 32,
     }  # fmt: skip
     host = LLM(checkpoint.folder, scheduler="host", **settings)
-    expected = host.generate(prompts, params, whose)
+    expected = host.generate(prompts, params, adapter_names)
     llm = LLM(
         checkpoint.folder, scheduler="device", steps_per_fence=5,
         check=SyncPointChecker if is_checked else None, **settings,
     )  # fmt: skip
     for _ in range(2):  # the second time prefixes are cached, and graphs are there
-        made = llm.generate(prompts, params, whose)
+        made = llm.generate(prompts, params, adapter_names)
         assert [one.token_ids for one in made] == [one.token_ids for one in expected]
 
 
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("fields", [{"logprobs": 2}, {"regex": "[ab]{5}"}])
-def test_what_needs_the_host_is_served_step_by_step_and_the_log_says_so_once(
+def test_what_needs_the_host_is_served_step_by_step_and_logged_once(
     speaking: Path, caplog: pytest.LogCaptureFixture, frames: int, fields: dict[str, Any]
 ) -> None:
     prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
@@ -419,7 +419,7 @@ def test_a_stop_string_ends_the_text_in_the_middle_of_a_burst(speaking: Path, fr
     assert chunks[-1].finish_reason is FinishReason.STOP
 
 
-def test_who_looks_at_every_step_is_told_every_step(checkpoint: Checkpoint) -> None:
+def test_an_observer_of_every_step_is_called_at_every_step(checkpoint: Checkpoint) -> None:
     llm = LLM(checkpoint.folder, device="cpu", scheduler="device", check=ServingChecker)
     assert llm._resident is None
 

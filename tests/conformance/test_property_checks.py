@@ -1,4 +1,4 @@
-"""Sentences: each is the first and only one to speak of some wrong step.
+"""Property checks: each is the first and only one to report some wrong step.
 
 A case is a play that is right up to its last step, a defect that is planted into the engine just
 before, and a bend of what came of it. A sentence without a case says nothing that no other says.
@@ -411,7 +411,7 @@ def alone_by_priority() -> Play:
     return Play(replace(CONFIG, policy=Policy.PRIORITY)).do(Submit(A)).run(1).do(Schedule())
 
 
-def drafts_for_nobody() -> Play:
+def drafts_for_no_request() -> Play:
     return Play(DRAFTING).do(Drafts((RowTokens("nobody", (1, 2, 3, 4)),)))
 
 
@@ -538,7 +538,7 @@ ALONE: list[Case] = [
     ("rejection_names_the_problem", refused, nothing,
      in_step(observation=Rejected(RejectCode.BAD_DRAFTS))),
     ("stale_or_wrong_event_is_rejected",
-     drafts_for_nobody, becoming(take_no_drafts),
+     drafts_for_no_request, becoming(take_no_drafts),
      same),
     ("event_changes_only_what_it_is_about", pausing, nothing, in_state(next_frame_id=9)),
     ("event_leaves_other_requests_alone", aborted, nothing, in_request("A", num_preemptions=3)),
@@ -583,13 +583,13 @@ BESIDE_THE_WORKER: list[Case] = [
 IN_A_RELEASE = "no_repeated_preemption_without_progress"
 
 
-def play(case: Case, hears_worker: bool = True) -> list[str]:
+def play(case: Case, with_worker: bool = True) -> list[str]:
     """The sentences that speak of the last step, in order."""
     _, scene, plant, bend = case
     play, event = scene().rewound()
     plant(play.engine)
     step = bend(play.take(event))
-    found = check_step(step, play.history, play.worker if hears_worker else None)
+    found = check_step(step, play.history, play.worker if with_worker else None)
     return list(dict.fromkeys(each.sentence for each in found))
 
 
@@ -602,29 +602,29 @@ BROUGHT = brought.OF_MASKS + brought.OF_ITEMS
 
 
 @pytest.mark.parametrize("case", BROUGHT, ids=[case[0] for case in BROUGHT])
-def test_what_the_worker_says_of_masks_and_items_it_says_alone(case: Case) -> None:
+def test_the_worker_complains_alone_of_masks_and_items(case: Case) -> None:
     assert play(case) == [case[0]]
 
 
 @pytest.mark.parametrize("case", BESIDE_THE_WORKER, ids=[case[0] for case in BESIDE_THE_WORKER])
 def test_a_sentence_speaks_alone_where_no_worker_does(case: Case) -> None:
     """`explore` judges without a worker; where there is one, it sees the same from its side."""
-    assert play(case, hears_worker=False) == [case[0]]
+    assert play(case, with_worker=False) == [case[0]]
     assert play(case) != [case[0]]
 
 
 def test_what_a_commit_publishes_is_looked_at_by_the_worker_too() -> None:
     other = replace(LONG, prompt_token_ids=(9, 2, 3, 4, 5, 6))
-    said = play(("", publishing, naming(other), same))
-    assert "published_block_holds_the_right_prefix" in said
+    found = play(("", publishing, naming(other), same))
+    assert "published_block_holds_the_right_prefix" in found
 
 
 def test_a_sentence_speaks_alone_in_a_release_that_takes_turns() -> None:
     """Where policy is followed nobody starves; so its history is one in which it was not."""
-    said = []
+    found = []
     for step, history, worker in taking_turns(depth=1, num_steps=19):
-        said.append([each.sentence for each in check_step(step, history, worker)])
-    assert said[-1] == [IN_A_RELEASE]
+        found.append([each.sentence for each in check_step(step, history, worker)])
+    assert found[-1] == [IN_A_RELEASE]
 
 
 def test_every_sentence_speaks_alone_somewhere() -> None:
@@ -722,7 +722,7 @@ def otherwise_waiting(step: Step) -> Step:
     return changed(step, "B", status=Status.WAITING, output_token_ids=(9,))
 
 
-def beyond_its_seats(step: Step) -> Step:
+def beyond_its_slots(step: Step) -> Step:
     """A request that waits is shown in the running list."""
     return after(step, running=step.after.running + step.after.waiting, waiting=())
 
@@ -735,7 +735,7 @@ def too_long_for_the_rest() -> Play:
 
 
 DIFFERENTLY_AT_SAFETY: list[Case] = [
-    ("running_stays_within_max_num_seqs", one_at_a_time, nothing, beyond_its_seats),
+    ("running_stays_within_max_num_seqs", one_at_a_time, nothing, beyond_its_slots),
     ("prompt_is_not_cut_without_chunking",
      too_long_for_the_rest, going_by(enable_chunked_prefill=True),
      same),
@@ -823,7 +823,7 @@ def one_runs() -> Play:
     return play.do(Submit(C), Schedule())
 
 
-def giving_its_seat_away(engine: Changeable) -> None:
+def giving_its_slot_away(engine: Changeable) -> None:
     """C is admitted beside A, which has no row in that step."""
     engine.become(leaving_out("A"), max_num_seqs=2)
 
@@ -832,7 +832,7 @@ OF_ANSWERS_ALONE: list[Case] = [
     ("request_has_one_row", admitted, nothing, lambda s: observed(s, cached=s.plan.cached * 2)),
     ("row_is_of_an_unfinished_request", aborted_while_it_waited, nothing, of_one_that_ended),
     ("plan_stays_within_max_num_seqs", one_at_a_time, going_by(max_num_seqs=2), same),
-    ("worker_keeps_at_most_max_num_seqs_requests", one_runs, giving_its_seat_away, same),
+    ("worker_keeps_at_most_max_num_seqs_requests", one_runs, giving_its_slot_away, same),
     ("end_of_input_finishes_an_idle_session", brought.ended_at_rest, nothing,
      in_step(observation=Aborted())),
 ]  # fmt: skip
@@ -849,7 +849,7 @@ def test_a_sentence_speaks_alone_at_safety_where_no_state_is_shown(case: Case) -
     assert play_at_safety(case, Hidden) == [case[0]]
 
 
-def test_each_sentence_is_asked_at_safety_or_says_why_it_is_not() -> None:
+def test_each_sentence_is_asked_at_safety_or_has_a_reason_why_not() -> None:
     asked = {each.sentence for each in JUDGED} | ASKED_OF_ANSWERS
     asked.add("rejected_event_changes_nothing")
     named = SENTENCES.keys() | OUTSIDE.keys()
@@ -865,9 +865,9 @@ def test_each_sentence_is_asked_at_safety_or_says_why_it_is_not() -> None:
 def test_what_is_judged_at_safety_is_listed_by_name() -> None:
     assert [each.sentence for each in JUDGED] == [*ASKED_OF_STATES]
     source = Path(answers.__file__).read_text() + Path(reported.__file__).read_text()
-    said = set(re.findall(r'"([a-z]+(?:_[a-z]+){3,})"', source))
-    said |= {name for feature in FEATURES for name in feature.checks}
-    assert said | ASKED_OF_ANSWERS | {"rejected_event_changes_nothing"} == {
+    names = set(re.findall(r'"([a-z]+(?:_[a-z]+){3,})"', source))
+    names |= {name for feature in FEATURES for name in feature.checks}
+    assert names | ASKED_OF_ANSWERS | {"rejected_event_changes_nothing"} == {
         case[0] for case in OF_ANSWERS + OF_ANSWERS_ALONE
     }
 
@@ -885,19 +885,19 @@ def test_a_row_may_run_up_to_the_length_of_the_model() -> None:
     assert found.sentence == "row_stays_within_max_model_len"
 
 
-def test_with_caching_off_nobody_has_a_hit() -> None:
+def test_with_caching_off_no_request_has_a_hit() -> None:
     plan = Plan(0, new=(NewRow(A, ((1, 2, 3),), 2, 3),))
     assert judge_one(Schedule(), plan) == []
     (found,) = judge_one(Schedule(), plan, enable_prefix_caching=False)
     assert found.sentence == "hit_only_with_prefix_caching"
 
 
-def test_who_has_ended_or_sampled_nothing_is_told_of_no_token() -> None:
+def test_a_request_that_has_ended_or_sampled_nothing_is_given_no_token() -> None:
     sampled = (RowTokens("ended", (4,)), RowTokens("A", ()), RowTokens("C", (4,)))
     assert judge_one(Commit(0, sampled), Outputs((OutputRow("C", (4,)),))) == []
 
 
-def test_each_row_is_judged_whoever_stands_before_it() -> None:
+def test_each_row_is_judged_whatever_row_is_before_it() -> None:
     rows = (OutputRow("nobody", (1,)), OutputRow("C", (4,), FinishReason.STOP, 4))
     foreign, wrong = judge_one(Commit(0, (RowTokens("C", (4,)),)), Outputs(rows))
     assert foreign.differences == (Difference("rows", "['C']", "['C', 'nobody']"),)

@@ -35,22 +35,22 @@ def test_a_field_is_read_or_unused() -> None:
     assert all(not READ[kind] & UNUSED[kind] for kind in READ)
 
 
-def test_a_field_that_a_new_release_adds_is_told_once() -> None:
+def test_a_field_that_a_new_release_adds_is_reported_once() -> None:
     names = ("finished_req_ids", "scheduled_magic", "kv_connector_metadata")
     unknown = find_unknown("SchedulerOutput", names)
     assert unknown == ("SchedulerOutput.scheduled_magic",)
-    told = "vLLM 9.9.9 has fields that are not looked at: SchedulerOutput.scheduled_magic"
-    assert get_unknown_note("9.9.9", unknown) == told
+    note = "vLLM 9.9.9 has fields that are not looked at: SchedulerOutput.scheduled_magic"
+    assert get_unknown_note("9.9.9", unknown) == note
     assert get_unknown_note("9.9.9", ()) is None
 
 
 @pytest.mark.parametrize("value", [None, (), [], {}, set(), 0, 0.0, False, {"stage": 0}])
-def test_a_field_may_say_nothing(value: object) -> None:
+def test_a_field_may_mean_nothing(value: object) -> None:
     assert is_empty(value)
 
 
 @pytest.mark.parametrize("value", [["x"], {"A": [0]}, {"stage": 1}, 1, True, object()])
-def test_a_field_may_say_something(value: object) -> None:
+def test_a_field_may_mean_something(value: object) -> None:
     assert not is_empty(value)
 
 
@@ -87,9 +87,9 @@ def play(
 
     def make_method(name: str, change: Change) -> Callable[..., Any]:
         def method(self: Any, *arguments: Any) -> Any:
-            told = getattr(super(planted, self), name)(*arguments)
-            change(self, told)
-            return told
+            answer = getattr(super(planted, self), name)(*arguments)
+            change(self, answer)
+            return answer
 
         return method
 
@@ -155,7 +155,7 @@ def count_wrongly(_scheduler: Any, plan: Any) -> None:
     plan.total_num_scheduled_tokens += 1
 
 
-def tell_another_prompt(_scheduler: Any, plan: Any) -> None:
+def change_the_prompt(_scheduler: Any, plan: Any) -> None:
     """The worker is told another prompt than was submitted."""
     for new in plan.scheduled_new_reqs:
         new.prompt_token_ids = [9, *new.prompt_token_ids[1:]]
@@ -239,8 +239,10 @@ def repeat_the_prefill(scheduler: Any, answer: Any) -> None:
     """Every output has the counts of the prefill, and not only the first one."""
     for core in answer.values():
         for row in core.outputs:
-            scheduler.told = getattr(scheduler, "told", {})
-            row.prefill_stats = scheduler.told.setdefault(row.request_id, row.prefill_stats)
+            scheduler.first_prefills = getattr(scheduler, "first_prefills", {})
+            row.prefill_stats = scheduler.first_prefills.setdefault(
+                row.request_id, row.prefill_stats
+            )
 
 
 def keep_the_prefill(_scheduler: Any, answer: Any) -> None:
@@ -286,7 +288,7 @@ PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
         "total_num_scheduled_tokens is 5; its rows have 4",
     ),
     "another prompt": (
-        "plan", tell_another_prompt, Config(num_blocks=9), END,
+        "plan", change_the_prompt, Config(num_blocks=9), END,
         "prompt_token_ids of new row 'A' is (9, 2), not (1, 2)",
     ),
     "masks for nobody": (
@@ -352,7 +354,7 @@ FIRST = {
     "two answers to one": "delivered_rows_are_those_that_sampled",
 }
 """For some defects the property that they break; it is reported before the adapter's message."""
-IS_TOLD = {
+IS_REPORTED = {
     "a prompt too long": RELEASE.has_prefill_stats,
     "a token published too many": RELEASE.has_sound_counters,
     "a prefill told twice": RELEASE.has_sound_counters,
@@ -367,15 +369,15 @@ IS_TOLD = {
 def test_what_is_left_over_is_found_by_its_field(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not IS_TOLD.get(name, True):
+    if not IS_REPORTED.get(name, True):
         pytest.skip(f"vLLM {VERSION} does not tell that")
-    when, change, config, actions, said = PLANTED[name]
+    when, change, config, actions, message = PLANTED[name]
     config_lacks_drafts = config.num_speculative_tokens and not has_capability("drafts")
     if config_lacks_drafts:
         pytest.skip(f"vLLM {VERSION} is given no drafts")
     findings = play(monkeypatch, {when: change}, config, *actions)
     (fault,) = [found for found in findings if found.kind is FindingKind.FAULT]
-    assert said in fault.message
+    assert message in fault.message
     assert findings[0].sentence == FIRST.get(name, fault.sentence)
 
 
@@ -403,7 +405,9 @@ def test_a_block_that_is_freed_twice_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_vllm
-def test_whoever_comes_back_under_its_old_id_may_end_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_comes_back_under_its_old_id_may_end_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     again = (Submit(Request("A", (1, 2), max_tokens=1)), Schedule(), Answer(), Abort(("B",)))
     actions = (*END, *again, Schedule(), *again[:3], Schedule())
     nothing: dict[str, Change] = {"plan": lambda _scheduler, _plan: None}

@@ -88,7 +88,7 @@ def test_a_session_that_gave_its_blocks_away_waits_for_its_item_again() -> None:
     assert run.witnesses["encoder_beside_waits"] == 1
 
 
-def test_who_ends_behind_a_mask_that_knew_none_of_its_drafts_has_sampled_a_token() -> None:
+def test_a_request_that_ends_behind_a_mask_without_its_drafts_has_sampled_a_token() -> None:
     """No mask is made for it any more, so the drafts that were not told stay cut."""
     config = v.Config(
         num_blocks=20,

@@ -1,4 +1,4 @@
-"""Arms: answers do not depend on what must not matter; where they do, two configs say so."""
+"""Metamorphic: answers do not depend on what must not matter; where they do, two configs say so."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Wrong(PlainToy):
 
 
 @pytest.mark.parametrize(
-    ("engine", "arm", "told"),
+    ("engine", "arm", "message"),
     [
         ("Raising", "pool", "the engine raised KeyError: 'blocks'"),
         ("Foreign", "", "'who', which was never submitted"),
@@ -157,7 +157,7 @@ class Wrong(PlainToy):
     ],
 )
 def test_an_engine_that_breaks_is_a_fault_with_its_workload(
-    engine: str, arm: str, told: str, tmp_path: Path
+    engine: str, arm: str, message: str, tmp_path: Path
 ) -> None:
     name, out = f"{__name__}:{engine}", tmp_path / "out.json"
     result = CliRunner().invoke(
@@ -165,7 +165,7 @@ def test_an_engine_that_breaks_is_a_fault_with_its_workload(
     )
     assert result.exit_code == ExitCode.FAILED
     assert result.output.startswith("blockstep arms: FAULT")
-    assert told in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
     again = result.output.splitlines()[-1].split()
     assert again[:2] == ["reproduce", "blockstep"]
     assert CliRunner().invoke(app, again[2:]).output == result.output

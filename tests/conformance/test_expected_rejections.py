@@ -1,4 +1,4 @@
-"""Refusable: at safety a mistake may be refused or come to nothing, and must change nothing.
+"""At safety a mistake may be refused or come to nothing, and must change nothing.
 
 Each engine here is our specification with one answer of its own, so what it is accused of, or not,
 follows from that answer alone.
@@ -107,7 +107,7 @@ WRONG: dict[str, tuple[v.Config, tuple[Action, ...], v.Event, v.Observation]] = 
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_mistake_that_is_taken_is_told(name: str) -> None:
+def test_a_mistake_that_is_taken_is_found(name: str) -> None:
     config, start, event, answer = WRONG[name]
     run = start_program(Program(config, ()), answering(lambda _event, _seen: answer))
     for action in start:
@@ -140,7 +140,7 @@ def test_what_comes_to_nothing_is_no_mistake(name: str) -> None:
     assert run.perform(Answer()) == []  # it goes on as if nothing had been
 
 
-def test_an_answer_out_of_turn_that_nobody_waits_for_may_be_taken() -> None:
+def test_an_answer_out_of_turn_that_no_request_waits_for_may_be_taken() -> None:
     """Each request of a pipeline has its own token; those of an earlier plan it does not touch."""
 
     class AnyOrder(AtSafety):
@@ -206,7 +206,7 @@ def test_a_request_that_never_fits_may_be_refused_and_is_counted_nowhere() -> No
     assert run.skipped == {}
 
 
-def test_who_takes_what_never_fits_must_serve_it() -> None:
+def test_an_engine_that_takes_what_never_fits_must_serve_it() -> None:
     class Promising(AtSafety):
         def apply(self, event: v.Event) -> v.Observation:
             seen = super().apply(event)
@@ -269,23 +269,24 @@ def test_what_an_adapter_declines_or_cannot_read_is_not_given_to_be_refused() ->
 
 
 FORKING = replace(CONFIG, enable_forks=True)
-SAID = (*RUNS, Answer())
+SAMPLED = (*RUNS, Answer())
 GRAMMAR = v.Grammar((((0, 0), (1, 0)),))
 HELD = v.Request("A", (1, 2, 3), 6, structured_output=True, grammar=GRAMMAR)
 UNFIT: dict[str, tuple[tuple[Action, ...], v.Fork, v.RejectCode]] = {
-    "malformed": (SAID, v.Fork("A", ""), v.RejectCode.MALFORMED_EVENT),
-    "of nobody": (SAID, v.Fork("Z", "C"), v.RejectCode.UNKNOWN_REQUEST),
-    "under a name that is there": (SAID, v.Fork("A", "A"), v.RejectCode.DUPLICATE_REQUEST),
+    "malformed": (SAMPLED, v.Fork("A", ""), v.RejectCode.MALFORMED_EVENT),
+    "of nobody": (SAMPLED, v.Fork("Z", "C"), v.RejectCode.UNKNOWN_REQUEST),
+    "under a name that is there": (SAMPLED, v.Fork("A", "A"), v.RejectCode.DUPLICATE_REQUEST),
     "under a name in flight": ((v.Submit(A), v.Submit(B), v.Schedule(), v.Abort(("B",))),
         v.Fork("A", "B"),
         v.RejectCode.REQUEST_IN_FLIGHT),
-    "of who waits": ((*SAID, v.Submit(B)), v.Fork("B", "C"), v.RejectCode.BAD_FORK),
-    "of a branch that waits": ((*SAID, v.Fork("A", "B")), v.Fork("B", "C"), v.RejectCode.BAD_FORK),
+    "of who waits": ((*SAMPLED, v.Submit(B)), v.Fork("B", "C"), v.RejectCode.BAD_FORK),
+    "of a branch that waits": ((*SAMPLED, v.Fork("A", "B")), v.Fork("B", "C"),
+        v.RejectCode.BAD_FORK),
     "of a session": ((v.Submit(replace(A, resumable=True)), v.Schedule(), Answer()), v.Fork("A",
         "C"),
         v.RejectCode.BAD_FORK),
     "of who is in flight": (RUNS, v.Fork("A", "C"), v.RejectCode.FORK_IN_FLIGHT),
-    "with its last output": (SAID, v.Fork("A", "C", (1,) * 6), v.RejectCode.BAD_FORK),
+    "with its last output": (SAMPLED, v.Fork("A", "C", (1,) * 6), v.RejectCode.BAD_FORK),
     "with what is forbidden": ((v.Submit(HELD), v.GrammarReady("A"), v.Schedule(), Answer()),
         v.Fork("A",
         "C", (2,)), v.RejectCode.BAD_FORK),
@@ -302,10 +303,10 @@ def test_a_branch_that_cannot_begin_may_be_refused_and_not_be_taken(name: str) -
     assert hearing(taking, FORKING, *start, Hostile(fork))[1] == TAKEN
 
 
-def test_without_forks_nobody_goes_on_as_two() -> None:
-    assert hearing(AtSafety, CONFIG, *SAID, Hostile(v.Fork("A", "C")))[1] == []
+def test_without_forks_no_request_goes_on_as_two() -> None:
+    assert hearing(AtSafety, CONFIG, *SAMPLED, Hostile(v.Fork("A", "C")))[1] == []
     taking = answering(lambda _event, _seen: v.Ack())
-    assert hearing(taking, CONFIG, *SAID, Hostile(v.Fork("A", "C")))[1] == TAKEN
+    assert hearing(taking, CONFIG, *SAMPLED, Hostile(v.Fork("A", "C")))[1] == TAKEN
 
 
 class RefusesForks(AtSafety):
@@ -321,12 +322,12 @@ def test_a_branch_that_can_begin_must_be_taken() -> None:
     """Of who was preempted, too; without prefix caching what it shares is no hit."""
     uncached = replace(FORKING, enable_prefix_caching=False)
     for config in (FORKING, uncached):
-        branching = (*SAID, v.Fork("A", "C", (0,)))
+        branching = (*SAMPLED, v.Fork("A", "C", (0,)))
         assert hearing(AtSafety, config, *branching, Drain())[1] == []
         assert hearing(RefusesForks, config, *branching)[1] == [
             "answer_is_of_the_kind_of_the_event"
         ]
-    preempted = (*SAID, v.Reset(reset_running_requests=True), v.Fork("A", "C", (0,)))
+    preempted = (*SAMPLED, v.Reset(reset_running_requests=True), v.Fork("A", "C", (0,)))
     assert hearing(AtSafety, FORKING, *preempted, Drain())[1] == []
     assert hearing(RefusesForks, FORKING, *preempted)[1] == ["answer_is_of_the_kind_of_the_event"]
 
@@ -339,16 +340,16 @@ def test_a_branch_begins_with_its_own_outputs() -> None:
                 return seen
             return replace(seen, new=(replace(seen.new[0], output_token_ids=(1,)),))
 
-    branching = (*SAID, v.Fork("A", "C", (0,)), v.Schedule())
+    branching = (*SAMPLED, v.Fork("A", "C", (0,)), v.Schedule())
     assert "new_row_carries_the_request_as_submitted" in hearing(Mixes, FORKING, *branching)[1]
 
 
-def test_who_is_about_to_end_is_not_asked_for_a_branch() -> None:
+def test_a_request_that_is_about_to_end_is_not_asked_for_a_branch() -> None:
     class EndsLate(AtSafety):
         def apply(self, event: v.Event) -> v.Observation:
             assert not isinstance(event, v.Fork)
             seen = super().apply(event)
             return v.Aborted((), seen.request_ids) if isinstance(seen, v.Aborted) else seen
 
-    given = (*SAID, v.Abort(("A",)), v.Fork("A", "C", (0,)))
+    given = (*SAMPLED, v.Abort(("A",)), v.Fork("A", "C", (0,)))
     assert hearing(EndsLate, FORKING, *given)[1] == []
