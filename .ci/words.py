@@ -95,20 +95,22 @@ def read_python(text: str, name: str) -> Iterator[Text]:
     nodes = list(ast.walk(ast.parse(text)))
     for node in nodes:
         match node:
-            case ast.Expr(value=ast.Constant(value=str() as said) as value):
+            case ast.Expr(value=ast.Constant(value=str() as content) as value):
                 seen.add(id(value))
-                yield Text(name, node.lineno, "docstring", said)
+                yield Text(name, node.lineno, "docstring", content)
             case ast.JoinedStr(values=parts):
                 seen |= {id(part) for part in ast.walk(node)}
-                said = "".join(
+                content = "".join(
                     str(part.value) if isinstance(part, ast.Constant) else "n" for part in parts
                 )
-                if WORDY.search(said):
-                    yield Text(name, node.lineno, "message", said)
+                if WORDY.search(content):
+                    yield Text(name, node.lineno, "message", content)
     for node in nodes:
         match node:
-            case ast.Constant(value=str() as said) if id(node) not in seen and WORDY.search(said):
-                yield Text(name, node.lineno, "message", said)
+            case ast.Constant(value=str() as content) if id(node) not in seen and WORDY.search(
+                content
+            ):
+                yield Text(name, node.lineno, "message", content)
 
 
 def read_page(text: str, name: str) -> Iterator[Text]:

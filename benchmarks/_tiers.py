@@ -80,9 +80,9 @@ class Tiers:
         invalid = block_ids[first + len(names) :]
         end = max(ends, default=now)
         if invalid:
-            self._tell(end, load.request_id)  # what there is now: it is asked for again
-        told = KVTransfers((load.request_id,), invalid_block_ids=invalid)
-        self._tell(end, TransfersReported(told))
+            self._add_end(end, load.request_id)  # what there is now: it is asked for again
+        transfers = KVTransfers((load.request_id,), invalid_block_ids=invalid)
+        self._add_end(end, TransfersReported(transfers))
 
     def swap(self, save: KVSave, outputs: TokenIds, now: float) -> KVOffer:
         """Keep what a victim has; it is offered once it is there."""
@@ -91,25 +91,25 @@ class Tiers:
         names = self._name(request, tokens)
         if len(names) > len(self._names[save.request_id]):
             self._names[save.request_id] = names
-        self._tell(self._keep(names, now), save.request_id)
+        self._add_end(self._keep(names, now), save.request_id)
         return KVOffer(save.request_id, None, is_async=True, delays_free=True)
 
     def end(self, request_id: RequestId, tokens: TokenIds, now: float) -> None:
         """Keep what an ended request has computed; its blocks are held until they are copied."""
         del self._names[request_id]
         names = self._name(self._requests.pop(request_id), tokens)
-        told = KVTransfers(finished_sending=(request_id,))
-        self._tell(self._keep(names, now), TransfersReported(told))
+        transfers = KVTransfers(finished_sending=(request_id,))
+        self._add_end(self._keep(names, now), TransfersReported(transfers))
 
     def list_events(self, now: float) -> list[Event]:
         """Return the events of all transfers that have ended by now."""
         events: list[Event] = []
         while self._ends and self._ends[0][0] <= now:
-            told = heapq.heappop(self._ends)[2]
-            if not isinstance(told, str):
-                events.append(told)
-            elif told in self._names:
-                events.append(self._offer(told))
+            ended = heapq.heappop(self._ends)[2]
+            if not isinstance(ended, str):
+                events.append(ended)
+            elif ended in self._names:
+                events.append(self._offer(ended))
         return events
 
     def find_next_end(self, now: float) -> float:
@@ -145,5 +145,5 @@ class Tiers:
         self._free_at[level, way] = end
         return end
 
-    def _tell(self, when: float, told: Event | RequestId) -> None:
-        heapq.heappush(self._ends, (when, next(self._ties), told))
+    def _add_end(self, when: float, ended: Event | RequestId) -> None:
+        heapq.heappush(self._ends, (when, next(self._ties), ended))

@@ -150,11 +150,11 @@ def serve(engine: DeviceEngine, *requests: Request) -> None:
             is_empty = int(engine.inbox.state.num_rows[0]) == 0
             if len(engine.frames) == engine.inbox.dims.frames or (engine.frames and is_empty):
                 frame_id, frame = next(iter(engine.frames.items()))
-                told = (
+                rows = (
                     (name, () if x is None else (7, *[7] * len(x)))
                     for name, x in frame.rows.items()
                 )
-                engine.apply(Commit(frame_id, tuple(RowTokens(*row) for row in told)))
+                engine.apply(Commit(frame_id, tuple(RowTokens(*row) for row in rows)))
 
 
 def play_rare() -> None:

@@ -98,7 +98,7 @@ def find(plan: Plan, folder: Path, max_events: int) -> tuple[bool, int, float]:
 
 def measure(name: str, seeds: int, max_events: int, is_guided: Sequence[bool]) -> dict[str, object]:
     """Return the numbers of one seeded bug, for every seed with and without lines."""
-    told: dict[str, object] = {}
+    numbers: dict[str, object] = {}
     runs: dict[bool, list[tuple[bool, int, float]]] = {it: [] for it in is_guided}
     for seed in range(seeds):
         for guided, found in runs.items():
@@ -108,13 +108,13 @@ def measure(name: str, seeds: int, max_events: int, is_guided: Sequence[bool]) -
                 path.write_text(PLAN.format(name=name, seed=seed, lines=lines))
                 found.append(find(read_plan(path), Path(folder) / "store", max_events))
     for guided, found in runs.items():
-        told["lines" if guided else "goals"] = {
+        numbers["lines" if guided else "goals"] = {
             "found": sum(it for it, _, _ in found),
             "events": [it for _, it, _ in found],
             "median_events": median(it for _, it, _ in found),
             "median_seconds": round(median(it for _, _, it in found), 2),
         }
-    return told
+    return numbers
 
 
 def main() -> int:
@@ -137,8 +137,8 @@ def main() -> int:
     if not args.names:
         run = {"day": f"{datetime.now(UTC):%Y-%m-%d}", "commit": get_commit()}
         run |= {"python": platform.python_version()}
-        told = {**run, "events": args.events, "seeds": args.seeds, "bugs": results}
-        RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+        record = {**run, "events": args.events, "seeds": args.seeds, "bugs": results}
+        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
@@ -148,9 +148,9 @@ HEADS = ("goals: found", "events", "s", "lines: found", "events", "s")
 def list_rows(results: dict[str, dict[str, object]]) -> list[tuple[str, ...]]:
     """Return the rows of the table: medians over the seeds."""
     rows = []
-    for name, told in results.items():
+    for name, modes in results.items():
         cells = [name]
-        for values in told.values():
+        for values in modes.values():
             assert isinstance(values, dict)
             numbers = (values["found"], values["median_events"], values["median_seconds"])
             cells += [f"{it:,}" for it in numbers]

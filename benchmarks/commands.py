@@ -195,8 +195,8 @@ def has_history(column: Column) -> bool:
 
 def _git(repository: Path, *arguments: str) -> None:
     env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
-    who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
-    command = ["git", *who, "-c", "core.hooksPath=/dev/null", *arguments]
+    identity = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    command = ["git", *identity, "-c", "core.hooksPath=/dev/null", *arguments]
     subprocess.run(  # noqa: S603 - git, with names of ours
         command, cwd=repository, env=env, check=True, capture_output=True
     )
@@ -211,17 +211,17 @@ def run_cell(row: Row, column: Column, files: Mapping[str, str]) -> str:
     assert column.path is not None, "its checkout is named"
     given = {"ENGINE": column.engine, "PATH": column.path, **files}
     code, output = run([given.get(word, word) for word in row.command.split()])
-    told = f"blockstep {row.command} on {column.engine}: exit code {code}: {output}"
-    assert "Traceback" not in output, told
+    message = f"blockstep {row.command} on {column.engine}: exit code {code}: {output}"
+    assert "Traceback" not in output, message
     lines = [line for line in output.splitlines() if line]
-    said = [line for line in lines if line.startswith("blockstep: ") or "NOTHING RAN" in line]
-    if code == 2 or (code == 5 and said):
-        assert len(lines) == len(said) == 1, told
-        return _clean(said[0], given)
+    notices = [line for line in lines if line.startswith("blockstep: ") or "NOTHING RAN" in line]
+    if code == 2 or (code == 5 and notices):
+        assert len(lines) == len(notices) == 1, message
+        return _clean(notices[0], given)
     if code == 5 and not any("NO VERDICT (coverage goals" in line for line in lines):
         return _clean(next(line for line in lines if "not " in line.lower()), given)
-    assert code in ENDS_WELL, told
-    assert not column.is_clean or code in (0, 5), told
+    assert code in ENDS_WELL, message
+    assert not column.is_clean or code in (0, 5), message
     return WORKS
 
 

@@ -355,11 +355,11 @@ def step_apart(python: str, name: str, running: int, steps: int) -> dict[str, fl
     own = [python, __file__, "--side", name, "-n", f"{running}", "--replays", f"{steps}"]
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0", **os.environ}
     done = subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True, env=environment)  # noqa: S603
-    told: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
-def tell(times: list[float]) -> dict[str, float]:
+def summarize(times: list[float]) -> dict[str, float]:
     """Median and 99th percentile."""
     return {"p50_us": median(times), "p99_us": quantiles(times, n=100)[98]}
 
@@ -368,10 +368,10 @@ def measure(running: int, options: argparse.Namespace, has_gpu: bool) -> dict[st
     """Measure one size with every available engine."""
     if options.count:
         return {**count(running), **count_chains(running)}
-    made = {"device": tell(replay(running, options.replays))} if has_gpu else {}
+    made = {"device": summarize(replay(running, options.replays))} if has_gpu else {}
     if options.no_host:
         return made
-    made["host"] = tell(step_host("host", running, options.replays))
+    made["host"] = summarize(step_host("host", running, options.replays))
     if options.vllm:
         made["vllm"] = step_apart(options.vllm, "vllm", running, options.replays)
     return made
@@ -392,7 +392,9 @@ def main() -> int:
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
     if options.side:
         (running,) = options.n
-        sys.stdout.write(json.dumps(tell(step_host(options.side, running, options.replays))) + "\n")
+        sys.stdout.write(
+            json.dumps(summarize(step_host(options.side, running, options.replays))) + "\n"
+        )
         return 0
     torch: Any = import_module("torch")
     has_gpu = not options.count and torch.cuda.is_available()

@@ -384,18 +384,18 @@ class Bench:
     def run_peers(self, deadline: float) -> None:
         """Measure the other engines; one that cannot run is listed with its reason."""
         for running in self.sizes:
-            told: dict[str, Any] = {}
-            self.found["peers"][f"{running}"] = told
+            results: dict[str, Any] = {}
+            self.found["peers"][f"{running}"] = results
             prompts = make_prompts(running, self.model.shape["vocab_size"], 1)
             for name, run in PEERS.items():
                 if time.perf_counter() > deadline:
-                    told[name] = "not measured: no time was left"
+                    results[name] = "not measured: no time was left"
                     continue
                 try:
-                    told[name] = run(self.model, prompts, self.device)
+                    results[name] = run(self.model, prompts, self.device)
                 except Exception as error:  # another engine may fail in any way
-                    told[name] = f"not measured: {type(error).__name__}: {error}"[:300]
-                print(f"{running} running, {name}: {told[name]}")
+                    results[name] = f"not measured: {type(error).__name__}: {error}"[:300]
+                print(f"{running} running, {name}: {results[name]}")
                 self.save()
 
 

@@ -172,13 +172,13 @@ def main() -> None:
                 f"read {figures.read_ms:.3f} ms"
             )
     if args.json:
-        told = {
+        record = {
             "figures": [asdict(one) for one in found],
             "torch": torch.__version__,
             "python": platform.python_version(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         }
-        args.json.write_text(json.dumps(told, indent=2) + "\n")
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -84,11 +84,11 @@ class Side:
             engine.take_events()
             return 1e6 * (planned + committed)
         begin = thread_time()
-        told = engine.apply(Schedule())
+        answer = engine.apply(Schedule())
         planned = thread_time() - begin
-        assert isinstance(told, Plan)
-        names = [row.request_id for row in told.cached] + [row.request_id for row in told.new]
-        event = Commit(told.frame_id, tuple([RowTokens(name, (1,)) for name in names]))
+        assert isinstance(answer, Plan)
+        names = [row.request_id for row in answer.cached] + [row.request_id for row in answer.new]
+        event = Commit(answer.frame_id, tuple([RowTokens(name, (1,)) for name in names]))
         begin = thread_time()
         outputs = engine.apply(event)
         committed = thread_time() - begin

@@ -110,13 +110,13 @@ def title_of(defect: dict[str, Any]) -> str:
     names = {cause["name"] for cause in defect["causes"] if cause["means"] == "quirk"}
     stories = [story for story in QUIRKS if story.quirk in names]
     if stories:
-        return "; ".join(f"{story.title} ({tell(story)})" for story in stories)
+        return "; ".join(f"{story.title} ({format_story(story)})" for story in stories)
     first = defect["findings"][0]
-    said = f"nothing known: {first['property'] or first['kind']} {first['sentence']}"
-    return str(defect["title"]) if defect["causes"] else said
+    unexplained = f"nothing known: {first['property'] or first['kind']} {first['sentence']}"
+    return str(defect["title"]) if defect["causes"] else unexplained
 
 
-def tell(story: QuirkStory) -> str:
+def format_story(story: QuirkStory) -> str:
     """Return the upstream number, and which properties the quirk breaks."""
     breaks = "breaks " + " ".join(story.property_ids) if story.property_ids else "a change"
     return f"{breaks}; {story.upstream}"

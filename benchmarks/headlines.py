@@ -58,7 +58,7 @@ def main(names: list[str]) -> int:
     num_named = 0
     for entry in chosen:
         start = time.process_time()
-        line = in_vllm.tell_first_line(entry)
+        line = in_vllm.make_first_line(entry)
         is_named = entry.is_named_by(line)
         num_named += is_named
         seconds = time.process_time() - start

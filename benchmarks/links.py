@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    told = describe_device()
+    record = describe_device()
     found: list[dict[str, Any]] = []
     for kib in args.block_kib:
         with list_runs(args.folder, kib << 10, args.blocks) as runs:
@@ -237,13 +237,13 @@ def main() -> None:
         print(*map(report, measured), sep="\n")
         for rate in args.tokens_per_second:
             for name, length in list_break_evens(measured, rate):
-                said = "never" if length is None else f"from {length:,} tokens on"
-                print(f"    swap to {name} rather than compute {rate:,} tokens/s: {said}")
+                text = "never" if length is None else f"from {length:,} tokens on"
+                print(f"    swap to {name} rather than compute {rate:,} tokens/s: {text}")
         found += [{**asdict(each), "link": asdict(each.link)} for each in measured]
     if args.json:
         command = shlex.join(["python", "benchmarks/links.py", *sys.argv[1:]])
-        told |= {"command": command, "measured": found}
-        args.json.write_text(json.dumps(told, indent=2) + "\n")
+        record |= {"command": command, "measured": found}
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

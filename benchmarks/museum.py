@@ -52,8 +52,8 @@ def make_page() -> str:
     lines = [f"- {name}: {', '.join(column['runs'])}" for name, column in columns.items()]
     about: dict[str, tuple[str, str]] = {}
     for name, exhibit in EXHIBITS.items():
-        told = describe(exhibit)
-        about[name] = str(told["what is wrong"]), str(told["upstream"])
+        description = describe(exhibit)
+        about[name] = str(description["what is wrong"]), str(description["upstream"])
     table = tabulate(about, {name: column["cells"] for name, column in columns.items()})
     return "Runs of each column:\n\n" + "\n".join(lines) + "\n\n" + table
 

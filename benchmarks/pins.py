@@ -117,10 +117,10 @@ def read_sessions(path: Path, suites: list[str]) -> list[Session]:
     workload = load(path)
     raw = path.read_bytes()
     text = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    told = [json.loads(line) for line in text.splitlines()]
+    records = [json.loads(line) for line in text.splitlines()]
     by_session: dict[tuple[str, str], list[tuple[int, Request]]] = {}
     for row in workload.rows:
-        suite, name = told[row.row]["suite"], told[row.row]["session"]
+        suite, name = records[row.row]["suite"], records[row.row]["session"]
         if row.input_length and (not suites or suite in suites):
             turns = by_session.setdefault((suite, name), [])
             turns.append((row.arrival_time, workload.request(row)))
@@ -393,12 +393,12 @@ def main() -> None:
     seconds = time.process_time() - start
     print(f"\n{make_page(figures)}\n{seconds:.0f} s of processor time, {get_commit()}")
     if args.json:
-        told = {name: str(value) for name, value in vars(args).items() if name != "json"}
-        told["trace"] = args.trace.name if args.trace else f"made up, seed {MADE_UP_SEED}"
+        arguments = {name: str(value) for name, value in vars(args).items() if name != "json"}
+        arguments["trace"] = args.trace.name if args.trace else f"made up, seed {MADE_UP_SEED}"
         found = {
             "python": platform.python_version(),
             "commit": get_commit(),
-            "arguments": told,
+            "arguments": arguments,
             "figures": [asdict(row) for row in figures],
         }
         args.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -123,8 +123,8 @@ def main() -> None:
         name = f"{cost.side}{' + state' if cost.with_state else ''}"
         print(f"{name:46}{cost.here_us:8.1f}{cost.there_us:8.1f}")
     if given.json is not None:
-        told = {"machine": platform.processor(), "costs": [asdict(cost) for cost in costs]}
-        given.json.write_text(json.dumps(told, indent=1) + "\n")
+        record = {"machine": platform.processor(), "costs": [asdict(cost) for cost in costs]}
+        given.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

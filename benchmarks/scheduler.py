@@ -221,8 +221,8 @@ def list_step_lines(folder: Path = RESULTS) -> dict[str, list[tuple[int, float]]
 def make_profiles(plain: Mapping[str, Any]) -> str:
     """Return a block for each engine in each scenario."""
     found = msgspec.convert(plain["profiles"], list[Profile])
-    told = [to_lines(entry)[: 2 + NUM_LINES] for entry in found]
-    blocks = ["\n".join(["```text", *lines, "```"]) for lines in told]
+    profile_lines = [to_lines(entry)[: 2 + NUM_LINES] for entry in found]
+    blocks = ["\n".join(["```text", *lines, "```"]) for lines in profile_lines]
     return "\n\n".join([f"`{plain['command']}`", format_machine(plain["machine"]), *blocks])
 
 

@@ -49,7 +49,7 @@ def run(folder: Path, *options: str, **environment: str) -> tuple[int, list[str]
     return done.returncode, lines[1:], done.stderr
 
 
-def test_what_is_run_is_told_of_the_machine_and_of_the_options(tmp_path: Path) -> None:
+def test_what_is_run_gets_the_machine_and_the_options(tmp_path: Path) -> None:
     status, (_, *arguments), _ = run(tmp_path, "tests", "--again", "--", "-k", "a b")
     assert status == 0
     assert arguments == [
@@ -77,12 +77,12 @@ def test_the_exit_status_is_that_of_what_was_run(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
-    status, calls, said = run(tmp_path, NO_GPU="1")
+    status, calls, output = run(tmp_path, NO_GPU="1")
     assert (status, calls) == (2, [])
-    assert said.splitlines()[-1] == "make gpu: nothing was run"
+    assert output.splitlines()[-1] == "make gpu: nothing was run"
 
 
-def test_this_python_is_told_what_it_lacks() -> None:
+def test_what_this_python_lacks_is_reported() -> None:
     """The real questions, asked of the Python that runs the tests."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

@@ -152,11 +152,11 @@ def list_houses() -> list[dict[str, str]]:
 @pytest.mark.parametrize("sources", list_houses())
 def test_each_forbidden_import_is_caught(sources: dict[str, str], tmp_path: Path) -> None:
     build_house(tmp_path, sources)
-    said = " ".join(find_imports_against_the_rules(tmp_path).split())  # it breaks long lines
-    assert [name for name in sources if f"blockstep.{name} -> blockstep." not in said] == []
+    message = " ".join(find_imports_against_the_rules(tmp_path).split())  # it breaks long lines
+    assert [name for name in sources if f"blockstep.{name} -> blockstep." not in message] == []
 
 
-def test_a_room_that_nobody_has_placed_is_caught(tmp_path: Path) -> None:
+def test_an_unplaced_room_is_caught(tmp_path: Path) -> None:
     build_house(tmp_path, {})
     (tmp_path / "conformance" / "blockstep" / "conformance" / "attic.py").touch()
     assert "attic" in find_imports_against_the_rules(tmp_path)

@@ -219,7 +219,7 @@ def list_steps(path: Path, *keys: str) -> list[dict[str, Any]]:
 def get_defaults() -> dict[str, str]:
     """The inputs of the action that are not owed, at their defaults."""
     inputs: dict[str, dict[str, str]] = yaml.safe_load(ACTION.read_text())["inputs"]
-    return {name: told["default"] for name, told in inputs.items() if "default" in told}
+    return {name: entry["default"] for name, entry in inputs.items() if "default" in entry}
 
 
 def run_action(place: Installed, inputs: Mapping[str, str], summary: Path) -> dict[str, int]:
@@ -274,10 +274,10 @@ def test_the_workflow_gives_the_action_what_it_takes(
     inputs = {"package": str(built[0]), "budget": "4000", "arguments": "--jobs 1"}
     assert run_action(place, inputs, summary) == {"Install": 0, "Check": 1, "Annotate": 0}
     assert str(built[0]) in (place.folder / "installed.txt").read_text()
-    told = (place.folder / "Annotate.txt").read_text()
+    annotation = (place.folder / "Annotate.txt").read_text()
     line = next(n for n, it in enumerate((place.folder / "toy.py").read_text().splitlines(), 1)
                 if it.startswith("class Toy"))  # fmt: skip
-    assert told.startswith(f"::error file=toy.py,line={line},title=Blockstep%3A P2 ")
+    assert annotation.startswith(f"::error file=toy.py,line={line},title=Blockstep%3A P2 ")
     assert "1 failure in" in summary.read_text()
     kept = place.folder / "blockstep-results" / "found.json"
     kept.rename(place.folder / own["corpus"] / "found.json")

@@ -193,13 +193,13 @@ def test_the_tutorial_shows_what_a_run_ends_with() -> None:
     page = PAGES["docs/tutorial/first-run.md"]
     canary = run_canary(CheckOptions())
     result = CheckResult(CheckOptions(), num_events=1, seconds=1.0, canary_killed_after=canary)
-    told = verdict_text(result).splitlines()
+    lines = verdict_text(result).splitlines()
     (shown,) = re.findall(r"```text\n(conforms: \.\.\. events.*?)```", page, re.DOTALL)
     first, reached, canary_line, last = shown.splitlines()
-    assert told[0] == first.replace("...", "1")
-    assert reached.split(" ... ")[1] in told[1]
-    assert canary_line == told[2]
-    assert told[-1].startswith(last.removesuffix(" ..."))
+    assert lines[0] == first.replace("...", "1")
+    assert reached.split(" ... ")[1] in lines[1]
+    assert canary_line == lines[2]
+    assert lines[-1].startswith(last.removesuffix(" ..."))
     assert "explain NAME" in TITLE
 
 

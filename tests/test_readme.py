@@ -64,7 +64,7 @@ def table_of(title: str) -> dict[str, list[str]]:
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
 
-def test_what_is_covered_is_what_our_engines_say() -> None:
+def test_the_coverage_table_matches_our_engines() -> None:
     table = table_of("What is covered")
     heads = [re.sub(r".*`(\w+)`", r"\1", cell) for cell in table.pop("")]
     assert heads[:3] == ["spec", "host", "device"]

@@ -105,9 +105,9 @@ def measure(num_events: int, seed: int) -> tuple[list[Module], dict[str, int]]:
         options = check.CheckOptions(
             engine=engine, profile=profile, preset=preset, seed=seed, with_features=features
         )
-        told = f"engine {engine}, profile {profile}, preset {preset}"
-        told += f", with {' and '.join(features)}" * bool(features)
-        counts[told] = play(check, options, max(num_events // part, 1))
+        label = f"engine {engine}, profile {profile}, preset {preset}"
+        label += f", with {' and '.join(features)}" * bool(features)
+        counts[label] = play(check, options, max(num_events // part, 1))
     tracer.stop()
     files = sorted(folder.rglob("*.py"))
     names = {f"spec/{file.relative_to(folder).as_posix()}": file for file in files}

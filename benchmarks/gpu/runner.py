@@ -163,7 +163,7 @@ class Runner:
 
     def save(self) -> None:
         """Write everything known by now, whole or not at all."""
-        told = {
+        record = {
             **self.about,
             "sources": self.sources,
             "parts": {name: asdict(result) for name, result in self.results.items()},
@@ -171,7 +171,7 @@ class Runner:
         }
         file = self.folder / FILE
         beside = file.with_suffix(".new")
-        beside.write_text(json.dumps(told, indent=1) + "\n")
+        beside.write_text(json.dumps(record, indent=1) + "\n")
         beside.replace(file)
         with tarfile.open(self.folder / PACKED, "w:gz") as packed:
             for path in sorted(self._raw.iterdir()):

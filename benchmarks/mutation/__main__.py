@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{mutant.source.module}:{mutant.change.lines[0]} {mutant.change.function}"
         print(f"SURVIVED {where} ({met})\n  {mutant.change.show(mutant.source.text)}", flush=True)
 
-    def tell(what: str, done: int, total: int) -> None:
+    def show_progress(what: str, done: int, total: int) -> None:
         print(f"\r{what} {done}/{total} ", end="", file=sys.stderr, flush=True)
 
     plan = Plan(
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(f"seed {plan.seed}")
     try:
-        campaign = run_campaign(plan, tell, show)
+        campaign = run_campaign(plan, show_progress, show)
     except (LookupError, ValueError, UnsoundError) as error:
         print(f"mutation: {error}", file=sys.stderr)
         return USAGE
@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module, (played, killed) in results["modules"].items():
         print(f"{module:<40} {killed:>4} of {played:<4}")
     survivors, not_made = len(results["survivors"]), results["not_made"]
-    told = f"{survivors} survivors, {not_made} not made, seed {plan.seed}"
-    print(f"{get_score(results):.1%} noticed, {told}")
+    summary = f"{survivors} survivors, {not_made} not made, seed {plan.seed}"
+    print(f"{get_score(results):.1%} noticed, {summary}")
     return 1 if survivors or not results["modules"] else 0
 
 

@@ -75,7 +75,7 @@ class Campaign:
 
 def run_campaign(
     plan: Plan,
-    tell: Callable[[str, int, int], None] = lambda *_: None,
+    show_progress: Callable[[str, int, int], None] = lambda *_: None,
     on_survivor: Callable[[Mutant, int], None] = lambda *_: None,
 ) -> Campaign:
     """Draw the mutants of a plan and play them; `on_survivor` gets each that nothing noticed, and
@@ -98,7 +98,7 @@ def run_campaign(
         campaign.results[mutant.title] = result
         if not result["killed_by"]:
             on_survivor(mutant, result["num_trials"])
-        tell("mutants", len(campaign.results), len(mutants))
+        show_progress("mutants", len(campaign.results), len(mutants))
 
     def work(runs: Runs) -> None:
         for mutant in mutants:
@@ -108,16 +108,16 @@ def run_campaign(
         left = [one for one in mutants if one.title not in campaign.results]
         if not left:
             return
-        tell("unchanged run", 0, 1)
+        show_progress("unchanged run", 0, 1)
         touched = {one.source.module for one in left}
         trials, campaign.left_out = measure(
             runs, [one for one in sources if one.module in touched], plan.jobs
         )
-        tell("unchanged run", 1, 1)
+        show_progress("unchanged run", 1, 1)
         campaign.num_trials = len(trials)
         works = [partial(play_mutant, one, choose(one, trials), runs) for one in left]
-        for index, told in run_forked(works, plan.jobs, WALL_SECONDS):
-            result = _read(told)
+        for index, answer in run_forked(works, plan.jobs, WALL_SECONDS):
+            result = _read(answer)
             journal.note(keys[left[index].title], result)
             take(left[index], result)
 
@@ -132,10 +132,10 @@ def draw(mutants: Sequence[Mutant], number: int | None, seed: int) -> list[Mutan
     return sorted(drawn, key=lambda one: (one.source.module, one.change.start, one.change.number))
 
 
-def _read(told: Result) -> dict[str, Any]:
-    match told:
+def _read(answer: Result) -> dict[str, Any]:
+    match answer:
         case dict():
-            return told
+            return answer
         case signal.Signals.SIGPROF | signal.Signals.SIGALRM:
             return {"killed_by": "hang", "num_trials": 1}
         case _:

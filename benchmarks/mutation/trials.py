@@ -157,8 +157,8 @@ def list_runs(target: Target, only: Sequence[str] = ()) -> dict[str, Callable[[]
         runs[f"play {stage[0]} {stage[1]}"] = partial(play, stage)
     for name in EXHIBITS if target.has_bugs else ():
         for is_hidden in (False, True):
-            told = "hidden" if is_hidden else "shown"
-            runs[f"bug {name} {told}"] = partial(find_bug, name, is_hidden)
+            kind = "hidden" if is_hidden else "shown"
+            runs[f"bug {name} {kind}"] = partial(find_bug, name, is_hidden)
     if target.has_bugs:
         runs["play host at safety"] = partial(_play_at_safety)
     return runs
@@ -258,14 +258,14 @@ def measure(runs: Runs, sources: Sequence[Source], jobs: int) -> tuple[dict[str,
     Raises:
         UnsoundError: they do not finish, or none has the expected result.
     """
-    ((_, told),) = run_forked([partial(_trace, runs, sources)], jobs, UNCHANGED_SECONDS)
-    if not isinstance(told, dict) or not told["trials"]:
-        raise UnsoundError(f"no unchanged trial passes: {told}; run the tests first")
+    ((_, trace),) = run_forked([partial(_trace, runs, sources)], jobs, UNCHANGED_SECONDS)
+    if not isinstance(trace, dict) or not trace["trials"]:
+        raise UnsoundError(f"no unchanged trial passes: {trace}; run the tests first")
     trials = {
         name: Trial(name, seconds, {one: frozenset(seen) for one, seen in lines.items()})
-        for name, (seconds, lines) in told["trials"].items()
+        for name, (seconds, lines) in trace["trials"].items()
     }
-    return trials, told["failed"]
+    return trials, trace["failed"]
 
 
 def _trace(runs: Runs, sources: Sequence[Source]) -> dict[str, Any]:
@@ -312,16 +312,16 @@ def play_mutant(mutant: Mutant, trials: Sequence[Trial], runs: Runs) -> dict[str
     It needs a process of its own.
     """
     _allow(WALL_SECONDS)
-    told = {"killed_by": "", "num_trials": len(trials)}
+    result = {"killed_by": "", "num_trials": len(trials)}
     source = mutant.source
     try:
         plant(mutant.change, source.text, str(source.file))
     except CannotPlantError:
-        return {**told, "killed_by": "not made"}
+        return {**result, "killed_by": "not made"}
     for trial in trials:
         if not _try(runs[trial.name], max(HANG_SECONDS, SLOWER_MAX * trial.seconds)):
-            return {**told, "killed_by": "hang" if Hang.was_raised else trial.name}
-    return told
+            return {**result, "killed_by": "hang" if Hang.was_raised else trial.name}
+    return result
 
 
 def _try(run: Callable[[], bool], seconds_max: float) -> bool:

@@ -43,8 +43,8 @@ def main() -> int:
         print(f"pairs: {cell}: reached, and a reason says that it cannot be")
     if args.events == EVENTS:
         run = {"day": datetime.now(tz=UTC).date().isoformat(), "commit": get_commit()}
-        told = {"run": run, "played": played, "episodes": dict(sorted(counts.items()))}
-        REACHED.write_text(json.dumps(told, indent=0) + "\n", encoding="utf-8")
+        record = {"run": run, "played": played, "episodes": dict(sorted(counts.items()))}
+        REACHED.write_text(json.dumps(record, indent=0) + "\n", encoding="utf-8")
     return 1 if empty or wrong else 0
 
 

@@ -98,13 +98,13 @@ def _list_columns(columns: Sequence[str]) -> str:
 def render_page(results: Mapping[str, Any]) -> str:
     """Return the page's tables, from the events played and the episodes that reached each cell."""
     played, counts, run = results["played"], results["episodes"], results["run"]
-    told = "; ".join(f"`{options}`: {events:,} events" for options, events in played.items())
+    campaigns = "; ".join(f"`{options}`: {events:,} events" for options, events in played.items())
     undrawn = "".join(f"- `{cell}`: {reason}\n" for cell, reason in UNDRAWN.items())
     return "\n".join(
         [
             INTRO,
             f"Run of {run['day']} at commit {run['commit']}.",
-            f"Played, the specification against itself: {told}.",
+            f"Played, the specification against itself: {campaigns}.",
             "",
             "## Features and settings",
             "",

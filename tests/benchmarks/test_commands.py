@@ -31,13 +31,13 @@ def compare(column: Column, folder: Path, slow: bool) -> None:
 
 
 @pytest.mark.parametrize("column", LOCAL, ids=lambda column: column.title)
-def test_a_column_is_what_the_commands_say(column: Column, tmp_path: Path) -> None:
+def test_a_column_is_what_the_commands_print(column: Column, tmp_path: Path) -> None:
     compare(column, tmp_path, slow=False)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.title)
-def test_a_whole_column_is_what_the_commands_say(column: Column, tmp_path: Path) -> None:
+def test_a_whole_column_is_what_the_commands_print(column: Column, tmp_path: Path) -> None:
     if column.path is None:
         pytest.skip(f"{column.variable} names no checkout, so {column.title} is not held to it")
     compare(column, tmp_path, slow=True)
@@ -46,7 +46,7 @@ def test_a_whole_column_is_what_the_commands_say(column: Column, tmp_path: Path)
 @pytest.mark.parametrize(
     "column", [c for c in COLUMNS if c.variable], ids=lambda column: column.title
 )
-def test_a_column_of_a_checkout_is_what_the_commands_say(column: Column, tmp_path: Path) -> None:
+def test_a_column_of_a_checkout_is_what_the_commands_print(column: Column, tmp_path: Path) -> None:
     if column.path is None:
         pytest.skip(f"{column.variable} names no checkout, so {column.title} is not held to it")
     compare(column, tmp_path, slow=False)

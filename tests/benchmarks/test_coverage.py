@@ -103,7 +103,7 @@ def test_results_are_read_as_they_were_written() -> None:
     assert "on 2026-01-02" in render_page(make_results(MODULE), [])
 
 
-def test_what_has_no_reason_stands_out() -> None:
+def test_what_has_no_reason_is_listed() -> None:
     reasons = [Reason("spec/core/block_pool.py", "f", "Nobody asks for it.", code="if a | b:")]
     assert get_unexplained([MODULE], reasons) == [("spec/core/block_pool.py", MODULE.unreached[1])]
     page = render_page(make_results(MODULE), reasons)
@@ -119,7 +119,7 @@ def test_a_reason_may_be_about_one_way_only_and_may_become_idle() -> None:
     assert "Explains nothing any more: `spec/core/block_pool.py`, `` if c: ``." in page
 
 
-def test_a_reason_may_be_about_a_class_and_is_said_once() -> None:
+def test_a_reason_may_be_about_a_class_and_is_given_once() -> None:
     ways = (Unreached(3, "C.f", "a", AWAY), Unreached(5, "C.g", "b", AWAY))
     reasons = [Reason("spec/core/block_pool.py", "C", "Nobody asks for it.")]
     page = render_page(make_results(Module("spec/core/block_pool.py", 10, 9, 4, 2, ways)), reasons)

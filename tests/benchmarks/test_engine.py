@@ -18,7 +18,7 @@ def fail(*_: object) -> dict[str, float]:
     raise RuntimeError("no such engine here")
 
 
-def test_every_way_is_measured_and_says_the_same(
+def test_every_way_is_measured_and_generates_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "engine.json"
@@ -87,13 +87,13 @@ def test_only_what_no_other_kernel_hides_is_exposed() -> None:
         Span("model", 0, 800), Span("plan_kernel", 700, 900), Span("model", 1_000, 1_700),
         Span("plan_kernel", 1_100, 1_200),
     ]  # fmt: skip
-    told = summarize(spans, 2, 1.0, {"plan_kernel", "commit_kernel"})
-    assert told["busy_ms"] == pytest.approx(0.8)
-    assert told["busy_percent"] == pytest.approx(80)
-    assert told["scheduler_ms"] == pytest.approx(0.15)
-    assert told["exposed_percent"] == pytest.approx(5)
-    assert told["launches_per_step"] == 2
-    assert told["kernels"][0] == {"name": "model", "us": 750, "launches": 1}
+    summary = summarize(spans, 2, 1.0, {"plan_kernel", "commit_kernel"})
+    assert summary["busy_ms"] == pytest.approx(0.8)
+    assert summary["busy_percent"] == pytest.approx(80)
+    assert summary["scheduler_ms"] == pytest.approx(0.15)
+    assert summary["exposed_percent"] == pytest.approx(5)
+    assert summary["launches_per_step"] == 2
+    assert summary["kernels"][0] == {"name": "model", "us": 750, "launches": 1}
 
 
 def test_vllm_is_asked_for_tokens_without_an_early_end(
@@ -112,7 +112,7 @@ def test_vllm_is_asked_for_tokens_without_an_early_end(
     fake = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", fake)
     model = make_model(tmp_path, engine.TINY_SHAPE, "cpu")
-    told = run_vllm(model, [[1, 2], [3, 4]], "cpu", 6)
-    assert told["tokens"] == 12
-    assert told["tokens_per_second"] == pytest.approx(12 / told["seconds"])
+    result = run_vllm(model, [[1, 2], [3, 4]], "cpu", 6)
+    assert result["tokens"] == 12
+    assert result["tokens_per_second"] == pytest.approx(12 / result["seconds"])
     assert asked[0]["max_num_seqs"] == 2

@@ -6,7 +6,7 @@ import pytest
 from benchmarks import generate
 
 
-def test_both_sides_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_generate_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {
         **generate.SHAPE,
         "vocab_size": 128,

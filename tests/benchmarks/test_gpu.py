@@ -74,12 +74,12 @@ def test_figures_are_kept_and_held_to_the_aims(
     assert written["device"] == "NVIDIA H200"
     assert written["parts"]["times"]["figures"] == {"one": {"ms": 4.5}}
     assert [aim["verdict"] for aim in written["aims"]] == ["met", "missed", "not measured"]
-    said = capsys.readouterr().out.splitlines()
-    assert "  shown" in said
-    assert "  hidden" not in said
-    assert [line.split()[0] for line in said[-6:-3]] == ["not", "met", "missed"]
-    assert said[-3] == "aims: 1 missed, 1 met, 1 not measured"
-    assert said[-1].endswith("-gpu-h200.json")
+    lines = capsys.readouterr().out.splitlines()
+    assert "  shown" in lines
+    assert "  hidden" not in lines
+    assert [line.split()[0] for line in lines[-6:-3]] == ["not", "met", "missed"]
+    assert lines[-3] == "aims: 1 missed, 1 met, 1 not measured"
+    assert lines[-1].endswith("-gpu-h200.json")
     with tarfile.open(tmp_path / "raw.tgz") as packed:
         assert packed.getnames() == ["times-one.json", "times-one.txt"]
 
@@ -124,7 +124,7 @@ def test_what_was_found_on_another_device_or_of_other_sources_does_not_count(
         assert packed.getnames() == []
 
 
-def test_sources_are_named_by_what_they_say(tmp_path: Path) -> None:
+def test_sources_are_named_by_their_content(tmp_path: Path) -> None:
     (tmp_path / "spec").mkdir()
     names = []
     for text in ("a = 1", "a = 2", "a = 1"):
@@ -227,7 +227,7 @@ sys.exit(main(["--results", sys.argv[1]], lambda *_: [quick, slow], []))
 """
 
 
-def test_what_was_found_is_kept_when_the_whole_is_told_to_end(tmp_path: Path) -> None:
+def test_what_was_found_is_kept_when_the_whole_is_ended(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     process = subprocess.Popen(
         [sys.executable, "-c", WHOLE, tmp_path, CHILD, pid], cwd=ROOT, stdout=subprocess.DEVNULL,
@@ -327,9 +327,9 @@ def test_a_device_that_is_missing_is_no_success(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", arguments.split())
     assert importlib.import_module(f"benchmarks.{name}").main() == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "no CUDA device is available" in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "no CUDA device is available" in output.err
 
 
 def test_a_figure_is_found_by_key_and_by_name() -> None:
@@ -379,7 +379,7 @@ def test_a_difference_of_one_decision_is_found() -> None:
         play("plain", plant_mistake(), 10)
 
 
-def test_the_command_says_what_it_found(
+def test_the_command_writes_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With numpy instead of a GPU, and no more than must be reached: one episode has it."""
@@ -388,9 +388,9 @@ def test_the_command_says_what_it_found(
     file = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["lockstep", "plain", "--seconds", "0.5", "--json", f"{file}"])
     assert lockstep.main() == 0
-    told = json.loads(file.read_text())
-    assert told["problem"] == ""
-    assert told["events"] >= 50
+    record = json.loads(file.read_text())
+    assert record["problem"] == ""
+    assert record["events"] >= 50
     monkeypatch.setattr(sys, "argv", ["lockstep", "plain", "--seconds", "0"])
     capsys.readouterr()
     assert lockstep.main() == 1

@@ -21,7 +21,7 @@ SMALL = Size(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it measures")
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_it_reports_that() -> None:
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""

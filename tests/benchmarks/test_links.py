@@ -65,7 +65,7 @@ def test_a_break_even_follows_for_each_memory_below() -> None:
     assert list(links.list_break_evens([out, back], 10**7)) == [("host", None)]
 
 
-def test_it_is_told_with_its_command_and_machine(
+def test_it_is_written_with_its_command_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "links.json"
@@ -74,10 +74,10 @@ def test_it_is_told_with_its_command_and_machine(
     num_threads = torch.get_num_threads()
     links.main()
     torch.set_num_threads(num_threads)
-    told = json.loads(file.read_text())
-    assert told["command"].startswith("python benchmarks/links.py --block-kib 1 --blocks 4")
-    assert {"machine", "cores", "python", "torch", "load"} <= told.keys()
-    names = [each["name"] for each in told["measured"]]
+    record = json.loads(file.read_text())
+    assert record["command"].startswith("python benchmarks/links.py --block-kib 1 --blocks 4")
+    assert {"machine", "cores", "python", "torch", "load"} <= record.keys()
+    names = [each["name"] for each in record["measured"]]
     assert names[:5] == ["host out", "host back", "file out", "file back, warm", "file back, cold"]
-    assert all(each["link"]["bytes_per_second"] > 0 for each in told["measured"])
+    assert all(each["link"]["bytes_per_second"] > 0 for each in record["measured"])
     assert "rather than compute 7 tokens/s" in capsys.readouterr().out

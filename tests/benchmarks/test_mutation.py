@@ -130,8 +130,8 @@ def test_a_mutant_is_noticed_by_the_first_trial_with_another_result() -> None:
         lambda: play_mutant(mutant, trials[1:], runs),
     ]
     assert runs["play"]()  # machine code of the host is made here, not in a mutant's time
-    told: Any = dict(run_forked(works, 1, 120))
-    assert [told[number]["killed_by"] for number in range(3)] == ["play", "", "error"]
+    results: Any = dict(run_forked(works, 1, 120))
+    assert [results[number]["killed_by"] for number in range(3)] == ["play", "", "error"]
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
@@ -142,7 +142,7 @@ def test_a_seeded_bug_is_found_at_safety(is_hidden: bool) -> None:
 # Processes.
 
 
-def test_results_are_told_apart_from_processes_that_end_without_one() -> None:
+def test_results_are_distinguished_from_processes_that_end_without_one() -> None:
     def leave() -> dict[str, Any]:
         os._exit(3)
 
@@ -193,10 +193,10 @@ def test_a_sample_drawn_by_the_commit_is_noticed(target: str, tmp_path: Path) ->
     command = [sys.executable, "-m", "benchmarks.mutation", *words]
     command += ["--sample", "4", "--seed", str(seed), "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HOUSE, check=False)
-    told = f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
-    assert f"seed {seed}" in done.stdout, told
-    assert file.exists(), told
-    assert list_survivors(json.loads(file.read_text())) <= list_survivors(last), told
+    message = f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+    assert f"seed {seed}" in done.stdout, message
+    assert file.exists(), message
+    assert list_survivors(json.loads(file.read_text())) <= list_survivors(last), message
 
 
 def test_the_modules_that_commits_draw_from_have_few_survivors() -> None:

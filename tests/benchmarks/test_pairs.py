@@ -68,7 +68,7 @@ def test_every_row_has_examples_that_the_specification_takes() -> None:
         ("items>grammar", ""),
     ],
 )  # fmt: skip
-def test_the_specification_says_what_is_legal(cell: str, reason: str) -> None:
+def test_the_specification_decides_what_is_legal(cell: str, reason: str) -> None:
     assert find_reason(cell).startswith(reason)
     assert bool(find_reason(cell)) is bool(reason)
 
@@ -77,7 +77,7 @@ def test_reasons_for_what_is_not_drawn_are_of_legal_cells() -> None:
     assert {*UNDRAWN} <= {*list_legal()}
 
 
-def test_what_nobody_has_is_not_expected() -> None:
+def test_what_no_engine_has_is_not_expected() -> None:
     legal = list_legal(absent={"sessions"}, always={"forks"})
     assert not [cell for cell in legal if "sessions" in cell or ">" in cell or "chunk@" in cell]
     assert not [cell for cell in legal if cell.startswith("offer@") or "transfers" in cell]

@@ -102,7 +102,7 @@ def test_the_sections_are_of_the_newest_results() -> None:
     assert list(sections) == ["steady", "trace", "profile-steady", scheduler.GOALS_SECTION]
 
 
-def test_a_part_is_one_command_and_says_nothing_of_where_the_trace_lies(
+def test_a_part_is_one_command_without_the_path_of_the_trace(
     house: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
@@ -138,16 +138,16 @@ def test_the_plot_has_a_line_for_each_reading_and_each_release() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [(["--write", "nap"], "'nap': must be one of steady,"), (["--write"], "needs --trace FILE")],
 )
-def test_bad_input_is_told(
+def test_bad_input_is_refused(
     arguments: list[str],
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("sys.argv", ["scheduler.py", *arguments])
     with pytest.raises(SystemExit):
         scheduler.main()
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from worker_support import A, cached, make_worker, said, started
+from worker_support import A, cached, make_worker, started, summarize
 
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.start_run import run_program
@@ -30,24 +30,26 @@ def test_what_a_draft_was_run_in_is_read_by_no_other() -> None:
     """B is given the block in which drafts of A are run, as if it held what B reads."""
     worker = drafting()
     row = v.NewRow(OTHER, ((1, 2, 4),), 4, 1)
-    assert said(worker.execute(v.Plan(2, new=(row,)))) == []  # it writes the slot before it reads
+    assert (
+        summarize(worker.execute(v.Plan(2, new=(row,)))) == []
+    )  # it writes the slot before it reads
     wrong = v.Plan(2, new=(v.NewRow(OTHER, ((1, 4, 5),), 4, 1),))
-    assert ("P3", "drafter_reads_no_draft_of_another") in said(drafting().execute(wrong))
+    assert ("P3", "drafter_reads_no_draft_of_another") in summarize(drafting().execute(wrong))
 
 
 def test_a_copy_has_the_drafts_of_its_source() -> None:
     worker = drafting()
     wrong = v.NewRow(OTHER, ((1, 6, 5),), 4, 1)
     plan = v.Plan(2, new=(wrong,), block_copies=(v.BlockCopy(4, 6),))
-    assert ("P3", "drafter_reads_no_draft_of_another") in said(worker.execute(plan))
+    assert ("P3", "drafter_reads_no_draft_of_another") in summarize(worker.execute(plan))
     right = v.Plan(2, new=(v.NewRow(OTHER, ((1, 6, 5),), 4, 1),), block_copies=(v.BlockCopy(2, 6),))
-    assert said(drafting().execute(right)) == []
+    assert summarize(drafting().execute(right)) == []
 
 
 def test_a_running_request_has_slots_for_its_drafts() -> None:
     worker = started(**MODEL)
     short = v.Plan(1, cached=(cached("A", 5, 1),))
-    assert said(worker.execute(short)) == [("P26", "table_holds_the_slots_of_its_drafts")]
+    assert summarize(worker.execute(short)) == [("P26", "table_holds_the_slots_of_its_drafts")]
 
 
 def test_no_slot_is_needed_beyond_the_length_of_the_model() -> None:
@@ -67,26 +69,26 @@ def run_alone(request: v.Request, *blocks: int) -> Worker:
 def test_a_head_has_run_the_token_behind_a_hit() -> None:
     """A has computed 1 2 3 4 5: behind 1 2 stands 3, and behind 1 2 3 4 not 9."""
     right = v.Plan(1, new=(v.NewRow(OTHER, ((1, 4, 5),), 2, 3),))
-    assert said(run_alone(A, 1, 2, 3).execute(right)) == []
+    assert summarize(run_alone(A, 1, 2, 3).execute(right)) == []
     whole = v.Plan(1, new=(v.NewRow(OTHER, ((1, 2, 4),), 4, 1),))
-    found = said(run_alone(A, 1, 2, 3).execute(whole))
+    found = summarize(run_alone(A, 1, 2, 3).execute(whole))
     assert found == [("P5", "draft_head_has_run_the_token_behind_a_hit")]
     same = v.Plan(1, new=(v.NewRow(v.Request("C", A.prompt_token_ids), ((1, 2, 4),), 4, 1),))
-    assert said(run_alone(A, 1, 2, 3).execute(same)) == []
+    assert summarize(run_alone(A, 1, 2, 3).execute(same)) == []
 
 
 def test_a_head_has_run_the_token_that_was_sampled_behind_a_text() -> None:
     worker = run_alone(v.Request("A", (1, 2, 3, 4)), 1, 2)
     sampled = worker.views["A"].tokens[-1]
     again = v.Request("C", (1, 2, 3, 4, sampled))
-    assert said(worker.execute(v.Plan(1, new=(v.NewRow(again, ((1, 2, 4),), 4, 1),)))) == []
+    assert summarize(worker.execute(v.Plan(1, new=(v.NewRow(again, ((1, 2, 4),), 4, 1),)))) == []
 
 
 def test_after_a_reset_a_head_has_run_nothing() -> None:
     worker = run_alone(A, 1, 2, 3)
     worker.observe(v.Reset(True), v.ResetDone(True))
     plan = v.Plan(1, new=(v.NewRow(v.Request("C", A.prompt_token_ids), ((1, 2, 4),), 4, 1),))
-    assert ("P5", "draft_head_has_run_the_token_behind_a_hit") in said(worker.execute(plan))
+    assert ("P5", "draft_head_has_run_the_token_behind_a_hit") in summarize(worker.execute(plan))
 
 
 def test_a_hit_may_end_before_the_input_of_a_session() -> None:

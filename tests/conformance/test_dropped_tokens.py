@@ -12,10 +12,10 @@ import pytest
 from episodes_support import play_episodes
 from foreign_support.hosts import (
     AtSafety,
-    DropsAndDoesNotSaySo,
+    DeclaresAndDoesNotDrop,
+    DropsAndDoesNotDeclare,
     DropsForGood,
     DropsInFlight,
-    SaysSoAndDoesNotDrop,
 )
 
 from blockstep.conformance.draw.presets import SMALL, TINY
@@ -36,7 +36,7 @@ from blockstep.spec import vocabulary as v
 PRESETS = (TINY.name, SMALL.name)
 GOAL = "dropped_token_runs_again"
 SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3)))
-WRONG = (DropsForGood, DropsAndDoesNotSaySo, SaysSoAndDoesNotDrop)
+WRONG = (DropsForGood, DropsAndDoesNotDeclare, DeclaresAndDoesNotDrop)
 
 
 def hide(engine: type[Any]) -> type[Any]:

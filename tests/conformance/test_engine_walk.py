@@ -147,7 +147,7 @@ def test_vectors_find_what_breaks_an_engine_of_its_own(files: list[Path]) -> Non
 def test_what_an_adapter_declares_is_counted_and_no_finding(
     files: list[Path], tmp_path: Path
 ) -> None:
-    engine, out = "foreign_support.toys:TellsTwice", tmp_path / "out.json"
+    engine, out = "foreign_support.toys:AnswersTwice", tmp_path / "out.json"
     walked = explore(engine, "pair", out=out)
     assert walked.exit_code == 0, walked.output
     assert json.loads(out.read_text())[0]["excused"] == ["late_reply"]

@@ -18,7 +18,7 @@ from equivalent_engines import (
     Mute,
     NoneShared,
     OtherIds,
-    OtherIdsTold,
+    OtherIdsInReports,
     OtherOrder,
     OtherVictim,
     Restless,
@@ -63,7 +63,7 @@ EXACT = EngineTraits()
 CLEAN = {
     "renamed": held_to(Spec, RENAMED),
     "renamed, other order": OtherOrder,
-    "renamed, other ids": OtherIdsTold,
+    "renamed, other ids": OtherIdsInReports,
     "renamed, no state shown": held_to(Silent, RENAMED),
     "plan": held_to(Spec, PLANS),
     "plan, other order": held_to(OtherOrder, PLANS),
@@ -123,7 +123,7 @@ def test_a_block_that_a_window_has_let_go_of_is_renamed_anew(engine: Any) -> Non
     assert (run.num_events, findings) == (6, [])
 
 
-@pytest.mark.parametrize("engine", [OtherOrder, OtherIdsTold, held_to(Silent, RENAMED)])
+@pytest.mark.parametrize("engine", [OtherOrder, OtherIdsInReports, held_to(Silent, RENAMED)])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("policy", list(v.KVLoadFailurePolicy))
 def test_an_engine_is_given_in_its_own_ids_the_blocks_that_could_not_be_loaded(

@@ -117,7 +117,7 @@ def test_headlines_name_nineteen_of_twenty_wrong_decisions_in_a_release() -> Non
     from planted_support import held_out_in_vllm, in_vllm
 
     planted = [*in_vllm.PLANTED, *held_out_in_vllm.PLANTED]
-    lines = {entry: in_vllm.tell_first_line(entry) for entry in planted}
+    lines = {entry: in_vllm.make_first_line(entry) for entry in planted}
     lost = {entry.name: line for entry, line in lines.items() if not entry.is_named_by(line)}
     assert len(lost) <= len(planted) // 20, lost
 

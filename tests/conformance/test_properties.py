@@ -11,7 +11,7 @@ import pytest
 from bends_support import in_answer, in_output, in_request, in_row, in_state, in_step
 from play_support import brought, forking, idling, lacking, pinning, telling, tiering, transferring
 from play_support.altered import alter_each
-from play_support.grouped import going_on, told_of_its_token
+from play_support.grouped import going_on, with_its_token
 from play_support.play import (
     CONFIG,
     A,
@@ -572,7 +572,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
      in_request("A", spec_token_ids=(1,))),
     ("finished_ids_wait_for_the_next_plan", committed, in_state(finished_req_ids=())),
     ("attended_blocks_are_held", going_on, giving_back_one_more),
-    ("attended_blocks_are_held", told_of_its_token, giving_back_one_more),
+    ("attended_blocks_are_held", with_its_token, giving_back_one_more),
     ("row_has_freed_skipped_blocks", going_on,
      lambda s: changed(s, "A", block_tables=s.old["A"].block_tables)),
     *brought.EACH_KIND,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import pytest
 from lacking_support import make_lacking
 from otherwise import SAFETY, UNLIKE, Unlike
-from seeded_engines import SEEDED, PutsReportsAside, Seeded, TellsLastHit
+from seeded_engines import SEEDED, PutsReportsAside, ReportsLastHit, Seeded
 
 from blockstep.conformance.engine import Capability, EngineFactory
 from blockstep.conformance.lockstep.start_run import run_program
@@ -128,8 +128,8 @@ def test_a_defect_is_found_with_other_seeds(case: Seeded, seed: int) -> None:
     ("program", "wrong", "sentence"),
     [
         (PUT_ASIDE, PutsReportsAside, "every_hold_has_an_owner_and_an_end"),
-        (RELOADED, TellsLastHit, "first_hit_is_remembered"),
-        (RELOADED, hide(TellsLastHit), "reported_cached_tokens_are_of_the_first_hit"),
+        (RELOADED, ReportsLastHit, "first_hit_is_remembered"),
+        (RELOADED, hide(ReportsLastHit), "reported_cached_tokens_are_of_the_first_hit"),
     ],
 )
 def test_a_reported_defect_is_found_in_its_program(

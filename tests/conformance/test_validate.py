@@ -116,7 +116,7 @@ def test_an_unknown_equivalence_is_refused(tmp_path: Path) -> None:
 def test_a_trace_has_what_its_engine_declares(tmp_path: Path) -> None:
     path, out, num_excused = tmp_path / "run.jsonl", tmp_path / "out.json", 0
     for episode in range(8):
-        engine = "foreign_support.toys:TellsTwice"
+        engine = "foreign_support.toys:AnswersTwice"
         write_episode(CheckOptions(engine, episode=episode), None, path)
         trace = read_trace(path)
         result = blockstep("validate", path, "--json", out)

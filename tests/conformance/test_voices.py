@@ -20,8 +20,8 @@ from worker_support import (
     cached,
     make_worker,
     pipelined,
-    said,
     started,
+    summarize,
     waiting_for_its_token,
 )
 
@@ -356,7 +356,7 @@ def two_requests_have_one_item_in_one_block_across() -> list[Finding]:
 
 def test_a_row_without_its_item_lacks_it_and_reads_what_is_in_its_blocks() -> None:
     plan = replace(begins("A", "owl", (1,), (4, 5)), scheduled_encoder_inputs=())
-    assert said(make_worker(**BESIDE).execute(plan)) == [
+    assert summarize(make_worker(**BESIDE).execute(plan)) == [
         ("P22", "item_that_a_row_reads_is_there"),
         ("P4", "attended_slot_was_written"),
     ]
@@ -478,7 +478,7 @@ def run_both(first: tuple[int, ...], second: tuple[int, ...]) -> list[Finding]:
 
 def test_two_may_write_equal_content_to_a_block_that_it_fills() -> None:
     assert run_both((1, 2, 3), (1, 2, 4)) == []
-    unequal = said(run_both((1, 2, 3), (4, 2, 3)))
+    unequal = summarize(run_both((1, 2, 3), (4, 2, 3)))
     assert unequal == [("P2", SHARED), ("P3", "attended_slot_holds_the_right_prefix")]
 
 
@@ -785,7 +785,7 @@ CASES += [
 @pytest.mark.parametrize(("sentence", "case"), [(one, case) for one, _, case in CASES],
                          ids=[name for _, name, _ in CASES])  # fmt: skip
 def test_it_is_the_only_one_to_complain(sentence: str, case: Case) -> None:
-    assert said(case()) == [(SENTENCES[sentence][0], sentence)]
+    assert summarize(case()) == [(SENTENCES[sentence][0], sentence)]
 
 
 def list_places() -> Iterator[tuple[str, int]]:
@@ -907,7 +907,7 @@ def test_a_counting_worker_knows_a_name_that_comes_again_and_every_text() -> Non
         assert counts.execute(v.Plan(frame, new=(new,))) == []
         counts.commit(v.Commit(frame, counts.answer(frame)))
     row = cached("A", 5, 0, new_block_ids=(), all_token_ids=(*A.prompt_token_ids, 99))
-    assert said(counts.execute(v.Plan(2, cached=(row,)))) == [
+    assert summarize(counts.execute(v.Plan(2, cached=(row,)))) == [
         ("P26", "sent_tokens_are_those_of_the_worker")
     ]
 

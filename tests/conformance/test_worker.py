@@ -14,8 +14,8 @@ from worker_support import (
     cached,
     make_worker,
     pipelined,
-    said,
     started,
+    summarize,
 )
 
 from blockstep.conformance.judge.worker import PrefixNames, Worker, extras_of
@@ -82,7 +82,7 @@ def test_it_follows_the_exchanges_of_an_engine() -> None:
     assert worker.observe(v.Reset(True), v.ResetDone(True)) == []
     assert worker.observe(v.Submit(A), v.Ack()) == []
     assert worker.views["A"].may_resume
-    assert said(worker.observe(v.Schedule(), v.Plan(1, preempted_req_ids=("Z",)))) == [
+    assert summarize(worker.observe(v.Schedule(), v.Plan(1, preempted_req_ids=("Z",)))) == [
         ("P26", "preempted_request_was_known")
     ]
 
@@ -103,7 +103,7 @@ def test_it_follows_the_exchanges_of_an_engine() -> None:
 def test_the_same_tokens_with_other_extras_are_not_read(fields: dict[str, Any]) -> None:
     other = replace(A, request_id="B", **fields)
     findings = started().execute(v.Plan(1, new=(v.NewRow(other, ((1, 2, 4),), 4, 1),)))
-    assert said(findings) == [("P6", "attended_slot_is_of_the_same_adapter_salt_and_items")]
+    assert summarize(findings) == [("P6", "attended_slot_is_of_the_same_adapter_salt_and_items")]
 
 
 def test_embeddings_distinguish_slots_at_their_positions() -> None:
@@ -114,7 +114,7 @@ def test_embeddings_distinguish_slots_at_their_positions() -> None:
     assert worker.execute(v.Plan(1, new=(v.NewRow(same, ((1, 2, 4),), 4, 1),))) == []
     other = replace(first, request_id="C", prompt_embeds=(1, 2, 9, 4, 5))
     findings = worker.execute(v.Plan(2, new=(v.NewRow(other, ((1, 2, 5),), 4, 1),)))
-    assert said(findings) == [("P6", "attended_slot_is_of_the_same_adapter_salt_and_items")]
+    assert summarize(findings) == [("P6", "attended_slot_is_of_the_same_adapter_salt_and_items")]
     assert findings[0].differences[0].field == "kv[2][0]"
 
 
@@ -305,7 +305,7 @@ def test_a_published_block_is_of_the_adapter_items_and_embeddings_of_its_key(
     published = replace(snapshot, block_keys=(None, key, *snapshot.block_keys[2:]))
     worker = started()
     for _ in range(2):
-        assert said(worker.check_published(published)) == [
+        assert summarize(worker.check_published(published)) == [
             ("P6", "published_block_is_of_the_same_adapter_salt_and_items")
         ]
 
@@ -401,7 +401,7 @@ def test_rejected_drafts_put_the_scheduler_ahead_until_they_are_reported() -> No
     assert view.num_rejected == 0
     late = cached("A", 9, 4, new_block_ids=((6,),))  # as if it had not heard of them
     sentence = ("P26", "plan_counts_the_computed_tokens_of_the_worker")
-    assert sentence in said(worker.execute(v.Plan(3, cached=(late,))))
+    assert sentence in summarize(worker.execute(v.Plan(3, cached=(late,))))
 
 
 def test_how_many_placeholders_are_right_is_set_from_outside() -> None:

@@ -72,7 +72,7 @@ def draw_drafts(draw: random.Random, engine: HostEngine) -> Drafts:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_arrays_say_what_events_say(seed: int) -> None:
+def test_arrays_and_events_decide_the_same(seed: int) -> None:
     draw = random.Random(seed)
     method = draw.choice((SpecMethod.NONE, SpecMethod.NGRAM, SpecMethod.EAGLE))
     depth = draw.choice((1, 2))
@@ -219,14 +219,14 @@ def test_many_outputs_are_there_when_asked_for(caching: bool) -> None:
     engine, plan = open_engine(
         600, num_blocks=700, enable_prefix_caching=caching, max_model_len=1000
     )
-    said: list[int] = []
+    outputs: list[int] = []
     for step in range(520):
         engine.commit_arrays(plan.frame_id, np.array([step, 0, 1], np.int32))
-        said.append(step)
+        outputs.append(step)
         plan = engine.schedule_arrays()  # type: ignore[assignment]
     request = engine.snapshot().request("a")
     assert request is not None
-    assert request.output_token_ids == (4, *said)
+    assert request.output_token_ids == (4, *outputs)
 
 
 @pytest.mark.parametrize(
@@ -254,18 +254,18 @@ def test_many_tokens_at_once_push_none_out(
         )
     )
     engine.apply(Submit(Request("a", (7,) * num_prompt, max_tokens=900)))
-    said: list[int] = []
+    outputs: list[int] = []
     for count in counts:
-        drafts = tuple(range(len(said), len(said) + count - 1))
+        drafts = tuple(range(len(outputs), len(outputs) + count - 1))
         engine.apply(Drafts((RowTokens("a", drafts),)))
         plan = engine.schedule_arrays()
         assert isinstance(plan, ArrayPlan)
-        said += [*drafts, 5]
+        outputs += [*drafts, 5]
         tokens = np.array([*drafts, 5], np.int32)
         engine.commit_arrays(plan.frame_id, tokens, np.array([count], np.int32))
     request = engine.snapshot().request("a")
     assert request is not None
-    assert request.output_token_ids == tuple(said)
+    assert request.output_token_ids == tuple(outputs)
 
 
 def test_a_hit_counts_what_came_after_the_preemption() -> None:
@@ -314,7 +314,7 @@ def test_a_victim_without_a_row_gives_nothing_back() -> None:
     assert preempted == ["r3"]
 
 
-def test_objects_of_a_plan_say_what_the_plan_says() -> None:
+def test_objects_of_a_plan_are_those_of_its_arrays() -> None:
     engine = HostEngine(Config(**SMALL))
     for request_id in "ab":
         engine.apply(Submit(Request(request_id, (1, 2, 3, 4), max_tokens=9)))

@@ -35,7 +35,7 @@ def test_extra_keys_of_different_kinds_stay_apart() -> None:
     assert len(set(packed)) == len(packed)
 
 
-def test_the_first_block_differs_from_one_whose_parent_is_its_tokens() -> None:
+def test_the_first_block_differs_from_one_with_its_tokens_as_parent() -> None:
     assert chain_message(b"", b"ab", b"") != chain_message(b"ab", b"", b"")
     assert chain_message(b"a", b"b", b"") != chain_message(b"", b"ab", b"")
 

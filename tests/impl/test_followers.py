@@ -66,7 +66,7 @@ def test_all_engines_follow_to_the_end() -> None:
     assert [(one.num_compared, one.declined) for one in found] == [(3 * len(ENGINES), {})]
 
 
-def test_an_engine_follows_as_far_as_it_can_and_says_why_not_further() -> None:
+def test_an_engine_follows_as_far_as_it_can_and_gives_the_reason() -> None:
     with following() as found:
         oracle = Oracle(replace(CONFIG, policy=Policy.PRIORITY))
         play(oracle)

@@ -37,7 +37,7 @@ def test_it_can_do_everything_that_conformance_asks_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (
             {"encoder_compute_budget": 4, "encoder_cache_size": 4},
@@ -53,9 +53,9 @@ def test_it_can_do_everything_that_conformance_asks_for() -> None:
     ],
 )
 def test_a_config_with_what_the_plain_engine_lacks_is_refused(
-    fields: dict[str, Any], said: str
+    fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         PlainEngine(Config(num_blocks=2, **fields))
 
 

@@ -77,7 +77,7 @@ def check_against_oracle(batch: Batch, device: str, **bounds: int) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-def test_attention_is_what_float64_says(backend: str, device: str, batch: Batch) -> None:
+def test_attention_is_that_of_float64(backend: str, device: str, batch: Batch) -> None:
     check_against_oracle(batch, device)
 
 
@@ -311,7 +311,7 @@ def test_bits_of_a_request_do_not_depend_on_the_order_of_programs(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("lengths", [(1, 531), (1, 8000), (4, 300)], ids=str)
-def test_bits_of_a_request_are_those_of_a_graph_whose_lengths_change(
+def test_bits_of_a_request_are_those_of_a_graph_with_changing_lengths(
     lengths: tuple[int, int],
 ) -> None:
     """Captured with padding of one key; then replayed with other requests in its place."""

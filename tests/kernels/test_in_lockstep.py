@@ -10,8 +10,6 @@ from blockstep.conformance.search.options import CheckOptions
 
 
 @pytest.mark.parametrize("episode", range(2))
-def test_an_episode_moves_real_memory_as_its_plans_say(
-    backend: str, device: str, episode: int
-) -> None:
+def test_an_episode_moves_real_memory_by_its_plans(backend: str, device: str, episode: int) -> None:
     played = run_episode(CheckOptions(preset="tiny", seed=5), episode, OnKernels(device=device))
     assert played.first is None

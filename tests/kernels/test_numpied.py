@@ -168,7 +168,7 @@ def test_nothing_outside_of_a_tensor_is_touched(
     assert sentence in str(outside.value)
 
 
-def test_who_does_not_load_has_poison_in_a_suspicious_run(tmp_path: Path) -> None:
+def test_a_lane_that_does_not_load_has_poison_in_a_suspicious_run(tmp_path: Path) -> None:
     body = "lane = tl.arange(0, n)\ntl.store(y + lane, tl.load(x + lane, mask=lane < 2))"
     assert play(tmp_path, body, Memory())[1].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert set(play(tmp_path, body, HeldBack())[1].tolist()[2:]) == {0x5A5A5A5A}

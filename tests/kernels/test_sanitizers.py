@@ -338,8 +338,8 @@ def test_the_memory_of_another_tensor_is_out_of_bounds_too() -> None:
     assert mask.data.tolist() == [True, True, True, False, False, False]
     assert len(sanitizer.findings) == 1
     assert sanitizer.findings[0].startswith("OUT-OF-BOUNDS")
-    nobody = sanitizer.access(pointers, Handle(np.zeros(6, bool)), "store")
-    assert not nobody.data.any()
+    masked = sanitizer.access(pointers, Handle(np.zeros(6, bool)), "store")
+    assert not masked.data.any()
 
 
 def test_an_atomic_that_the_sanitizer_does_not_model_is_refused(

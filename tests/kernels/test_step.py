@@ -35,7 +35,7 @@ def ints(values: list[int], device: str, dtype: torch.dtype = torch.int32) -> Te
 @pytest.mark.parametrize("block_size", [4, 5])
 @pytest.mark.parametrize("rows", [False, True], ids=["in order", "by row"])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_a_step_is_what_a_loop_says(
+def test_a_step_is_that_of_a_loop(
     backend: str, device: str, computed: list[int], scheduled: list[int], block_size: int,
     rows: bool, padding: int,
 ) -> None:  # fmt: skip
@@ -199,7 +199,7 @@ STAGED: dict[str, tuple[list[int], list[tuple[int, int]], list[int]]] = {
 
 @pytest.mark.parametrize(("rows", "new", "fed"), STAGED.values(), ids=STAGED.keys())
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_a_step_is_staged_as_a_loop_says(
+def test_a_step_is_staged_as_by_a_loop(
     backend: str, device: str, rows: list[int], new: list[tuple[int, int]], fed: list[int],
     num_groups: int,
 ) -> None:  # fmt: skip

@@ -32,7 +32,7 @@ def answer(oracle: Oracle) -> None:
     assert isinstance(oracle.apply(Commit(frame.frame_id, tuple(tokens))), Outputs)
 
 
-def test_a_second_adapter_is_passed_over_and_blocks_nobody() -> None:
+def test_a_second_adapter_is_passed_over_and_blocks_no_other() -> None:
     oracle = Oracle(CONFIG)
     for name, adapter in (("A", "x"), ("B", "y"), ("C", None), ("D", "x"), ("E", "z")):
         oracle.submit(request(name, adapter))
@@ -52,7 +52,7 @@ def test_no_cap_lets_all_run() -> None:
     assert rows(oracle.schedule()) == ["x", "y", "z"]
 
 
-def test_who_is_preempted_gives_the_seat_up_and_waits_for_the_next() -> None:
+def test_a_preempted_request_gives_up_its_slot_and_waits_for_the_next() -> None:
     """A forced reset; the first in line takes the seat, and whoever ran may have to wait."""
     oracle = Oracle(CONFIG)
     oracle.submit(request("A", "x", max_tokens=5))
@@ -70,7 +70,7 @@ def test_who_is_preempted_gives_the_seat_up_and_waits_for_the_next() -> None:
     assert rows(oracle.schedule()) == ["A"]
 
 
-def test_priority_says_who_gets_the_seat() -> None:
+def test_priority_decides_which_request_gets_the_slot() -> None:
     oracle = Oracle(replace(CONFIG, policy=Policy.PRIORITY))
     oracle.submit(request("A", "x", priority=2))
     oracle.schedule()
@@ -108,7 +108,7 @@ def test_lora_slots_of_rows_only(several: dict[str, bool | int], quirk: bool) ->
     assert rows(oracle.schedule()) == ["B"] * (not quirk)
 
 
-def test_a_seat_is_shared_and_none_is_needed_without_an_adapter() -> None:
+def test_a_slot_is_shared_and_none_is_needed_without_an_adapter() -> None:
     assert has_lora_slot(None, ["x"], 1)
     assert has_lora_slot("x", ["x", "x", None], 1)
     assert not has_lora_slot("y", ["x", None], 1)

@@ -76,7 +76,7 @@ def test_a_wide_value_survives_copies() -> None:
         assert type(made) is RequestState
 
 
-def test_a_wide_class_says_what_it_is_made_of() -> None:
+def test_a_wide_class_shows_what_it_is_made_of() -> None:
     assert inspect.signature(Wide).parameters == inspect.signature(Plain).parameters
     with pytest.raises(TypeError, match="name"):
         Wide()  # type: ignore[call-arg]

@@ -108,7 +108,7 @@ def test_where_no_load_can_come_between_blocks_are_free_at_once(fields: dict[str
 # For which frame, and in which order.
 
 
-def test_who_never_ran_waits_for_no_frame() -> None:
+def test_a_request_that_never_ran_waits_for_no_frame() -> None:
     oracle = build()
     submit(oracle, "A", 2)
     oracle.schedule()

@@ -190,7 +190,7 @@ def test_what_was_made_anew_keeps_nothing_else_from_returning() -> None:
     assert (after.freeable, after.evicted) == (("a",), (("b", 1),))
 
 
-def test_who_shares_what_is_taken_back_has_it_made() -> None:
+def test_a_request_that_shares_what_is_taken_back_has_it_made() -> None:
     oracle = oracle_of(num_blocks=9, encoder_compute_budget=1, encoder_cache_size=3, **RANKED)
     oracle.submit(request("A", "tttc", priority=2))
     step(oracle)
@@ -283,16 +283,16 @@ def test_room_beside_comes_back_with_the_answer() -> None:
 def test_reencoded_cross_attention_items_are_dropped(quirk: bool) -> None:
     quirks = [Quirk.REENCODED_CROSS_ATTENTION_ITEMS_ARE_DROPPED] if quirk else []
     oracle = oracle_of(*quirks, **BESIDE)
-    told = []
+    dropped = []
     for name in "AB":
         oracle.submit(request(name, "cc", max_tokens=1))
-        told.append(step(oracle).free_encoder_mm_hashes)
-    assert told == [(), ("c",) if quirk else ()]
+        dropped.append(step(oracle).free_encoder_mm_hashes)
+    assert dropped == [(), ("c",) if quirk else ()]
     oracle = oracle_of(*quirks, encoder_cache_size=3)
     for name, prompt in (("A", "cc"), ("B", "dd"), ("C", "cc")):
         oracle.submit(request(name, prompt, max_tokens=1))
-        told.append(step(oracle).free_encoder_mm_hashes)
-    assert told[2:] == [(), ("c",), ("d",)], "of an encoder-decoder model only"
+        dropped.append(step(oracle).free_encoder_mm_hashes)
+    assert dropped[2:] == [(), ("c",), ("d",)], "of an encoder-decoder model only"
 
 
 def test_blocks_across_hold_what_the_encoder_made_and_no_token_adds_any() -> None:
@@ -310,7 +310,7 @@ def test_blocks_across_hold_what_the_encoder_made_and_no_token_adds_any() -> Non
     assert oracle.num_free_blocks == 11
 
 
-def test_who_lacks_a_block_across_is_not_admitted() -> None:
+def test_a_request_that_lacks_a_cross_attention_block_is_not_admitted() -> None:
     groups = (KVGroup(GroupKind.FULL, 1), KVGroup(GroupKind.CROSS_ATTENTION, 1))
     oracle = oracle_of(**BESIDE, groups=groups, num_blocks=12)
     oracle.submit(request("A", "cccc", max_tokens=1))
@@ -439,7 +439,7 @@ def test_loaded_items_need_encoder_budget(quirk: bool, expected: int) -> None:
 # One identifier, one content.
 
 
-def test_an_identifier_of_another_size_is_refused_while_it_stands_for_one() -> None:
+def test_an_identifier_in_use_is_refused_with_another_size() -> None:
     """By an unfinished request, and then by what the cache keeps; a reset forgets it."""
     oracle = oracle_of()
     oracle.submit(request("A", "cc", max_tokens=1))
@@ -465,7 +465,7 @@ def test_a_chunk_may_not_give_an_identifier_another_size() -> None:
     oracle.update(replace(request("S", "cc"), resumable=True))
 
 
-def test_who_waits_for_a_fresh_state_holds_no_item() -> None:
+def test_a_request_that_waits_for_a_fresh_state_holds_no_item() -> None:
     quirks = (
         Quirk.REQUESTS_WAIT_FOR_STATES_OF_THE_SAME_STEP,
         Quirk.ENCODER_CACHE_CHANGES_BEFORE_ADMISSION,
@@ -496,7 +496,7 @@ def test_an_answer_that_is_dropped_lets_nothing_go() -> None:
     assert holders(oracle) == {"c": ()}
 
 
-def test_items_are_let_go_row_by_row_whoever_ends() -> None:
+def test_items_are_let_go_row_by_row_whichever_request_ends() -> None:
     """B ends, and was promised a token up to then; C, behind it, has read its item before that."""
     ahead: dict[str, Any] = {"async_scheduling": True, "max_frames_in_flight": 2}
     oracle = oracle_of(Quirk.ITEMS_HELD_UNTIL_THE_COMMIT, **ahead)
@@ -550,7 +550,7 @@ def test_chunk_is_cut_for_states_before_items(quirk: bool) -> None:
     assert [made(plan) for plan in plans] == ([{}, {}] if quirk else [{}, {"A": (0,)}])
 
 
-def test_who_has_no_row_inherits_nothing_of_a_victim() -> None:
+def test_a_request_without_a_row_inherits_nothing_of_a_victim() -> None:
     """With one quirk of a release alone somebody may hold, without a row, what is planned for
     another: it is not encoded for that one, and not there."""
     planned = PlannedItem(("A", 0), "c", 2, is_external=False)

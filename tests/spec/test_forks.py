@@ -45,7 +45,7 @@ def build(**changes: Any) -> Oracle:
     return Oracle(Config(**fields | changes))
 
 
-def tell(oracle: Oracle, event: Event) -> Observation:
+def apply(oracle: Oracle, event: Event) -> Observation:
     answer = oracle.apply(event)
     assert get_broken_invariants(oracle.state) == ()
     return answer
@@ -55,7 +55,7 @@ def bring(oracle: Oracle, name: str, num_tokens: int, **more: Any) -> None:
     """A request whose prompt is like no other's."""
     first = 100 * ord(name[0])
     prompt = tuple(range(first, first + num_tokens))
-    assert tell(oracle, Submit(Request(name, prompt, **{"max_tokens": 8} | more))) == Ack()
+    assert apply(oracle, Submit(Request(name, prompt, **{"max_tokens": 8} | more))) == Ack()
 
 
 def step(oracle: Oracle, *tokens: int) -> Plan:
@@ -85,7 +85,7 @@ def begin(oracle: Oracle, num_tokens: int, num_outputs: int = 1, **more: Any) ->
 
 
 def fork(oracle: Oracle, child: str, *outputs: int, parent: str = "a") -> Observation:
-    return tell(oracle, Fork(parent, child, outputs))
+    return apply(oracle, Fork(parent, child, outputs))
 
 
 def code(answer: Observation) -> RejectCode | None:
@@ -103,7 +103,7 @@ def tables(oracle: Oracle, name: str) -> tuple[tuple[int, ...], ...]:
 def refused(oracle: Oracle, event: Fork) -> RejectCode | None:
     """The code of a refusal, which leaves everything as it was."""
     before = oracle.state
-    found = code(tell(oracle, event))
+    found = code(apply(oracle, event))
     assert oracle.state == before
     return found
 
@@ -122,7 +122,7 @@ def test_the_parent_is_unfinished() -> None:
     oracle = build()
     begin(oracle, 5)
     assert refused(oracle, Fork("nobody", "a")) is RejectCode.UNKNOWN_REQUEST
-    tell(oracle, Abort(("a",)))
+    apply(oracle, Abort(("a",)))
     assert refused(oracle, Fork("a", "b")) is RejectCode.UNKNOWN_REQUEST
 
 
@@ -133,7 +133,7 @@ def test_the_childs_id_is_free() -> None:
     oracle.schedule()
     assert refused(oracle, Fork("a", "a")) is RejectCode.DUPLICATE_REQUEST
     assert refused(oracle, Fork("a", "b")) is RejectCode.DUPLICATE_REQUEST
-    tell(oracle, Abort(("b",)))
+    apply(oracle, Abort(("b",)))
     assert refused(oracle, Fork("a", "b")) is RejectCode.REQUEST_IN_FLIGHT
     assert refused(oracle, Fork("a", "c")) is RejectCode.BAD_FORK  # it is a session, in flight
 
@@ -154,11 +154,11 @@ def test_a_branch_that_waits_has_not_begun() -> None:
     assert refused(oracle, Fork("b", "c")) is RejectCode.BAD_FORK
 
 
-def test_who_was_preempted_in_flight_is_in_flight() -> None:
+def test_a_request_preempted_in_flight_is_in_flight() -> None:
     oracle = build(max_frames_in_flight=2, async_scheduling=True)
     begin(oracle, 5)
     plan = oracle.schedule()
-    tell(oracle, Reset(reset_running_requests=True))
+    apply(oracle, Reset(reset_running_requests=True))
     assert shown(oracle, "a").status is Status.PREEMPTED
     assert refused(oracle, Fork("a", "b")) is RejectCode.FORK_IN_FLIGHT
     answer(oracle, plan)
@@ -194,7 +194,7 @@ def test_least_tokens_hold_a_stop_off_in_a_branch_too() -> None:
     assert refused(oracle, Fork("a", "c", (7, 9, 9))) is RejectCode.BAD_FORK
 
 
-def test_a_branch_stands_where_its_outputs_lead_in_its_grammar() -> None:
+def test_a_branch_has_the_grammar_state_of_its_outputs() -> None:
     grammar = Grammar((((7, 1), (8, 2)), ((7, 1),), ((3, 0),)))
     oracle = build()
     bring(oracle, "a", 5, structured_output=True, grammar=grammar)
@@ -214,10 +214,10 @@ def test_a_branch_stands_where_its_outputs_lead_in_its_grammar() -> None:
 # F3: what it shares.
 
 
-def test_nothing_is_shared_of_who_was_preempted_but_its_hit_is_there() -> None:
+def test_nothing_is_shared_of_a_preempted_parent_but_its_hit_is_there() -> None:
     oracle = build()
     begin(oracle, 9)
-    tell(oracle, Reset(reset_running_requests=True))
+    apply(oracle, Reset(reset_running_requests=True))
     fork(oracle, "b", 7)
     assert tables(oracle, "b") == ((),)
     plan = step(oracle)
@@ -240,7 +240,7 @@ def test_a_window_that_has_left_its_blocks_is_not_shared() -> None:
     assert [len(row.block_ids) for row in plan.new] == [2, 2]
 
 
-def test_who_goes_on_where_a_chunk_begins_reads_nothing_that_is_gone() -> None:
+def test_a_branch_at_the_begin_of_a_chunk_reads_nothing_that_is_gone() -> None:
     oracle = build(num_blocks=30, block_size=2, groups=(full(2), chunks(2, 4)))
     begin(oracle, 10, 4)  # thirteen computed: only the chunk from 12 on is there
     fork(oracle, "b", 7, 9)  # eleven in common, in the chunk from 8 on
@@ -268,8 +268,8 @@ def test_what_drafts_filled_is_named_before_it_is_shared() -> None:
         (2,),
     )
     assert shown(oracle, "b").num_computed_tokens == 9
-    told = oracle.commit(oracle.schedule(), {"a": (1,), "b": (2,)}).kv_events
-    assert [type(event) for event in told] == [BlockStored]
+    events = oracle.commit(oracle.schedule(), {"a": (1,), "b": (2,)}).kv_events
+    assert [type(event) for event in events] == [BlockStored]
 
 
 # F5: who writes in a shared block is given a copy.
@@ -313,7 +313,7 @@ def test_an_admission_counts_the_copy(num_blocks: int, names: list[str], is_gate
 # F7: a branch that waits holds blocks, and gives them up.
 
 
-def test_a_branch_that_waits_gives_its_blocks_to_who_runs_alone() -> None:
+def test_a_branch_that_waits_gives_its_blocks_to_a_request_that_runs_alone() -> None:
     oracle = build(num_blocks=4, max_num_seqs=1, max_model_len=13)
     begin(oracle, 4, 2, max_tokens=9)
     fork(oracle, "b", 9)
@@ -326,7 +326,7 @@ def test_a_branch_that_waits_gives_its_blocks_to_who_runs_alone() -> None:
     assert (plan.new[0].request_id, plan.new[0].output_token_ids) == ("b", (9,))
 
 
-def test_who_is_looked_at_last_gives_first_and_no_more_than_is_needed() -> None:
+def test_the_branch_looked_at_last_gives_first_and_no_more_than_is_needed() -> None:
     oracle = build(num_blocks=5, max_num_seqs=1)
     begin(oracle, 5, max_tokens=10)
     fork(oracle, "b", 7)
@@ -343,10 +343,10 @@ def test_a_reset_takes_them_by_force_only() -> None:
     oracle = build()
     begin(oracle, 6)
     fork(oracle, "b", 7)
-    tell(oracle, Abort(("a",)))
-    assert tell(oracle, Reset()) == ResetDone(False)
+    apply(oracle, Abort(("a",)))
+    assert apply(oracle, Reset()) == ResetDone(False)
     assert tables(oracle, "b") != ((),)
-    assert tell(oracle, Reset(reset_running_requests=True)) == ResetDone(True)
+    assert apply(oracle, Reset(reset_running_requests=True)) == ResetDone(True)
     branch = shown(oracle, "b")
     assert (branch.status, branch.num_computed_tokens, branch.block_tables) == (
         *(Status.WAITING, 0),
@@ -365,9 +365,9 @@ def test_each_frees_its_own_holds(first: str) -> None:
     oracle = build()
     begin(oracle, 6)
     fork(oracle, "b", 7)
-    tell(oracle, Abort((first,)))
+    apply(oracle, Abort((first,)))
     assert oracle.num_free_blocks == 9
-    tell(oracle, Abort(("ab".replace(first, ""),)))
+    apply(oracle, Abort(("ab".replace(first, ""),)))
     assert oracle.num_free_blocks == 11
     assert oracle.schedule().finished_req_ids == ("a", "b")
 
@@ -382,7 +382,7 @@ def test_an_empty_engine_has_no_watermark() -> None:
     assert [row.request_id for row in oracle.schedule().new] == ["a"]
 
 
-def test_who_runs_may_take_all_and_who_needs_nothing_new_waits_below_it() -> None:
+def test_running_requests_may_take_all_and_others_wait_below_the_watermark() -> None:
     oracle = build(num_blocks=4, max_model_len=13, watermark_blocks=1)
     begin(oracle, 7, max_tokens=5)
     fork(oracle, "b", 7)

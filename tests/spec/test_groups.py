@@ -114,7 +114,7 @@ class TestFullAndWindow:
         assert len(set(taken)) == 4
 
 
-def test_a_window_is_left_even_by_who_then_has_to_go() -> None:
+def test_a_window_is_left_even_by_a_request_that_then_has_to_go() -> None:
     """It frees what it does not read before anybody is preempted: that is queued first."""
     config = Config(10, 2, max_num_batched_tokens=4, enable_prefix_caching=False,
                     scheduler_reserve_full_isl=False, groups=(full(2), window(2, 3)))  # fmt: skip
@@ -146,7 +146,7 @@ class TestWhatAWindowIsCharged:
         )
 
     @pytest.mark.parametrize(("num_usable", "status"), [(10, "waiting"), (11, "running")])
-    def test_the_gate_lets_in_who_can_finish_beside_those_that_run(
+    def test_the_gate_admits_what_can_finish_beside_those_that_run(
         self, num_usable: int, status: str
     ) -> None:
         """Behind its prompt the first holds three blocks of the window and one of its chunk."""
@@ -316,7 +316,7 @@ class TestCommonPrefix:
         oracle.submit(Request("C", (1, 2, 3, 4, 5, 6, 6), max_tokens=9))
         return oracle
 
-    def test_without_caching_and_where_nobody_runs_there_is_none(self) -> None:
+    def test_without_caching_and_where_no_request_runs_there_is_none(self) -> None:
         assert Oracle(self.config).schedule().num_common_prefix_blocks == (0, 0, 0)
         oracle = self.start(replace(self.config, enable_prefix_caching=False))
         assert oracle.schedule().num_common_prefix_blocks == (0, 0, 0)
@@ -325,9 +325,9 @@ class TestCommonPrefix:
         oracle = self.start(replace(self.config, groups=()))
         assert oracle.schedule().num_common_prefix_blocks == (3,)
 
-    def test_upstream_counts_who_holds_a_block(self) -> None:
+    def test_upstream_counts_the_holders_of_a_block(self) -> None:
         """One who stands in the tables of a request twice, by another quirk, is held twice."""
-        who = SimpleNamespace(
+        fields = SimpleNamespace(
             running=("A", "B"),
             waiting=("C", "D"),
             skipped=(),
@@ -335,11 +335,11 @@ class TestCommonPrefix:
             parts={"kv_transfer": SimpleNamespace(held={})},
             pool=SimpleNamespace(ref_counts=(0, 2, 2, 3, 2)),
         )
-        step = cast("Step", who)
+        step = cast("Step", fields)
         assert count_held_by_all(step, (1, 2, 3, 4)) == 2
-        who.requests["D"].block_tables = ((3,), ())
+        fields.requests["D"].block_tables = ((3,), ())
         assert count_held_by_all(step, (3, 2)) == 1
-        who.parts["kv_transfer"].held["E"] = SimpleNamespace(block_tables=((), (2,)))
+        fields.parts["kv_transfer"].held["E"] = SimpleNamespace(block_tables=((), (2,)))
         assert count_held_by_all(step, (3, 2)) == 0
 
     def test_two_plans_are_equal_without_it(self) -> None:

@@ -19,7 +19,7 @@ from blockstep.spec.features.encoder.cache import ENCODER
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
 from blockstep.spec.features.pins import PINS
 from blockstep.spec.features.prefill_cadence import PREFILL_WAIT
-from blockstep.spec.features.structured_output.grammar import STAND, GrammarState
+from blockstep.spec.features.structured_output.grammar import GRAMMAR, GrammarState
 from blockstep.spec.frozen_map import FrozenMap
 from blockstep.spec.invariants import INVARIANTS, get_broken_invariants
 from blockstep.spec.vocabulary import (
@@ -103,9 +103,9 @@ def bend_part(part: Any, **change: Any) -> Bend:
     return bend
 
 
-def bend_stand(state: State) -> State:
+def bend_grammar_state(state: State) -> State:
     """Put the grammar of A into another state."""
-    request = STAND.put(state.requests["A"], GrammarState(1))
+    request = GRAMMAR.put(state.requests["A"], GrammarState(1))
     return replace(state, requests=state.requests.having("A", request))
 
 
@@ -165,7 +165,7 @@ BENT: dict[str, tuple[State, Bend]] = {
         RANKED,
         lambda state: replace(state, waiting=state.waiting[::-1]),
     ),
-    "is_every_grammar_in_step": (WITH_GRAMMAR, bend_stand),
+    "is_every_grammar_in_step": (WITH_GRAMMAR, bend_grammar_state),
     "is_every_running_adapter_in_a_slot": (ADAPTED, without_a_slot),
     "is_wait_within_interval": (PACED, lambda state: PREFILL_WAIT.put(state, 3)),
     "is_encoder_cache_exact": (SEEING, bend_part(ENCODER, budget=3)),
@@ -179,12 +179,12 @@ BENT: dict[str, tuple[State, Bend]] = {
         bend_table(lambda table: tuple([20 + at for at in range(len(table))]), 1),
     ),
     "is_every_table_begun": (GROUPED, bend_request(holdings=NOTHING_HELD * 2)),
-    "is_every_load_of_who_is_parked": (PARKED, bend_part(TRANSFERS, parked=FrozenMap())),
+    "is_every_load_of_a_parked_request": (PARKED, bend_part(TRANSFERS, parked=FrozenMap())),
     "is_every_load_unpublished": (
         LOADING,
         bend_request(holdings=lambda held: (replace(held[0], num_cached_blocks=1),)),
     ),
-    "is_every_hold_of_somebody_gone": (
+    "is_every_hold_of_a_finished_request": (
         READ,
         bend_part(
             TRANSFERS,

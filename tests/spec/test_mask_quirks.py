@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from blockstep.spec import Config, Grammar, Oracle, Request, SpecMethod
-from blockstep.spec.features.structured_output.grammar import STAND, GrammarState
+from blockstep.spec.features.structured_output.grammar import GRAMMAR, GrammarState
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import GrammarRow
@@ -86,7 +86,7 @@ def test_reasoning_ends_with_its_step(quirk: bool) -> None:
         return
     assert row == GrammarRow("A", (None, None, None), (7, 2))
     oracle.commit(plan, {"A": (7, 2, 2)})
-    assert STAND.of(oracle.state.requests["A"]) == GrammarState(0, reasoning_ended=True)
+    assert GRAMMAR.of(oracle.state.requests["A"]) == GrammarState(0, reasoning_ended=True)
     assert get_broken_invariants(oracle.state) == ("is_every_grammar_in_step",)
 
 
@@ -97,9 +97,11 @@ def test_reasoning_ends_at_the_last_token(quirk: bool, other: set[Quirk]) -> Non
     oracle.commit(oracle.schedule(), {"A": (4,)})
     oracle.propose({"A": (7,)})
     oracle.commit(oracle.schedule(), {"A": (7, 1)})
-    assert STAND.of(oracle.state.requests["A"]).reasoning_ended is not quirk
+    assert GRAMMAR.of(oracle.state.requests["A"]).reasoning_ended is not quirk
     oracle.commit(oracle.schedule(), {"A": (7,) if quirk else (2,) if not other else (1,)})
-    assert STAND.of(oracle.state.requests["A"]).reasoning_ended, "it was the last token of its step"
+    assert GRAMMAR.of(oracle.state.requests["A"]).reasoning_ended, (
+        "it was the last token of its step"
+    )
 
 
 @pytest.mark.parametrize("quirk", [False, True])
@@ -110,10 +112,10 @@ def test_a_preempted_request_is_read_again_with_its_drafts(quirk: bool) -> None:
     plan = oracle.schedule()
     oracle.mask(plan, {"A": (7, 1)})
     oracle.commit(plan, {"A": (7, 1, 1)} if quirk else {"A": (7, 1, 2)})
-    assert STAND.of(oracle.state.requests["A"]).reasoning_ended is not quirk
+    assert GRAMMAR.of(oracle.state.requests["A"]).reasoning_ended is not quirk
     plan = oracle.schedule()
     oracle.reset(reset_running_requests=True)
     (row,) = oracle.mask(plan, {"A": (1, 2)})
     if quirk:
         assert row == GrammarRow("A", ((1, EOS), (2,), (1, EOS)), (1, 2)), "from the beginning"
-    assert STAND.of(oracle.state.requests["A"]).reasoning_ended
+    assert GRAMMAR.of(oracle.state.requests["A"]).reasoning_ended

@@ -27,7 +27,7 @@ from blockstep.spec import (
 from blockstep.spec.core.state import State
 from blockstep.spec.features.structured_output import get_verifiable_drafts
 from blockstep.spec.features.structured_output.grammar import (
-    STAND,
+    GRAMMAR,
     get_next_state,
     get_states,
 )
@@ -126,8 +126,8 @@ def test_a_mask_waits_for_the_tokens_before_it() -> None:
     oracle.commit(first, {"A": (1,), "B": (1,)})
     late = oracle.apply(GrammarBitmask(first.frame_id))
     assert late == Rejected(RejectCode.UNKNOWN_FRAME), "a later frame does not stand for it"
-    told = {"A": (2, 1, 1), "B": (1, 1, 1), "nobody": (1,)}
-    assert oracle.mask(second, told) == (GrammarRow("A", ((2,), (1, EOS), (2,), (2,)), (2, 1, -1)),)
+    sent = {"A": (2, 1, 1), "B": (1, 1, 1), "nobody": (1,)}
+    assert oracle.mask(second, sent) == (GrammarRow("A", ((2,), (1, EOS), (2,), (2,)), (2, 1, -1)),)
     with pytest.raises(RejectedEvent, match=r"bad_result: .* leading drafts of \(2, 1\)"):
         oracle.commit(second, {"A": (2, 1, 2, 1), "B": (4,)})
     oracle.commit(second, {"A": (2, 1, 2), "B": (4,)})
@@ -137,7 +137,7 @@ def test_a_mask_waits_for_the_tokens_before_it() -> None:
     assert oracle.state.stats.drafts_accepted == 2
 
 
-def test_of_a_row_of_which_nothing_was_told_no_draft_is_accepted() -> None:
+def test_of_a_row_without_sent_drafts_no_draft_is_accepted() -> None:
     oracle = begin(ASYNC, constrained())
     first, second = oracle.schedule(), oracle.schedule()
     oracle.commit(first, {"A": (1,)})
@@ -231,18 +231,18 @@ def draw_event(draw: Random, state: State) -> object:
     rows = []
     for row in state.frames[0].rows:
         request = state.requests.get(row.request_id)
-        stand = None if request is None else STAND.of(request)
+        current = None if request is None else GRAMMAR.of(request)
         number = 1 + draw.randrange(len(get_verifiable_drafts(row)) + 1)
-        if stand is None or not row.samples:
+        if current is None or not row.samples:
             rows.append(RowTokens(row.request_id, (4,) * row.samples))
             continue
         tokens = get_verifiable_drafts(row)[: number - 1]
         if -1 in tokens:
             tokens = ()
-        stands = get_states(state.config, ONE_TWO, stand, tokens, get_next_state)
-        edges = ONE_TWO.edges[stands[-1].state] or ((4, 2),)
+        states = get_states(state.config, ONE_TWO, current, tokens, get_next_state)
+        edges = ONE_TWO.edges[states[-1].state] or ((4, 2),)
         token = draw.choice([token for token, _ in edges])
-        if state.config.reasoning_end_token_id and not stands[-1].reasoning_ended:
+        if state.config.reasoning_end_token_id and not states[-1].reasoning_ended:
             token = draw.choice((4, 7))
         rows.append(RowTokens(row.request_id, (*tokens, token)))
     return Commit(state.frames[0].frame_id, tuple(rows))
@@ -276,7 +276,7 @@ def test_the_state_of_a_grammar_is_that_of_the_accepted_output(
         for request in oracle.state.requests.values():
             prompt = request.request.prompt_token_ids
             expected = walk(request.output_token_ids, prompt, has_reasoning)
-            assert (STAND.of(request).state, STAND.of(request).reasoning_ended) == expected
+            assert (GRAMMAR.of(request).state, GRAMMAR.of(request).reasoning_ended) == expected
         if isinstance(answer, GrammarOutput):
             for row in answer.rows:
                 assert len(row.allowed) == len(row.draft_token_ids) + 1

@@ -53,7 +53,7 @@ def test_a_pause_holds_until_it_is_lifted(oracle: Oracle) -> None:
     assert oracle.schedule().rows != ()
 
 
-def test_a_reset_says_whether_it_was_done(oracle: Oracle) -> None:
+def test_a_reset_returns_whether_it_was_done(oracle: Oracle) -> None:
     oracle.submit(Request("A", (1, 2)))
     oracle.schedule()
     assert not oracle.reset()
@@ -61,12 +61,12 @@ def test_a_reset_says_whether_it_was_done(oracle: Oracle) -> None:
     assert oracle.state.requests["A"].status is Status.PREEMPTED
 
 
-def test_an_abort_names_whom_it_ended(oracle: Oracle) -> None:
+def test_an_abort_names_the_requests_it_ended(oracle: Oracle) -> None:
     oracle.submit(Request("A", (1, 2)))
     assert oracle.abort("A", "B") == ("A",)
 
 
-def test_a_peek_tells_the_hit_and_changes_nothing(oracle: Oracle) -> None:
+def test_a_peek_returns_the_hit_and_changes_nothing(oracle: Oracle) -> None:
     oracle.submit(Request("A", (1, 2, 3, 4, 5), max_tokens=1))
     oracle.commit(oracle.schedule(), {"A": [6]})
     before = oracle.state
@@ -83,7 +83,7 @@ def test_a_peek_tells_the_hit_and_changes_nothing(oracle: Oracle) -> None:
     assert code_of(refused) is RejectCode.BAD_REQUEST
 
 
-def test_counts_are_told_without_a_snapshot(oracle: Oracle) -> None:
+def test_counts_are_known_without_a_snapshot(oracle: Oracle) -> None:
     assert (oracle.num_running, oracle.num_waiting, oracle.num_free_blocks) == (0, 0, 8)
     oracle.submit(Request("A", (1, 2, 3)))
     oracle.submit(Request("B", (1,), structured_output=True))

@@ -45,7 +45,7 @@ def build(**changes: Any) -> Oracle:
     return Oracle(Config(**fields | changes))
 
 
-def tell(oracle: Oracle, event: Event) -> Observation:
+def apply(oracle: Oracle, event: Event) -> Observation:
     answer = oracle.apply(event)
     assert get_broken_invariants(oracle.state) == ()
     return answer
@@ -56,11 +56,11 @@ def bring(oracle: Oracle, name: str, num_tokens: int, job: str | None = None, **
     first = 100 * ord((job or name)[0])
     prompt = tuple(range(first, first + num_tokens))
     fields: dict[str, Any] = {"max_tokens": 1, **more}
-    assert tell(oracle, Submit(Request(name, prompt, job_id=job, **fields))) == Ack()
+    assert apply(oracle, Submit(Request(name, prompt, job_id=job, **fields))) == Ack()
 
 
 def plan(oracle: Oracle) -> Plan:
-    found = tell(oracle, Schedule())
+    found = apply(oracle, Schedule())
     assert isinstance(found, Plan)
     return found
 
@@ -82,7 +82,7 @@ def step(oracle: Oracle) -> Plan:
 def keep(oracle: Oracle, name: str, num_tokens: int, job: str, ttl: int, **more: Any) -> None:
     """A turn of one output runs to its end, alone."""
     bring(oracle, name, num_tokens, job, **more)
-    tell(oracle, PinEstimate(job, ttl))
+    apply(oracle, PinEstimate(job, ttl))
     step(oracle)
 
 
@@ -103,21 +103,21 @@ def ends(oracle: Oracle) -> dict[str, int]:
 def test_windows_leave_null_blocks() -> None:
     oracle = build(num_blocks=17, groups=(full(2), window(2, 3)), max_num_batched_tokens=4)
     bring(oracle, "a", 8, "j", max_tokens=2)
-    tell(oracle, PinEstimate("j", 4))
+    apply(oracle, PinEstimate("j", 4))
     for _ in range(3):
         step(oracle)
     assert kept(oracle).pins == (Pin("j", ((1, 2, 5, 6), (0, 0, 0, 8)), 4),)
 
 
 @pytest.mark.parametrize("event", [Abort(("a",)), StreamingUpdate(Request("a", (1,)))])
-def test_who_is_ended_from_outside_leaves_nothing(event: Event) -> None:
+def test_a_request_ended_from_outside_leaves_nothing(event: Event) -> None:
     oracle = build()
     bring(oracle, "a", 5, "j", resumable=True, max_tokens=1)
-    tell(oracle, PinEstimate("j", 3))
+    apply(oracle, PinEstimate("j", 3))
     step(oracle)  # it rests, and has not ended
     assert kept(oracle).pins == ()
     assert kept(oracle).estimates == (PinEstimate("j", 3),)
-    tell(oracle, event)
+    apply(oracle, event)
     assert kept(oracle) == PinsSnapshot()
     assert oracle.num_free_blocks == 8
 
@@ -125,8 +125,8 @@ def test_who_is_ended_from_outside_leaves_nothing(event: Event) -> None:
 def test_a_session_that_ends_at_its_stop_is_pinned() -> None:
     oracle = build()
     bring(oracle, "a", 5, "j", resumable=True)
-    tell(oracle, PinEstimate("j", 3))
-    tell(oracle, StreamingUpdate(Request("a", (1,))))
+    apply(oracle, PinEstimate("j", 3))
+    apply(oracle, StreamingUpdate(Request("a", (1,))))
     planned = plan(oracle)
     assert answer(oracle, planned).rows[0].finish_reason is FinishReason.LENGTH
     assert ends(oracle) == {"j": 3}
@@ -138,7 +138,7 @@ def test_a_turn_that_leaves_nothing_takes_no_older_pin(num_tokens: int, ttl: int
     keep(oracle, "a", 5, "j", ttl=4)
     bring(oracle, "b", num_tokens, "j")
     planned = plan(oracle)
-    tell(oracle, PinEstimate("j", ttl))
+    apply(oracle, PinEstimate("j", ttl))
     answer(oracle, planned)
     assert kept(oracle).pins == (Pin("j", ((1, 2),), ttl),)
 
@@ -146,18 +146,18 @@ def test_a_turn_that_leaves_nothing_takes_no_older_pin(num_tokens: int, ttl: int
 # In a step.
 
 
-def test_null_blocks_of_a_pin_do_not_stand_against_a_reset() -> None:
+def test_null_blocks_of_a_pin_do_not_prevent_a_reset() -> None:
     oracle = build(num_blocks=17, groups=(full(2), window(2, 3)), max_num_batched_tokens=4)
     bring(oracle, "a", 8, "j", max_tokens=2)
-    tell(oracle, PinEstimate("j", 4))
+    apply(oracle, PinEstimate("j", 4))
     for _ in range(3):
         step(oracle)
     assert kept(oracle).pins == (Pin("j", ((1, 2, 5, 6), (0, 0, 0, 8)), 4),)
-    assert tell(oracle, Reset()) == ResetDone(True)
+    assert apply(oracle, Reset()) == ResetDone(True)
     assert kept(oracle).pins == ()
 
 
-def test_who_was_preempted_stays_before_who_is_warm() -> None:
+def test_a_preempted_request_stays_before_a_warm_one() -> None:
     oracle = build(num_blocks=6)
     keep(oracle, "a", 3, "j", ttl=9)
     bring(oracle, "x", 3, max_tokens=6)
@@ -167,7 +167,7 @@ def test_who_was_preempted_stays_before_who_is_warm() -> None:
     step(oracle)
     bring(oracle, "c", 3, "j")
     assert step(oracle).preempted_req_ids == ("x",)
-    tell(oracle, SetPause(PauseState.PAUSED_ALL))
+    apply(oracle, SetPause(PauseState.PAUSED_ALL))
     plan(oracle)
     assert oracle.snapshot().waiting == ("x", "c")
 
@@ -184,7 +184,9 @@ def test_who_was_preempted_stays_before_who_is_warm() -> None:
         (15, "k", ["k"]),
     ],
 )
-def test_while_nobody_runs_pins_give_way(num_tokens: int, job: str | None, left: list[str]) -> None:
+def test_while_no_request_runs_pins_give_way(
+    num_tokens: int, job: str | None, left: list[str]
+) -> None:
     """Of 9 blocks three jobs keep two each; those of other jobs go first, then the soonest."""
     oracle = build(num_blocks=10)
     for name, ttl in (("j", 9), ("k", 5), ("l", 5)):
@@ -198,24 +200,24 @@ def test_while_nobody_runs_pins_give_way(num_tokens: int, job: str | None, left:
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
-def test_pins_alone_do_not_stand_against_a_reset(is_forced: bool) -> None:
+def test_pins_alone_do_not_prevent_a_reset(is_forced: bool) -> None:
     oracle = build()
     keep(oracle, "a", 5, "j", ttl=4)
     bring(oracle, "b", 3, "j", max_tokens=4)
     step(oracle)
-    done = tell(oracle, Reset(reset_running_requests=is_forced))
+    done = apply(oracle, Reset(reset_running_requests=is_forced))
     assert done == ResetDone(is_forced)
     assert ends(oracle) == ({} if is_forced else {"j": 4})
     assert kept(oracle).estimates == (PinEstimate("j", 4),)
-    tell(oracle, Abort(("b",)))
-    assert tell(oracle, Reset()) == ResetDone(True)
+    apply(oracle, Abort(("b",)))
+    assert apply(oracle, Reset()) == ResetDone(True)
     assert kept(oracle) == PinsSnapshot()
     assert oracle.num_free_blocks == 8
 
 
-def test_under_another_policy_jobs_say_nothing() -> None:
+def test_under_another_policy_jobs_have_no_effect() -> None:
     oracle = build(policy=Policy.FCFS)
-    assert tell(oracle, Clock(4)) == Ack()
+    assert apply(oracle, Clock(4)) == Ack()
     keep(oracle, "a", 5, "j", ttl=4)
     assert oracle.snapshot().pins is None
     assert oracle.num_free_blocks == 8
@@ -232,16 +234,16 @@ def test_a_pin_and_a_store_hold_blocks_of_a_turn_side_by_side(is_pin_first: bool
     """Whichever of them ends first, the blocks are free once both have ended."""
 
     def end_pin() -> None:
-        tell(oracle, Clock(4))
-        tell(oracle, Schedule())
+        apply(oracle, Clock(4))
+        apply(oracle, Schedule())
 
     def end_hold() -> None:
-        tell(oracle, TransfersReported(KVTransfers(finished_sending=("a",))))
+        apply(oracle, TransfersReported(KVTransfers(finished_sending=("a",))))
 
     oracle = build(kv_connector=True)
     bring(oracle, "a", 5, "j")
-    tell(oracle, KVOffer("a", delays_free=True))
-    tell(oracle, PinEstimate("j", 4))
+    apply(oracle, KVOffer("a", delays_free=True))
+    apply(oracle, PinEstimate("j", 4))
     step(oracle)
     assert kept(oracle).pins == (Pin("j", ((1, 2),), 4),)
     shown = oracle.snapshot()
@@ -258,12 +260,12 @@ def test_blocks_of_a_pin_that_ends_wait_for_the_frame_that_reads_them() -> None:
     """Beside a store a load could get them while the frame still runs."""
     oracle = build(kv_connector=True, max_frames_in_flight=2, async_scheduling=True)
     bring(oracle, "a", 5, "j", max_tokens=2, stop_token_ids=(9,))
-    tell(oracle, PinEstimate("j", 4))
+    apply(oracle, PinEstimate("j", 4))
     plans = [plan(oracle), plan(oracle)]
     answer(oracle, plans[0])
     assert kept(oracle).pins == (Pin("j", ((1, 2),), 4),)
     assert oracle.snapshot().ref_counts[1:4] == (2, 2, 1)
-    tell(oracle, Clock(4))
+    apply(oracle, Clock(4))
     empty = plan(oracle)
     assert kept(oracle).pins == ()
     assert oracle.snapshot().ref_counts[1:4] == (1, 1, 1)

@@ -53,7 +53,7 @@ def test_the_preempted_wait_for_their_token_in_flight() -> None:
     assert not get_broken_invariants(oracle.state)
 
 
-def test_a_chunk_in_flight_holds_nobody_up() -> None:
+def test_a_chunk_in_flight_holds_no_request_up() -> None:
     oracle = make(max_num_batched_tokens=2)
     oracle.submit(Request("A", (1, 2, 3)))
     oracle.schedule()

@@ -27,7 +27,7 @@ def request(name: str, num_tokens: int, first: int, max_tokens: int = 9) -> Requ
 A, B = request("A", 2, 0), request("B", 9, 10)
 
 
-def tell(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """The rows of a plan: request and number of tokens."""
     return " ".join([f"{row.request_id}{row.num_scheduled_tokens}" for row in plan.rows])
 
@@ -41,12 +41,12 @@ def answer(oracle: Oracle) -> None:
 
 def run(oracle: Oracle, num_steps: int) -> list[str]:
     """The plans of some steps."""
-    told = []
+    lines = []
     for _ in range(num_steps):
-        told.append(tell(oracle.schedule()))
+        lines.append(format_plan(oracle.schedule()))
         assert get_broken_invariants(oracle.state) == ()
         answer(oracle)
-    return told
+    return lines
 
 
 def test_admission_and_chunks_wait_for_their_step() -> None:
@@ -64,7 +64,7 @@ def test_a_load_begins_while_prompts_are_held() -> None:
     oracle.submit(B)
     assert oracle.apply(KVOffer("B", 8, is_async=True)) == Ack()
     plan = oracle.schedule()
-    assert tell(plan) == "A1"
+    assert format_plan(plan) == "A1"
     assert [load.request_id for load in plan.kv_loads] == ["B"]
 
 
@@ -73,7 +73,7 @@ def test_a_plan_without_rows_is_not_counted() -> None:
     oracle.submit(A)
     oracle.schedule()
     wait = PREFILL_WAIT.of(oracle.state)
-    assert tell(oracle.schedule()) == ""
+    assert format_plan(oracle.schedule()) == ""
     assert PREFILL_WAIT.of(oracle.state) == wait == 2
 
 

@@ -52,7 +52,7 @@ def test_without_a_high_one_it_never_closes() -> None:
     assert oracle.snapshot().stats.preemptions == 1
 
 
-def test_who_is_parked_waits_though_its_load_has_come() -> None:
+def test_a_parked_request_waits_though_its_load_has_come() -> None:
     oracle = build(kv_connector=True, admission_low_blocks=5, admission_high_blocks=7)
     submit(oracle, "A", 4, max_tokens=3)
     step(oracle)

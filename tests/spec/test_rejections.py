@@ -293,7 +293,7 @@ def test_bad_config_is_refused_with_field_rule_and_fix(name: str) -> None:
     assert str(problems[0]) in str(caught.value)
 
 
-def test_an_encoder_may_stand_beside_a_decoder() -> None:
+def test_a_model_may_have_an_encoder_beside_a_decoder() -> None:
     config = replace(Config(num_blocks=8), **BESIDE)  # type: ignore[arg-type]
     assert config_problems(config) == ()
 
@@ -303,7 +303,7 @@ BIT = (False, True, False)
 
 
 @pytest.mark.parametrize(
-    ("changes", "items", "code", "says"),
+    ("changes", "items", "code", "sentence"),
     [
         ({}, (CAT, DOG), None, ""),
         ({}, (replace(DOG, offset=6),), R, "item 'dog' at 6 must lie inside the prompt"),
@@ -327,12 +327,12 @@ BIT = (False, True, False)
     ],
 )
 def test_what_an_encoder_can_never_take_is_refused(
-    changes: dict[str, object], items: tuple[MultiModalItem, ...], code: RejectCode, says: str
+    changes: dict[str, object], items: tuple[MultiModalItem, ...], code: RejectCode, sentence: str
 ) -> None:
     config = replace(Config(num_blocks=8), **BOTH_4 | changes)  # type: ignore[arg-type]
     problem = item_problem(config, Request("A", (1,) * 8, items=items))
     assert (problem.code if problem else None) is code
-    assert says in (problem.detail if problem else "")
+    assert sentence in (problem.detail if problem else "")
 
 
 def test_what_is_no_config_is_refused() -> None:

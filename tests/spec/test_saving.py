@@ -87,7 +87,7 @@ def test_moving_pays_from_where_it_costs_no_more_than_computing(
 
 
 @pytest.mark.parametrize(("least", "is_saved"), [(0, False), (4, True), (5, False)])
-def test_who_is_preempted_is_saved_before_its_blocks_are_anybody_elses(
+def test_a_preempted_request_is_saved_before_its_blocks_are_reused(
     least: int, is_saved: bool
 ) -> None:
     oracle = build(swap_min_tokens=least)
@@ -127,7 +127,7 @@ def test_a_victim_in_flight_is_saved_once_its_row_is_answered() -> None:
     assert oracle.schedule().kv_saves == (KVSave("B", ((4, 5, 6),), 3),)
 
 
-def test_nothing_is_saved_of_whose_own_load_may_not_have_come() -> None:
+def test_nothing_is_saved_while_an_own_load_may_not_have_come() -> None:
     for is_answered in (False, True):
         oracle = build(UNFENCED, block_size=1, num_blocks=8, **AHEAD)
         submit(oracle, "A", 3)
@@ -154,7 +154,7 @@ def test_what_a_window_left_behind_is_absent_also_where_it_left_it_in_this_very_
     assert 7 in oracle.state.pool.free_queue
 
 
-def test_what_a_reset_preempts_is_void_and_nobody_saves_it_later() -> None:
+def test_what_a_reset_preempts_is_void_and_is_not_saved_later() -> None:
     oracle = build()
     submit(oracle, "A", 4)
     step(oracle)
@@ -163,7 +163,7 @@ def test_what_a_reset_preempts_is_void_and_nobody_saves_it_later() -> None:
     assert step(oracle).kv_saves == ()
 
 
-def test_who_gives_up_blocks_while_it_rests_is_no_victim() -> None:
+def test_a_request_that_gives_up_blocks_while_it_rests_is_no_victim() -> None:
     oracle = build(num_blocks=4, scheduler_reserve_full_isl=False)
     submit(oracle, "A", 4, max_tokens=1, resumable=True)
     step(oracle)

@@ -22,7 +22,7 @@ from blockstep.spec import (
     SpecMethod,
 )
 from blockstep.spec.core.requests import RequestState
-from blockstep.spec.features.structured_output.grammar import STAND
+from blockstep.spec.features.structured_output.grammar import GRAMMAR
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import (
@@ -406,7 +406,7 @@ def test_reasoning_end_is_searched_in_the_next_input(
         oracle.grammar_ready("A")
         oracle.schedule()
         oracle.apply(Commit(0, (RowTokens("A", (sampled,)),)))
-        ended.append(STAND.of(oracle.state.requests["A"]).reasoning_ended)
+        ended.append(GRAMMAR.of(oracle.state.requests["A"]).reasoning_ended)
     assert ended == [sampled == 7, waiting == 7 if stops else sampled == 7]
 
 
@@ -417,11 +417,11 @@ def test_a_repetition_has_a_session_forget_its_last_stop_token() -> None:
     oracle.submit(session(1, stop_token_ids=(9,)))
     step(oracle)
     oracle.update(session(2, repetition_detection=twice, max_tokens=3))
-    told = []
+    ends = []
     for _ in range(2):
         oracle.schedule()
-        told += [(row.finish_reason, row.stop_token_id) for row in answer(oracle, 5)]
-    assert told == [(None, 9), (FinishReason.REPETITION, None)]
+        ends += [(row.finish_reason, row.stop_token_id) for row in answer(oracle, 5)]
+    assert ends == [(None, 9), (FinishReason.REPETITION, None)]
     oracle.update(session(3))
     oracle.schedule()
     assert answer(oracle, 5) == (OutputRow("A", (5,)),)
@@ -556,7 +556,7 @@ def test_every_field_of_a_chunk_is_used_or_refused(name: str, rests: bool) -> No
     assert other.state.requests["S"] != plain.state.requests["S"]
 
 
-def test_the_end_of_input_brings_nothing_whatever_it_says() -> None:
+def test_the_end_of_input_brings_nothing_whatever_its_fields() -> None:
     oracle = resting_session()
     oracle.update(replace(CHUNK, resumable=False, cache_salt="other", max_tokens=9))
     assert "S" not in oracle.state.requests

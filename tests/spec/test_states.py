@@ -142,7 +142,7 @@ def test_a_group_of_states_is_charged_those_of_drafts_at_the_gate() -> None:
 
 
 @pytest.mark.parametrize("table", [(4, 0, 5, 6), (0, 4, 0, 5), (0, 0, 4, 5), (4, 5, 0, 6)])
-def test_each_state_is_found_by_its_own_key_whatever_stands_between(
+def test_each_state_is_found_by_its_own_key_whatever_is_between(
     table: tuple[int, ...],
 ) -> None:
     config = Config(16, 1, groups=(full(1), recurrent(1)))

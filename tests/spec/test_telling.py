@@ -38,14 +38,14 @@ def step(oracle: Oracle, **sampled: int) -> tuple[KVEvent, ...]:
     return oracle.commit(plan, {name: (token,) for name, token in sampled.items()}).kv_events
 
 
-def told_by_reset(oracle: Oracle, forced: bool = False) -> tuple[KVEvent, ...]:
+def list_events_of_reset(oracle: Oracle, forced: bool = False) -> tuple[KVEvent, ...]:
     done = oracle.apply(Reset(forced))
     assert isinstance(done, ResetDone)
     assert done.success
     return done.kv_events
 
 
-def test_each_copy_is_told_and_each_is_removed() -> None:
+def test_each_copy_is_reported_and_each_is_removed() -> None:
     oracle = Oracle(replace(CONFIG, num_blocks=9, max_num_batched_tokens=4))
     for name in "AB":
         oracle.submit(Request(name, (1, 2), max_tokens=4))
@@ -70,17 +70,17 @@ def follow(copies: Counter[BlockKey], events: tuple[KVEvent, ...]) -> None:
         del copies[key]
 
 
-def test_a_reset_is_told_at_once_with_what_came_before_it() -> None:
+def test_a_reset_is_reported_at_once_with_what_came_before_it() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(A)
     oracle.schedule()
     stored = BlockStored((FIRST, SECOND), None, (1, 2, 3, 4), 2)
-    assert told_by_reset(oracle, forced=True)[0] == stored
+    assert list_events_of_reset(oracle, forced=True)[0] == stored
     assert oracle.state.pool.journal == ()
-    assert told_by_reset(oracle) == (AllBlocksCleared(),)
+    assert list_events_of_reset(oracle) == (AllBlocksCleared(),)
 
 
-def test_a_reset_that_is_refused_tells_nothing_and_forgets_nothing() -> None:
+def test_a_refused_reset_reports_nothing_and_forgets_nothing() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(A)
     plan = oracle.schedule()
@@ -89,7 +89,7 @@ def test_a_reset_that_is_refused_tells_nothing_and_forgets_nothing() -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_a_release_tells_null_blocks(quirk: bool) -> None:
+def test_a_release_reports_null_blocks(quirk: bool) -> None:
     """A recurrent group keeps the last state of a chunk only."""
     state = KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=MambaCacheMode.ALIGN)
     quirks = frozenset({Quirk.NULL_BLOCKS_ARE_REPORTED} if quirk else ())
@@ -102,12 +102,12 @@ def test_a_release_tells_null_blocks(quirk: bool) -> None:
     assert event.token_ids == ((1, 2, 3, 4) if quirk else (3, 4))
 
 
-def test_a_release_tells_a_reset_with_the_next_commit() -> None:
+def test_a_release_reports_a_reset_with_the_next_commit() -> None:
     oracle = Oracle(CONFIG, Profile("late", frozenset({Quirk.RESET_EVENT_IS_LATE})))
     oracle.submit(A)
     step(oracle, A=7)
     step(oracle, A=8)
-    assert told_by_reset(oracle) == ()
+    assert list_events_of_reset(oracle) == ()
     oracle.submit(replace(A, request_id="B"))
     events = step(oracle, B=7)
     assert events[0] == AllBlocksCleared()
@@ -118,7 +118,7 @@ WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, 4, sliding_window=4)
 
 
 @pytest.mark.parametrize("num_steps", [8])
-def test_what_a_window_has_left_behind_is_not_told_again(num_steps: int) -> None:
+def test_what_a_window_has_left_behind_is_not_reported_again(num_steps: int) -> None:
     """Behind a hit some blocks of a window are null: what follows has a parent all the same."""
     window = replace(WINDOW, block_size=2, sliding_window=2)
     oracle = Oracle(replace(CONFIG, num_blocks=12, groups=(window,)))
@@ -136,50 +136,50 @@ def test_what_a_window_has_left_behind_is_not_told_again(num_steps: int) -> None
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_a_release_does_not_tell_the_group_of_a_block(quirk: bool) -> None:
+def test_a_release_does_not_report_the_group_of_a_block(quirk: bool) -> None:
     """A reader of such a log loses the block of full attention with that of the window."""
     full, window = KVGroup(GroupKind.FULL, 2), replace(WINDOW, block_size=2, sliding_window=2)
     config = replace(CONFIG, num_blocks=10, groups=(full, window))
     quirks = frozenset({Quirk.EVENTS_WITHOUT_GROUPS} if quirk else ())
     oracle = Oracle(config, Profile("one", quirks))
     oracle.submit(A)
-    told = 0 if quirk else 1
+    group = 0 if quirk else 1
     assert step(oracle, A=7) == (
         BlockStored((FIRST, SECOND), None, (1, 2, 3, 4), 2),
-        BlockStored((FIRST.in_group(told), SECOND.in_group(told)), None, (1, 2, 3, 4), 2),
+        BlockStored((FIRST.in_group(group), SECOND.in_group(group)), None, (1, 2, 3, 4), 2),
     )
     stored = oracle.commit(oracle.schedule(), {"A": (8,)}).kv_events[1]
     assert isinstance(stored, BlockStored)
-    assert (stored.keys, stored.parent) == ((THIRD.in_group(told),), SECOND.in_group(told))
+    assert (stored.keys, stored.parent) == ((THIRD.in_group(group),), SECOND.in_group(group))
     oracle.submit(Request("B", (9, 9, 9), max_tokens=1))
     removed = [event for event in step(oracle, B=7) if isinstance(event, BlockRemoved)]
-    assert removed == [BlockRemoved((SECOND.in_group(told),))]
+    assert removed == [BlockRemoved((SECOND.in_group(group),))]
     assert SECOND in oracle.state.pool.cached
 
 
 def test_what_is_cleared_has_no_group() -> None:
     quirks = frozenset({Quirk.EVENTS_WITHOUT_GROUPS})
-    assert told_by_reset(Oracle(CONFIG, Profile("one", quirks))) == (AllBlocksCleared(),)
+    assert list_events_of_reset(Oracle(CONFIG, Profile("one", quirks))) == (AllBlocksCleared(),)
 
 
 @pytest.mark.parametrize("quirks", [(), (Quirk.NULL_BLOCKS_ARE_REPORTED,)])
-def test_blocks_of_a_confirmed_load_are_told_as_others_are(quirks: tuple[Quirk, ...]) -> None:
+def test_blocks_of_a_confirmed_load_are_reported_as_others_are(quirks: tuple[Quirk, ...]) -> None:
     groups = (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2),)
     config = replace(CONFIG, groups=groups, kv_connector=True)
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
     oracle.submit(A)
     oracle.offer_kv("A", 4)
-    (told,) = step(oracle, A=7)
-    assert isinstance(told, BlockStored)
-    assert told.keys == (SECOND,)
-    assert (told.parent, told.token_ids) == ((None, (1, 2, 3, 4)) if quirks else (FIRST, (3, 4)))
+    (event,) = step(oracle, A=7)
+    assert isinstance(event, BlockStored)
+    assert event.keys == (SECOND,)
+    assert (event.parent, event.token_ids) == ((None, (1, 2, 3, 4)) if quirks else (FIRST, (3, 4)))
 
 
 NARROW = KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2)
 
 
 @pytest.mark.parametrize("name", ["strict", "vllm-0.19.1", "vllm-0.27.0", "vllm-0.33.0"])
-def test_a_confirmed_load_tells_no_null_block(name: str) -> None:
+def test_a_confirmed_load_reports_no_null_block(name: str) -> None:
     """As releases do: of six loaded tokens the window has left four."""
     config = replace(CONFIG, groups=(NARROW,), kv_connector=True)
     profile = get_profile(name)

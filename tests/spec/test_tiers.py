@@ -43,7 +43,7 @@ def test_a_text_longer_than_a_tier_goes_on_in_the_next_and_ends_where_none_has_r
     assert count_held(tiers, ("a", "b", "c", "d")) == 3
 
 
-def test_who_has_kept_nothing_finds_nothing() -> None:
+def test_tiers_that_kept_nothing_find_nothing() -> None:
     tiers = keep(create_tiers((2, 2)), ("a", "b", "c"))
     assert fetch(clear(tiers), ("a", "b", "c")) == (create_tiers((2, 2)), ())
     assert keep(create_tiers(()), ("a",)) == create_tiers(())

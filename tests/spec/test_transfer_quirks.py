@@ -152,7 +152,7 @@ def test_only_the_first_of_those_that_share_a_block_goes_back(
     assert is_findable(oracle, 1) is bool(rows), "what is there to be computed can be found"
 
 
-def test_who_goes_back_keeps_what_frames_promise_and_deliver() -> None:
+def test_a_request_that_goes_back_keeps_what_frames_promise_and_deliver() -> None:
     """P12, P13: of two frames the first is not heard, and its promise stays."""
     config = replace(RECOMPUTE, max_frames_in_flight=2, async_scheduling=True)
     oracle = create(
@@ -193,7 +193,7 @@ def test_first_transfer_frees_the_blocks(quirk: bool) -> None:
 
 
 @both
-def test_a_window_is_left_before_the_rest_of_who_ends(quirk: bool) -> None:
+def test_a_window_is_left_before_the_rest_of_a_request_that_ends(quirk: bool) -> None:
     """The last block is the one that is attended to: it is queued behind those before it."""
     config = replace(CONFIG, groups=(KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2),))
     oracle = create(config, *[Quirk.FINISHED_REQUEST_FIRST_FREES_BLOCKS_OUTSIDE_WINDOWS] * quirk)
@@ -237,7 +237,7 @@ def test_what_is_answered_is_left_first_and_what_is_in_flight_stays(quirk: bool)
         assert held.block_tables == (((0, 0, 3),) if quirk and is_answered else ((1, 2, 3),))
 
 
-def test_who_asks_again_is_told_what_is_offered_then() -> None:
+def test_a_request_that_asks_again_gets_what_is_offered_then() -> None:
     oracle = create(RECOMPUTE, Quirk.CACHED_TOKENS_AS_THE_STORE_OFFERED)
     park(oracle, A, 4)
     oracle.offer_kv("A", 2)
@@ -273,7 +273,7 @@ def test_reset_ignores_transfers_without_blocks(quirk: bool) -> None:
     assert not oracle.reset(), "a block is held"
 
 
-def test_who_is_loaded_for_ever_keeps_its_null_blocks_as_they_are() -> None:
+def test_a_request_loaded_for_ever_keeps_its_null_blocks_as_they_are() -> None:
     oracle = create(NARROW, Quirk.LAST_TOKEN_IS_LOADED)
     park(oracle, Request("A", (1,), max_tokens=2), 1)
     for _ in range(3):
@@ -331,7 +331,7 @@ def test_a_reset_of_a_store_succeeds_without_one(quirk: bool, others: tuple[Quir
     assert is_findable(oracle, 1) is not (quirk or bool(others))
 
 
-def test_who_went_back_to_nothing_has_no_rejected_draft_to_take_back() -> None:
+def test_a_request_back_at_nothing_has_no_rejected_draft_to_take_back() -> None:
     """A later frame, which is heard all the same, rejects its draft."""
     config = replace(
         RECOMPUTE, max_frames_in_flight=2, async_scheduling=True,
@@ -360,7 +360,7 @@ def test_the_last_token_is_not_loaded_beside_states(quirk: bool) -> None:
     assert not oracle.schedule().kv_loads
 
 
-def test_a_return_tells_what_is_cached_though_states_have_blocks_for_drafts() -> None:
+def test_a_return_reports_what_is_cached_though_states_have_blocks_for_drafts() -> None:
     """Those stand behind what was loaded, of which nothing has failed."""
     config = replace(
         CONFIG, num_blocks=10, groups=(recurrent(2, ALL, 1), full(2)),

@@ -88,7 +88,7 @@ def test_a_request_goes_back_behind_what_was_loaded_and_rows_on_more_deliver_not
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (2, 4)
 
 
-def test_a_request_whose_load_failed_ends_by_an_error_where_the_policy_says_so() -> None:
+def test_a_request_with_a_failed_load_ends_by_an_error_under_that_policy() -> None:
     oracle = build()
     submit(oracle, "A", 6)
     oracle.offer_kv("A", 5)
@@ -152,7 +152,7 @@ def test_what_became_of_one_stops_no_other_load_of_its_frame() -> None:
 # Later.
 
 
-def test_one_of_whose_load_nothing_came_asks_anew() -> None:
+def test_a_request_that_was_loaded_nothing_asks_anew() -> None:
     oracle = build(**RECOMPUTE)
     park(oracle, "A", 8, 7)
     oracle.report(["A"], invalid_block_ids=[1])
@@ -165,7 +165,7 @@ def test_one_of_whose_load_nothing_came_asks_anew() -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
-def test_who_has_come_goes_on_behind_a_head_that_does_not_fit(policy: Policy) -> None:
+def test_a_loaded_request_goes_on_behind_a_head_that_does_not_fit(policy: Policy) -> None:
     oracle = build(num_blocks=8, policy=policy)
     submit(oracle, "R", 2, max_tokens=8)
     submit(oracle, "H", 12, max_tokens=1, priority=1)
@@ -197,7 +197,7 @@ def test_loads_that_have_come_give_their_blocks_to_the_first_in_line() -> None:
     assert (status(oracle, "B"), moving(oracle).received) == (Status.WAITING, ())
 
 
-def test_a_session_whose_load_has_come_is_new_to_the_worker() -> None:
+def test_a_loaded_session_is_new_to_the_worker() -> None:
     oracle = build(num_blocks=17, max_model_len=32)
     submit(oracle, "A", 8, 1, resumable=True)
     plan = oracle.schedule()
@@ -231,7 +231,7 @@ def test_blocks_of_an_ended_one_are_held_until_the_last_of_its_transfers_has_end
     assert (oracle.num_free_blocks, moving(oracle)) == (11, TransfersSnapshot())
 
 
-def test_reports_of_nobody_change_nothing() -> None:
+def test_reports_of_no_request_change_nothing() -> None:
     oracle = build()
     submit(oracle, "A", 4)
     step(oracle)
@@ -265,7 +265,7 @@ def test_a_reset_waits_for_transfers_and_takes_what_has_come() -> None:
 # Groups.
 
 
-def test_who_begins_anew_for_a_window_is_the_only_one_that_the_worker_forgets() -> None:
+def test_the_worker_forgets_only_a_request_that_begins_anew_for_a_window() -> None:
     oracle = build(num_blocks=40, groups=(full(2), window(2, 3)), **RECOMPUTE)
     for name in "ABC":
         submit(oracle, name, 8)

@@ -72,7 +72,7 @@ class TestTenBlocksOfFour:
         assert oracle.state.pool.free_queue == (8, 9, 10)
         assert published(oracle.state)[I, J, 20, 21] == (6,)
 
-    def test_step_5_frees_in_reverse_what_nobody_shares(self) -> None:
+    def test_step_5_frees_in_reverse_what_is_not_shared(self) -> None:
         oracle = self.step_4()
         oracle.abort("r0")
         # Before r1 came, the table of r0 was 1 to 4: its fifth block comes with its next step.

@@ -159,15 +159,15 @@ class ShowsPart(OtherOrder):
         )
 
 
-class OtherIdsTold(OtherIds):
+class OtherIdsInReports(OtherIds):
     """Whoever speaks to it of a block calls it as it does."""
 
     def apply(self, event: v.Event) -> Any:
         if not isinstance(event, v.Commit | v.TransfersReported):
             return super().apply(event)
         (invalid,) = self._called((event.transfers.invalid_block_ids,))
-        told = replace(event.transfers, invalid_block_ids=invalid)
-        return super().apply(replace(event, transfers=told))
+        transfers = replace(event.transfers, invalid_block_ids=invalid)
+        return super().apply(replace(event, transfers=transfers))
 
 
 class Restless(OtherIds):

@@ -77,8 +77,8 @@ class Followers:
             differences = observation_differences(expected, seen, with_hints)
             differences += snapshot_differences(state, after)
             assert not differences, f"{name} differs after {event}: {differences}"
-            is_told = not isinstance(seen, Rejected) or seen.detail
-            assert is_told, f"{name} rejects {event} without a reason"
+            has_reason = not isinstance(seen, Rejected) or seen.detail
+            assert has_reason, f"{name} rejects {event} without a reason"
             self.num_compared += 1
         self.state = oracle.state
 

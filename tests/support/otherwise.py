@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from equivalent_engines import (
     NUM_PLANS,
-    OtherIdsTold,
+    OtherIdsInReports,
     Spec,
     leave_last_hit_out,
     share_nothing,
@@ -49,7 +49,7 @@ class OtherBlocks(Unlike):
     change = staticmethod(take_last_unnamed)
 
 
-class OtherNames(OtherIdsTold):
+class OtherNames(OtherIdsInReports):
     """Its blocks have other ids, and its free queue is a sorted set."""
 
     traits = SAFETY

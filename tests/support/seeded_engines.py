@@ -64,7 +64,7 @@ class PutsReportsAside(Unlike):
     change = staticmethod(put_reports_aside)
 
 
-def tell_last_hit(rules: Rules, _config: v.Config) -> Rules:
+def report_last_hit(rules: Rules, _config: v.Config) -> Rules:
     def count(request: RequestState, num_start: int) -> int:
         if request.num_computed_tokens:
             return rules[get_num_cached_tokens](request, num_start)
@@ -73,10 +73,10 @@ def tell_last_hit(rules: Rules, _config: v.Config) -> Rules:
     return rules.replacing(get_num_cached_tokens, count)
 
 
-class TellsLastHit(Unlike):
+class ReportsLastHit(Unlike):
     """Clients are told the hit of the last admission, not of the first (LMCache #2912)."""
 
-    change = staticmethod(tell_last_hit)
+    change = staticmethod(report_last_hit)
 
 
 def count_rows(rules: Rules, _config: v.Config) -> Rules:
@@ -90,7 +90,7 @@ def count_rows(rules: Rules, _config: v.Config) -> Rules:
     return changed.replacing(get_num_running_tokens, count)
 
 
-class SeatsOfRows(Unlike):
+class SlotsOfRows(Unlike):
     """It counts the rows of a step against `max_num_seqs`, and leaves out a running request."""
 
     change = staticmethod(count_rows)
@@ -111,7 +111,7 @@ class KeepsOldDrafts(Unlike):
     change = staticmethod(keep_old_drafts)
 
 
-def tell_no_aborts(rules: Rules, _config: v.Config) -> Rules:
+def report_no_aborts(rules: Rules, _config: v.Config) -> Rules:
     def abort(state: State, request_ids: tuple[v.RequestId, ...]) -> tuple[State, v.Aborted]:
         after, aborted = rules[process_abort](state, request_ids)
         return replace(after, finished_req_ids=state.finished_req_ids), aborted
@@ -119,10 +119,10 @@ def tell_no_aborts(rules: Rules, _config: v.Config) -> Rules:
     return rules.replacing(process_abort, abort)
 
 
-class TellsNoAborts(Unlike):
+class ReportsNoAborts(Unlike):
     """No plan tells a worker of requests that were aborted."""
 
-    change = staticmethod(tell_no_aborts)
+    change = staticmethod(report_no_aborts)
 
 
 def ignore_failed_grammars(rules: Rules, _config: v.Config) -> Rules:
@@ -230,13 +230,13 @@ class Seeded(NamedTuple):
 
 SEEDED = (
     Seeded(PutsReportsAside, "every_hold_has_an_owner_and_an_end", ("transfers",)),
-    Seeded(TellsLastHit, "first_hit_is_remembered",
+    Seeded(ReportsLastHit, "first_hit_is_remembered",
         if_hidden="reported_cached_tokens_are_of_the_first_hit"),
-    Seeded(SeatsOfRows, "worker_keeps_at_most_max_num_seqs_requests",
+    Seeded(SlotsOfRows, "worker_keeps_at_most_max_num_seqs_requests",
         if_hidden="worker_keeps_at_most_max_num_seqs_requests"),
     Seeded(KeepsOldDrafts, "dispatched_drafts_are_the_last_proposed_ones", ("drafts",),
         "dispatched_drafts_are_the_last_proposed_ones"),
-    Seeded(TellsNoAborts, "plan_names_the_finished", if_hidden="plan_names_the_finished"),
+    Seeded(ReportsNoAborts, "plan_names_the_finished", if_hidden="plan_names_the_finished"),
     Seeded(IgnoresFailedGrammars, "failed_grammar_ends_its_request", ("masks",),
         "failed_grammar_ends_its_request"),
     Seeded(LeavesSessions, "end_of_input_finishes_an_idle_session", ("sessions",),

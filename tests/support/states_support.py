@@ -84,10 +84,10 @@ class Worker:
     def execute(
         self,
         plan: v.Plan,
-        told: Mapping[v.RequestId, v.TokenIds],
+        sampled: Mapping[v.RequestId, v.TokenIds],
         known: Mapping[v.RequestId, v.TokenIds],
     ) -> None:
-        """`told`: drafts accepted and the token sampled; `known`: prompt and outputs before."""
+        """`sampled`: drafts accepted and the token sampled; `known`: prompt and outputs before."""
         for name in (*plan.finished_req_ids, *plan.preempted_req_ids):
             self.views.pop(name, None)
         for block_id in plan.new_block_ids_to_zero:
@@ -110,8 +110,8 @@ class Worker:
             start = len(view.tokens)
             sure = view.known[start : start + num_sure]
             assert len(sure) == num_sure, "what is no draft is known"
-            accepted = told[row.request_id][:-1]
-            view.known += told[row.request_id]
+            accepted = sampled[row.request_id][:-1]
+            view.known += sampled[row.request_id]
             guessed = (*accepted, *(-1,) * (num_drafts - len(accepted)))
             self.write(view, sure, guessed, len(accepted))
 

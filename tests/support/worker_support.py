@@ -90,6 +90,6 @@ def waiting_for_its_token() -> Worker:
     return worker
 
 
-def said(findings: list[Finding]) -> list[tuple[str, str]]:
+def summarize(findings: list[Finding]) -> list[tuple[str, str]]:
     """Property and sentence of each."""
     return [(finding.property_id, finding.sentence) for finding in findings]

@@ -133,7 +133,7 @@ class ArrayEngine(ABC, Generic[F]):
                 return Ack()
             case Reset():
                 is_done = self._reset_both(event)
-                return ResetDone(is_done, self._tell() if is_done else ())
+                return ResetDone(is_done, self._take_kv_events() if is_done else ())
             case TransfersReported(transfers=transfers):
                 return self._take_report(transfers)
             case Fork():
@@ -217,7 +217,7 @@ class ArrayEngine(ABC, Generic[F]):
         """Return the bitmask of a frame (P23)."""
         raise AssertionError(f"{event}: rejected, as the engine has no masks")
 
-    def _tell(self) -> tuple[KVEvent, ...]:
+    def _take_kv_events(self) -> tuple[KVEvent, ...]:
         """Return the KV events since the last call; none if the config has no KV events."""
         return ()
 

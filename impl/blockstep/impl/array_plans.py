@@ -228,7 +228,7 @@ class ArrayPlan:
         for row in self.resumed_rows:
             rows[row] = replace(rows[row], resumed=True)
         if self.new_rows:
-            rows = [told for row, told in enumerate(rows) if row not in self.new_rows]
+            rows = [cached for row, cached in enumerate(rows) if row not in self.new_rows]
         return Plan(
             self.frame_id,
             tuple(new),

@@ -11,8 +11,8 @@ def chunk_problem(session: Request, chunk: Request) -> Rejected | None:
     """Return why an input is rejected: it changes a field that is fixed for the whole session."""
     unset = Request(chunk.request_id, chunk.prompt_token_ids)
     for name in SESSION_FIELDS:
-        told = getattr(chunk, name)
-        if told != getattr(unset, name) and told != getattr(session, name):
+        value = getattr(chunk, name)
+        if value != getattr(unset, name) and value != getattr(session, name):
             return Rejected(
                 RejectCode.BAD_REQUEST,
                 f"update of {chunk.request_id!r}: {name} stays as it was submitted; leave it out",

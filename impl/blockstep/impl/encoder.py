@@ -322,7 +322,7 @@ class EncoderCache:
     def snapshot(self) -> EncoderSnapshot:
         """Return the canonical state of the cache."""
         entries = [
-            EncoderEntry(name, entry.num_embeds, tuple(sorted(who for who, _ in entry.holders)))
+            EncoderEntry(name, entry.num_embeds, tuple(sorted(one for one, _ in entry.holders)))
             for name, entry in sorted(self.entries.items())
         ]
         return EncoderSnapshot(

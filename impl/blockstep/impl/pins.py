@@ -25,7 +25,7 @@ class Pins:
         self._num_turns: Counter[str] = Counter()
         """The number of unfinished turns of each job."""
 
-    def tell_time(self, now: int) -> None:
+    def set_time(self, now: int) -> None:
         """Set the time; it never goes back."""
         self.now = max(self.now, now)
 

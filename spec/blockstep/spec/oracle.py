@@ -143,7 +143,7 @@ class Oracle:
         )
         return self._accepted(v.TransfersReported(transfers), v.Outputs)
 
-    def tell_time(self, now: int) -> None:
+    def set_time(self, now: int) -> None:
         """Set the time to `now`, in ticks."""
         self._accepted(v.Clock(now), v.Ack)
 

@@ -319,7 +319,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
 """
 
 
-def _tell_releases() -> tuple[Profile, ...]:
+def _list_releases() -> tuple[Profile, ...]:
     """Return a profile for each entry of the history."""
     found: list[Profile] = []
     quirks: frozenset[Quirk] = frozenset()
@@ -329,7 +329,7 @@ def _tell_releases() -> tuple[Profile, ...]:
     return tuple(found)
 
 
-RELEASES: tuple[Profile, ...] = _tell_releases()
+RELEASES: tuple[Profile, ...] = _list_releases()
 PROFILES: tuple[Profile, ...] = (STRICT, SPARING, *RELEASES)
 
 

@@ -245,7 +245,7 @@ def test_the_largest_numbers_of_a_request_do_not_overflow(
 
 
 @pytest.mark.parametrize("fields", [{}, ASYNCHRONOUS])
-def test_a_plan_says_where_its_tokens_stand(fields: dict[str, Any]) -> None:
+def test_a_plan_has_the_positions_of_its_tokens(fields: dict[str, Any]) -> None:
     """In the same arrays as the kernel that prepares a step of any other scheduler."""
     torch = pytest.importorskip("torch")
     kernels = importlib.import_module("blockstep.kernels")
@@ -319,7 +319,7 @@ def test_a_loop_without_a_host_does_the_same(fields: dict[str, Any]) -> None:
     assert stepped.stats().preemptions
 
 
-def test_nothing_is_kept_of_contents_that_nobody_needs() -> None:
+def test_nothing_is_kept_of_contents_that_no_request_needs() -> None:
     config = Config(num_blocks=8, block_size=2, max_model_len=12)
     engine, other = DeviceEngine(config), HostEngine(config)
     swept, draw = 0, random.Random(5)

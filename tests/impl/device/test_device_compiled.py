@@ -93,17 +93,17 @@ def test_without_a_gpu_nothing_is_warmed_up(dims: Dims) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    told: list[tuple[str, int, int]] = []
-    launch.warm_up(dims, lambda *step: told.append(step))
-    assert told == []
+    seen: list[tuple[str, int, int]] = []
+    launch.warm_up(dims, lambda *step: seen.append(step))
+    assert seen == []
 
 
-def test_kernels_are_warmed_up_once_and_told_of(
+def test_kernels_are_warmed_up_once_and_reported(
     dims: Dims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")
     made: list[str] = []
-    told: list[tuple[str, int, int]] = []
+    seen: list[tuple[str, int, int]] = []
 
     def compile_kernel(kernel: str, _: Dims, target: Any = None) -> str:
         made.append(kernel)
@@ -116,9 +116,9 @@ def test_kernels_are_warmed_up_once_and_told_of(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for nodes in (0, 300_000):
         config = CONFIGS["64 rows"]
-        launch.warm_up(make_gpu_dims(config, nodes=nodes), lambda *step: told.append(step))
+        launch.warm_up(make_gpu_dims(config, nodes=nodes), lambda *step: seen.append(step))
     launch._get_compiled.cache_clear()
     assert made == [*launch.GPU_KERNELS]
     count = len(made)
     one = [(kernel, done, count) for done, kernel in enumerate((*launch.GPU_KERNELS, ""))]
-    assert told == 2 * one
+    assert seen == 2 * one

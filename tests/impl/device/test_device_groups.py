@@ -149,7 +149,7 @@ def test_tensors_with_groups_grow() -> None:
 
 
 @pytest.mark.parametrize("groups", MIXES)
-def test_a_plan_says_where_its_tokens_stand_in_each_group(groups: tuple[KVGroup, ...]) -> None:
+def test_a_plan_has_the_positions_of_its_tokens_in_each_group(groups: tuple[KVGroup, ...]) -> None:
     config = Config(num_blocks=60, block_size=2, max_num_batched_tokens=24, groups=groups)
     engine, other, draw = DeviceEngine(config), HostEngine(config), random.Random(9)
     for number in range(8):

@@ -227,7 +227,7 @@ UNORDERED = {
 }  # fmt: skip
 
 
-def test_as_they_stand_they_lack_no_barrier() -> None:
+def test_unchanged_kernels_lack_no_barrier() -> None:
     memory = Watched()
     play_some(launch.Numpied(memory))
     assert memory.findings == []

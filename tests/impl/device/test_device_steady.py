@@ -51,7 +51,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 }
 NEVER_SHORT = ("two frames", "placeholders")
 NAMED = (
-    "num_rows", "num_continued", "num_preempted", "num_told", "plan_rows", "record", "known",
+    "num_rows", "num_continued", "num_preempted", "num_record_rows", "plan_rows", "record", "known",
     "query_start_loc", "in_flight", "num_running", "num_free", "is_prefill", "promised", "key",
     "control",
 )  # fmt: skip

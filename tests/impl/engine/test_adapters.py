@@ -27,7 +27,7 @@ from blockstep.impl.engine.model import Inputs
 NUM_PROMPTS = 32
 MARGIN_MIN = 1e-4
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
-WHOSE = [[None, *ADAPTERS][number * 7 % 5 % 4] for number in range(NUM_PROMPTS)]
+CHOSEN = [[None, *ADAPTERS][number * 7 % 5 % 4] for number in range(NUM_PROMPTS)]
 """The adapter of each prompt: neighbours, which share prefixes, have different ones mostly."""
 TESTED = {("small-pool", 0), ("async-ngram", 2)}
 """Storms, and most adapters at a time, that are a test; the others are a soak."""
@@ -64,7 +64,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     return found
 
 
-def test_adapters_change_what_is_said(merged: dict[str | None, Expected]) -> None:
+def test_adapters_change_what_is_generated(merged: dict[str | None, Expected]) -> None:
     for number in range(NUM_PROMPTS):
         assert len({one.token_ids[number] for one in merged.values()}) == 4
     assert min(one.margin for one in merged.values()) > MARGIN_MIN
@@ -94,9 +94,9 @@ def test_each_request_has_its_adapter(
     llm = LLM(
         qwen3.folder, check=ServingChecker, lora_modules=folders, max_loras=max_loras, **settings
     )
-    made = llm.generate(prompts[:NUM_PROMPTS], PARAMS, WHOSE)
+    made = llm.generate(prompts[:NUM_PROMPTS], PARAMS, CHOSEN)
     assert [one.token_ids for one in made] == [
-        merged[adapter].token_ids[number] for number, adapter in enumerate(WHOSE)
+        merged[adapter].token_ids[number] for number, adapter in enumerate(CHOSEN)
     ]
     stats = llm.get_stats()
     assert stats.preemptions > 0 or "num_blocks" not in settings
@@ -126,8 +126,8 @@ def test_no_block_is_shared_between_adapters(
 ) -> None:
     prompt = max(prompts, key=len)
     llm = LLM(qwen3.folder, lora_modules=folders, block_size=4)
-    whose = [None, "some", "whole", "some", None]
-    made = [llm.generate(prompt, SamplingParams(max_tokens=2), name)[0] for name in whose]
+    chosen = [None, "some", "whole", "some", None]
+    made = [llm.generate(prompt, SamplingParams(max_tokens=2), name)[0] for name in chosen]
     hits = [one.num_cached_tokens for one in made]
     assert hits[:3] == [0, 0, 0]
     assert hits[3] == hits[4] == (len(prompt) - 1) // 4 * 4
@@ -136,7 +136,7 @@ def test_no_block_is_shared_between_adapters(
     assert streamed.token_ids == made[2].token_ids[:1]
 
 
-def test_an_adapter_that_overflows_hurts_nobody_else() -> None:
+def test_an_adapter_that_overflows_hurts_no_other_request() -> None:
     """What is computed in columns of others is overwritten, for infinity times 0 is no number."""
     columns = Columns(
         down=torch.tensor([[3e38, 3e38], [1.0, 2.0]]),
@@ -170,7 +170,7 @@ def test_an_unknown_adapter_is_refused(
         ({"max_loras": -1}, "max_loras"),
     ],
 )
-def test_settings_say_what_they_must_be(
+def test_wrong_settings_are_refused(
     qwen3: Checkpoint, settings: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(SettingsError, match=complaint):

@@ -140,7 +140,7 @@ def test_branches_share_the_prompt(qwen3: Checkpoint) -> None:
     assert llm.get_stats().preemptions == 0
 
 
-def test_who_did_not_ask_for_forks_is_told(qwen3: Checkpoint) -> None:
+def test_forks_need_their_setting(qwen3: Checkpoint) -> None:
     llm = LLM(qwen3.folder)
     with pytest.raises(RequestError, match="enable_forks=True"):
         llm.beam_search([[5]], BeamSearchParams(2))

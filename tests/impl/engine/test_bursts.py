@@ -78,7 +78,7 @@ def assert_same(one: BurstMemory, other: BurstMemory) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "width", "frames", "groups"), SHAPES)
-def test_rows_of_a_plan_are_written_as_the_reference_says(
+def test_rows_of_a_plan_are_written_as_by_the_reference(
     on_kernels: Any, num_rows: int, width: int, frames: int, groups: int
 ) -> None:
     expected = draw_memory(num_rows, width=width, frames=frames, groups=groups)
@@ -100,7 +100,7 @@ def test_rows_of_a_plan_are_written_as_the_reference_says(
 
 @pytest.mark.parametrize(("num_rows", "width", "frames", "groups"), SHAPES)
 @pytest.mark.parametrize("has_next", [False, True])
-def test_tokens_are_taken_as_the_reference_says(
+def test_tokens_are_taken_as_by_the_reference(
     on_kernels: Any, num_rows: int, width: int, frames: int, groups: int, has_next: bool
 ) -> None:
     expected = draw_memory(num_rows, width=width, frames=frames, groups=groups)
@@ -150,7 +150,7 @@ def test_a_row_is_fed_by_the_last_pass_that_sampled_for_its_request(on_kernels: 
 
 @pytest.mark.parametrize("num_rows", [0, 5, 8])
 @pytest.mark.parametrize("is_last", [False, True])
-def test_the_end_of_a_burst_is_noted_as_the_reference_says(
+def test_the_end_of_a_burst_is_noted_as_by_the_reference(
     on_kernels: Any, num_rows: int, is_last: bool
 ) -> None:
     expected = draw_memory(num_rows, width=8, frames=2, groups=1)
@@ -181,8 +181,8 @@ PLANTED = {
         "mask=feed < slots", "mask=feed >= 0", "BETWEEN-PROGRAMS WRITE-WRITE tokens_kernel",
     ),
     "a record past the last row": (
-        "other=0)\n                tl.store(at + column * width + row, told, mask=row < width)",
-        "other=0)\n                tl.store(at + column * width + row, told)", "end_kernel",
+        "other=0)\n                tl.store(at + column * width + row, value, mask=row < width)",
+        "other=0)\n                tl.store(at + column * width + row, value)", "end_kernel",
     ),
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ PROMPTS = make_prompts()[:8]
 PARAMS = SamplingParams(max_tokens=8)
 
 
-def say(folder: Path, **settings: Any) -> list[tuple[int, ...]]:
+def serve(folder: Path, **settings: Any) -> list[tuple[int, ...]]:
     return [one.token_ids for one in LLM(folder, **settings).generate(PROMPTS, PARAMS)]
 
 
@@ -46,7 +46,7 @@ def test_every_shape_of_a_family_is_computed_as_transformers_does(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     model = build_model(family, **changes)
-    assert say(save_model(model, tmp_path)) == generate(model, PROMPTS, 8).token_ids
+    assert serve(save_model(model, tmp_path)) == generate(model, PROMPTS, 8).token_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,7 +54,7 @@ def test_a_sharded_checkpoint_is_the_same_model(family: str, tmp_path: Path) -> 
     model = build_model(family)
     save_model(model, tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    assert say(tmp_path) == generate(model, PROMPTS, 8).token_ids
+    assert serve(tmp_path) == generate(model, PROMPTS, 8).token_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -73,7 +73,7 @@ def test_half_precision_is_loaded_as_it_was_saved(dtype: torch.dtype, tmp_path: 
 def test_weights_can_be_widened(tmp_path: Path) -> None:
     model = build_model("llama").to(torch.bfloat16)
     save_model(model, tmp_path)
-    assert say(tmp_path, dtype="float32") == generate(model.float(), PROMPTS, 8).token_ids
+    assert serve(tmp_path, dtype="float32") == generate(model.float(), PROMPTS, 8).token_ids
 
 
 def test_the_older_spelling_of_a_config_is_read(tmp_path: Path) -> None:
@@ -84,10 +84,10 @@ def test_the_older_spelling_of_a_config_is_read(tmp_path: Path) -> None:
     config["torch_dtype"] = config.pop("dtype")
     del config["layer_types"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert say(tmp_path) == generate(model, PROMPTS, 8).token_ids
+    assert serve(tmp_path) == generate(model, PROMPTS, 8).token_ids
 
 
-def test_generation_config_says_what_ends_a_text(tmp_path: Path) -> None:
+def test_generation_config_decides_what_ends_a_text(tmp_path: Path) -> None:
     model = build_model("llama")
     save_model(model, tmp_path)
     (whole,) = LLM(tmp_path).generate([PROMPTS[0]], SamplingParams(max_tokens=8, ignore_eos=True))
@@ -115,21 +115,21 @@ def test_one_whole_file_goes_before_an_index_as_in_transformers(tmp_path: Path) 
         {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
         tmp_path / "model.safetensors",
     )
-    assert say(tmp_path) == generate(model, PROMPTS, 8).token_ids
+    assert serve(tmp_path) == generate(model, PROMPTS, 8).token_ids
 
 
 def test_a_tied_model_may_hold_its_embedding_twice(tmp_path: Path) -> None:
     model = build_model("llama", tie_word_embeddings=True)
     folder = save_model(model, tmp_path)
     change_tensors(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
-    assert say(folder) == generate(model, PROMPTS, 8).token_ids
+    assert serve(folder) == generate(model, PROMPTS, 8).token_ids
 
 
 def test_a_window_without_a_size_is_none(tmp_path: Path) -> None:
     model = build_model("qwen2", use_sliding_window=False)
     folder = save_model(model, tmp_path)
     change_config(folder, use_sliding_window=True, sliding_window=None, max_window_layers=0)
-    assert say(folder) == generate(model, PROMPTS, 8).token_ids
+    assert serve(folder) == generate(model, PROMPTS, 8).token_ids
 
 
 # What is refused.

@@ -84,7 +84,7 @@ IN_CI = ("one after the other", "one ahead", "n-gram drafts")
 @pytest.mark.parametrize(
     "way", [way if way in IN_CI else pytest.param(way, marks=pytest.mark.soak) for way in WAYS]
 )
-def test_it_says_what_transformers_says(
+def test_it_generates_what_transformers_generates(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], way: str
 ) -> None:
     llm, made = serve(
@@ -202,7 +202,7 @@ def test_a_burst_of_decodes_waits_once_and_copies_what_is_new(
 
 
 @pytest.mark.parametrize("frames", [1, 2])
-def test_bursts_say_what_the_host_says_on_a_cpu(
+def test_bursts_generate_what_the_host_generates_on_a_cpu(
     qwen3: Checkpoint, prompts: list[list[int]], short: list[int], tmp_path: Path, frames: int
 ) -> None:
     """Drawn tokens and adapters, in a pool that is too small for all requests at once."""
@@ -211,19 +211,19 @@ def test_bursts_say_what_the_host_says_on_a_cpu(
     }
     chosen = [prompts[row] for row in (*short, *short[:3])]
     params = [replace(one, logprobs=None, max_tokens=9) for one in (*DRAWN, *DRAWN[:3])]
-    whose = ["some", None, None, "whole", None, None, "whole", None]
+    adapters = ["some", None, None, "whole", None, None, "whole", None]
     settings = {
         **SETTINGS, "num_blocks": 14, "max_model_len": 48,
         "lora_modules": modules,
     }  # fmt: skip
     host = LLM(qwen3.folder, device="cpu", scheduler="host", **settings)
-    expected = host.generate(chosen, params, whose)
+    expected = host.generate(chosen, params, adapters)
     with standin() as gpu:
         llm = LLM(
             qwen3.folder, device="cuda", scheduler="device", steps_per_fence=4,
             max_frames_in_flight=frames, check=SyncPointChecker, **settings,
         )  # fmt: skip
-        made = llm.generate(chosen, params, whose)
+        made = llm.generate(chosen, params, adapters)
         stats = llm.get_stats()
         assert "replay" in gpu.events
     assert [one.token_ids for one in made] == [one.token_ids for one in expected]
@@ -242,8 +242,8 @@ def test_adapters_have_graphs_of_their_own(
     params = SamplingParams(max_tokens=NUM_TOKENS)
     gpu.waits.clear()
     made = [
-        [one.token_ids for one in llm.generate(chosen, params, whose)]
-        for whose in ([None] * 3, ["whole", None, "some"], [None] * 3)
+        [one.token_ids for one in llm.generate(chosen, params, adapters)]
+        for adapters in ([None] * 3, ["whole", None, "some"], [None] * 3)
     ]
     assert gpu.waits == ["synchronize"] * 3 * NUM_TOKENS
     expected = [qwen3.expected.token_ids[row][:NUM_TOKENS] for row in short[:3]]
@@ -446,8 +446,8 @@ def test_a_call_of_another_thread_spoils_a_global_capture(gpu: GPU) -> None:
                 ),
                 torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=mode),
             ):
-                told = pool.submit(kept.sum).exception()
-                assert (told is not None) == (mode == "global")
+                error = pool.submit(kept.sum).exception()
+                assert (error is not None) == (mode == "global")
 
 
 @pytest.mark.parametrize("buffer", ["token_ids", "out_block_tables"])

@@ -154,7 +154,7 @@ def test_log_probabilities_are_those_of_the_model(speaking: Path) -> None:
 
 
 @needs_library
-def test_who_can_go_no_further_ends_with_a_reason(
+def test_a_request_that_can_go_no_further_ends_with_a_reason(
     speaking: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(speaking)
@@ -210,7 +210,7 @@ def test_what_a_grammar_takes_is_named(speaking: Path, monkeypatch: pytest.Monke
         {"regex": "a", "choice": ("a",)},
     ],
 )
-def test_params_say_what_they_must_be(fields: dict[str, Any]) -> None:
+def test_wrong_params_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=r"must be|give one of them"):
         SamplingParams(**fields)
 

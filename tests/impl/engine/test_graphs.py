@@ -71,7 +71,9 @@ def test_only_batches_up_to_the_largest_size_have_a_graph(qwen3: Checkpoint) -> 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_says_what_the_cpu_says(checkpoint: Checkpoint, prompts: list[list[int]]) -> None:
+def test_a_gpu_generates_what_the_cpu_generates(
+    checkpoint: Checkpoint, prompts: list[list[int]]
+) -> None:
     llm = LLM(checkpoint.folder, device="cuda")
     made = llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS))
     assert [one.token_ids for one in made] == checkpoint.expected.token_ids

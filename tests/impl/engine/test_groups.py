@@ -70,7 +70,7 @@ def test_a_draft_model_has_its_layers_in_the_same_groups(model: ModelConfig) -> 
     assert get_block_bytes([model, draft], groups, 4, torch.float32) == (1 + 2) * 4 * one
 
 
-def test_the_scheduler_is_told_of_windows(model: ModelConfig) -> None:
+def test_the_scheduler_gets_the_windows(model: ModelConfig) -> None:
     groups = group_layers([with_windows(model, W, F)], LONG)
     assert get_kv_groups(groups, 4) == (
         KVGroup(GroupKind.SLIDING_WINDOW, 4, sliding_window=W),

@@ -49,18 +49,18 @@ def test_two_frames_are_committed_one_plan_late() -> None:
         (PlanRan, 40), (PlanRan, 41), (CommitRan, 40), (PlanRan, 42), (CommitRan, 41),
         (CommitRan, 42),
     ]  # fmt: skip
-    told = [
+    rows = [
         [(row.request_id, row.new_token_ids, row.finish_reason) for row in step.outputs.rows]
         for step in steps
         if isinstance(step, CommitRan)
     ]
-    assert told == [
+    assert rows == [
         [("a", (7,), FinishReason.STOP), ("b", (8,), None)],
         [("b", (10,), None)],
         [("b", (11,), FinishReason.LENGTH)],
     ]
     assert reader.ended == [(2, "a"), (5, "b")]
-    assert reader.untold == {"b"}  # the plan behind the end of a has told of it
+    assert reader.unreported == {"b"}  # the plan behind the end of a has told of it
     assert reader.last_names == ("b",)
 
 

@@ -223,8 +223,8 @@ def test_adapters_and_salts_never_mix(
     kinds = [(None, None), ("some", None), ("whole", None), ("some", "s"), (None, "s"), (None, "t")]
     first = [ask(folders, *kind) for kind in kinds]
     assert [count for _, count in first] == [17] * len(kinds)
-    assert [ask(folders, *kind) for kind in kinds] == [(said, 1) for said, _ in first]
-    assert len({said for said, _ in first}) == 3
+    assert [ask(folders, *kind) for kind in kinds] == [(tokens, 1) for tokens, _ in first]
+    assert len({tokens for tokens, _ in first}) == 3
     # The same name for other weights is another adapter.
     swapped = {"some": folders["whole"], "whole": folders["some"]}
     assert ask(swapped, "some", None) == (first[2][0], 17)
@@ -234,7 +234,7 @@ def test_adapters_and_salts_never_mix(
 @pytest.mark.parametrize(
     ("more", "num_computed"), [({}, 1), ({"block_size": 8}, 17), ({"dtype": "bfloat16"}, 17)]
 )
-def test_who_shapes_kv_otherwise_finds_nothing(
+def test_a_store_of_kv_of_another_shape_finds_nothing(
     qwen3: Checkpoint, computed: list[int], more: dict[str, Any], num_computed: int
 ) -> None:
     prompt, store = list(range(2, 19)), HostStore()
@@ -302,7 +302,7 @@ def test_others_are_served_while_a_load_hangs(
     )
 
 
-def test_who_gives_up_a_load_leaves_its_blocks_until_it_ends(stuck: tuple[LLM, Stuck]) -> None:
+def test_a_load_that_is_given_up_keeps_its_blocks_until_it_ends(stuck: tuple[LLM, Stuck]) -> None:
     llm, store = stuck
     hanging = llm.add_request([*range(2, 25)], PARAMS)
     llm.step()
@@ -344,7 +344,7 @@ class Unreadable(HostStore):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_nobody_asks_for_ever_for_what_does_not_come(qwen3: Checkpoint, is_async: bool) -> None:
+def test_no_request_asks_for_ever_for_what_does_not_come(qwen3: Checkpoint, is_async: bool) -> None:
     store, asked = Unreadable(), [[*range(2, 25)]]
     made = serve(make_llm(qwen3, store, kv_role="kv_producer"), asked)
     for num_readable in (2, 0):
@@ -397,7 +397,7 @@ def test_what_was_announced_and_does_not_come_is_not_waited_for(
     assert serve(consumer, [prompt]) == serve(make_llm(qwen3, None), [prompt])
 
 
-def test_sessions_save_all_that_they_have_said(qwen3: Checkpoint, computed: list[int]) -> None:
+def test_sessions_save_all_that_they_have_generated(qwen3: Checkpoint, computed: list[int]) -> None:
     """B68: the blocks of tokens that were not known when it began are kept, too."""
     store = HostStore()
     llm = make_llm(qwen3, store, enable_sessions=True)
@@ -428,14 +428,14 @@ def produce(
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
         try:
-            say(process, json.dumps(prompts))
+            write_line(process, json.dumps(prompts))
             expect_line(process, "announced")
             yield process
         finally:
             process.kill()
 
 
-def say(process: subprocess.Popen[str], line: str) -> None:
+def write_line(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdin is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()
@@ -484,7 +484,7 @@ def test_a_producer_that_is_healed_is_loaded_from_by_all(
         num_before = len(store)
         with produce(qwen3.folder, socket, asked) as producer:
             expect_line(producer, "half")
-            say(producer, "go on")
+            write_line(producer, "go on")
             expect_line(producer, "all")
         assert 0 < num_before < len(store)
         remote = RemoteStore(socket)

@@ -64,7 +64,7 @@ def test_a_stream_yields_what_generate_returns(speaking: Path) -> None:
     assert [chunk.finish_reason for chunk in chunks] == [None] * 7 + [FinishReason.LENGTH]
 
 
-def test_text_is_what_the_tokenizer_says(speaking: Path) -> None:
+def test_text_is_that_of_the_tokenizer(speaking: Path) -> None:
     llm = LLM(speaking)
     (one,) = llm.generate("A page of memory", SamplingParams(max_tokens=30, ignore_eos=True))
     assert llm.tokenizer is not None
@@ -99,11 +99,11 @@ def test_threads_may_share_a_model(qwen3: Checkpoint, prompts: list[list[int]]) 
     llm = LLM(qwen3.folder)
     expected = [one.token_ids for one in llm.generate(prompts[:12], EIGHT)]
 
-    def say(prompt: list[int]) -> tuple[int, ...]:
+    def serve(prompt: list[int]) -> tuple[int, ...]:
         return sum((chunk.token_ids for chunk in llm.stream(prompt, EIGHT)), ())
 
     with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(say, prompts[:12])) == expected
+        assert list(pool.map(serve, prompts[:12])) == expected
         made = pool.map(lambda prompt: llm.generate(prompt, EIGHT)[0].token_ids, prompts[:12])
         assert list(made) == expected
 
@@ -173,7 +173,9 @@ def test_an_interrupt_between_two_sides_leaves_no_request_on_one(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["none", "draft_model"])
-def test_numbers_that_overflow_are_said(tmp_path: Path, method: str, temperature: float) -> None:
+def test_numbers_that_overflow_are_reported(
+    tmp_path: Path, method: str, temperature: float
+) -> None:
     model = build_model("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(6e4)
@@ -224,13 +226,13 @@ def test_an_abort_ends_what_it_names_and_nothing_else(
 ) -> None:
     llm = LLM(qwen3.folder)
     known = [llm.add_request(prompt, EIGHT) for prompt in prompts[:2]]
-    told = [known[name] if name == 0 else name for name in names]
+    given = [known[name] if name == 0 else name for name in names]
     if message is None:
-        llm.abort(*told)
+        llm.abort(*given)
         assert llm.pop_completion(known[0]).finish_reason is FinishReason.ABORT
     else:
         with pytest.raises(RequestError, match=message):
-            llm.abort(*told)
+            llm.abort(*given)
     while llm.has_unfinished_requests:
         llm.step()
     assert llm.pop_completion(known[1]).token_ids == qwen3.expected.token_ids[1][:8]
@@ -238,7 +240,7 @@ def test_an_abort_ends_what_it_names_and_nothing_else(
 
 @pytest.mark.parametrize("how", ["abort", "failure"])
 @pytest.mark.parametrize("scheduler", ["host", "device"])
-def test_a_stream_that_others_end_says_so(
+def test_a_stream_that_others_end_reports_that(
     monkeypatch: pytest.MonkeyPatch, speaking: Path, scheduler: str, how: str
 ) -> None:
     """Also the text that was held back, as a possible beginning of a stop string, is given."""

@@ -143,9 +143,9 @@ def test_what_is_not_understood_is_refused(
 ) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(CheckpointError, match=complaint) as told:
+    with pytest.raises(CheckpointError, match=complaint) as raised:
         load(folder, shape)
-    assert str(folder) in str(told.value)
+    assert str(folder) in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -58,20 +58,20 @@ def expected(speaking: Path, marker: int) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(speaking, torch_dtype=torch.float32)
     made = []
     for prompt in PROMPTS:
-        text, said, matcher = tokenizer.encode(prompt).ids, list[int](), None
-        while len(said) < CHOICE.max_tokens and said[-1:] != [1]:
+        text, generated, matcher = tokenizer.encode(prompt).ids, list[int](), None
+        while len(generated) < CHOICE.max_tokens and generated[-1:] != [1]:
             with torch.inference_mode():
-                logits = model(torch.tensor([[*text, *said]])).logits[0, -1]
+                logits = model(torch.tensor([[*text, *generated]])).logits[0, -1]
             allowed: Any = range(260)
             if matcher is not None:
                 mask = matcher.compute_bitmask()
                 allowed = [token for token in allowed if mask[token // 8] >> token % 8 & 1]
-            said.append(max(allowed, key=lambda token: float(logits[token])))
+            generated.append(max(allowed, key=lambda token: float(logits[token])))
             if matcher is not None:
-                assert matcher.consume_token(said[-1])
-            elif said[-1] == marker:
+                assert matcher.consume_token(generated[-1])
+            elif generated[-1] == marker:
                 matcher = library.LLMatcher(tokens, source)
-        made.append(said)
+        made.append(generated)
     return made
 
 
@@ -146,7 +146,7 @@ def test_the_token_may_be_a_text(speaking: Path) -> None:
         ({"reasoning_end_token": 2, "enable_in_reasoning": 1}, "enable_in_reasoning = 1: must be"),
     ],
 )
-def test_settings_say_what_they_must_be(
+def test_wrong_settings_are_refused(
     speaking: Path, settings: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(SettingsError, match=complaint):

@@ -55,7 +55,9 @@ def test_angles_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "yarn", "linear"])
-def test_a_model_with_a_variant_says_what_transformers_says(name: str, tmp_path: Path) -> None:
+def test_a_model_with_a_variant_generates_what_transformers_generates(
+    name: str, tmp_path: Path
+) -> None:
     prompts = make_prompts()[:8]
     model = build_model("llama", rope_parameters=VARIANTS[name])
     llm = LLM(save_model(model, tmp_path))
@@ -94,7 +96,7 @@ DEFAULT = {"rope_type": "default", "rope_theta": 100.0}
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": None}},
     ],
 )
-def test_what_files_say_twice_or_beside_is_read_as_transformers_reads_it(
+def test_repeated_and_misplaced_settings_are_read_as_transformers_reads_them(
     given: dict[str, Any],
 ) -> None:
     given = {"rope_theta": 5000.0, **given}

@@ -188,7 +188,7 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
 DRAWN = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
 
 
-def say(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+def generate(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
     return [one.token_ids for one in llm.generate(prompts, params)]
 
 
@@ -206,12 +206,12 @@ def say(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> lis
 def test_a_seed_gives_the_same_text_in_any_company(
     qwen3: Checkpoint, prompts: list[list[int]], settings: dict[str, Any]
 ) -> None:
-    (alone,) = say(LLM(qwen3.folder), [prompts[5]], [DRAWN])
+    (alone,) = generate(LLM(qwen3.folder), [prompts[5]], [DRAWN])
     if settings.get("spec_method") == "draft_model":
         settings = {**settings, "draft_model": qwen3.draft_folder}
     llm = LLM(qwen3.folder, **settings)
     others = [replace(DRAWN, seed=number, temperature=1.5) for number in range(9)]
-    company = say(llm, [*prompts[10:19], prompts[5]], [*others, DRAWN])
+    company = generate(llm, [*prompts[10:19], prompts[5]], [*others, DRAWN])
     assert company[-1] == alone
     if "spec_method" in settings:
         stats = llm.get_stats()
@@ -228,14 +228,14 @@ def test_a_draft_model_draws_as_the_model_would(
         draft_model=qwen3.folder,
         max_num_seqs=1,
     )
-    say(llm, prompts[:8], [DRAWN] * 8)
+    generate(llm, prompts[:8], [DRAWN] * 8)
     stats = llm.get_stats()
     assert stats.drafts_accepted == stats.drafts_scheduled > 0
 
 
 def test_other_seeds_give_other_texts(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
     params = [replace(DRAWN, seed=number) for number in range(8)]
-    texts = say(LLM(qwen3.folder), [prompts[5]] * 8, params)
+    texts = generate(LLM(qwen3.folder), [prompts[5]] * 8, params)
     assert len(set(texts)) == 8
 
 
@@ -243,10 +243,10 @@ def test_without_a_seed_runs_repeat_but_requests_do_not(
     qwen3: Checkpoint, prompts: list[list[int]]
 ) -> None:
     params = [replace(DRAWN, seed=None)] * 4
-    first = say(LLM(qwen3.folder, seed=1), [prompts[5]] * 4, params)
+    first = generate(LLM(qwen3.folder, seed=1), [prompts[5]] * 4, params)
     assert len(set(first)) == 4
-    assert say(LLM(qwen3.folder, seed=1), [prompts[5]] * 4, params) == first
-    assert say(LLM(qwen3.folder, seed=2), [prompts[5]] * 4, params) != first
+    assert generate(LLM(qwen3.folder, seed=1), [prompts[5]] * 4, params) == first
+    assert generate(LLM(qwen3.folder, seed=2), [prompts[5]] * 4, params) != first
 
 
 def test_tokens_have_the_distribution_of_the_model(
@@ -256,7 +256,7 @@ def test_tokens_have_the_distribution_of_the_model(
     params = [
         SamplingParams(max_tokens=1, temperature=1.0, top_k=10, seed=n) for n in range(num_draws)
     ]
-    texts = say(LLM(qwen3.folder), [prompts[5]] * num_draws, params)
+    texts = generate(LLM(qwen3.folder), [prompts[5]] * num_draws, params)
     with torch.no_grad():
         logits = qwen3.model(torch.tensor([prompts[5]])).logits[0, -1:]
     expected = get_probabilities(logits, params[:1])[0].numpy() * num_draws

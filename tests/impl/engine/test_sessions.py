@@ -56,27 +56,27 @@ def answers(qwen3: Checkpoint, inputs: Turns) -> list[list[tuple[int, ...]]]:
         whole = [[*before, *one] for before, one in zip(kept, of_all, strict=True)]
         expected = generate(qwen3.model, whole, MAX_TOKENS)
         assert expected.margin > MARGIN_MIN
-        made.append([cut(said) for said in expected.token_ids])
-        kept = [[*one, *said[:-1]] for one, said in zip(whole, made[-1], strict=True)]
+        made.append([cut(tokens) for tokens in expected.token_ids])
+        kept = [[*one, *tokens[:-1]] for one, tokens in zip(whole, made[-1], strict=True)]
     return made
 
 
-def cut(said: tuple[int, ...]) -> tuple[int, ...]:
+def cut(tokens: tuple[int, ...]) -> tuple[int, ...]:
     """Up to the first token that stops it."""
-    end = next((number for number, token in enumerate(said, 1) if token in STOPS), len(said))
-    return said[:end]
+    end = next((number for number, token in enumerate(tokens, 1) if token in STOPS), len(tokens))
+    return tokens[:end]
 
 
 def test_answers_differ_in_how_they_end(answers: list[list[tuple[int, ...]]]) -> None:
     for of_all in answers:
-        assert {said[-1] in STOPS for said in of_all} == {True, False}
+        assert {tokens[-1] in STOPS for tokens in of_all} == {True, False}
 
 
 def talk(llm: LLM, inputs: Turns, draw: random.Random) -> list[list[tuple[int, ...]]]:
     """Sessions side by side: some send everything at once, others wait for each answer."""
     sessions: list[Session] = []
     is_eager: list[bool] = []
-    heard: list[list[tuple[int, ...]]] = [[] for _ in inputs[0]]
+    received: list[list[tuple[int, ...]]] = [[] for _ in inputs[0]]
     for number, first in enumerate(inputs[0]):
         sessions.append(llm.open_session(first, PARAMS))
         is_eager.append(draw.random() < 0.5)
@@ -92,10 +92,10 @@ def talk(llm: LLM, inputs: Turns, draw: random.Random) -> list[list[tuple[int, .
             if turn and not is_eager[number]:
                 sessions[number].send(inputs[turn][number], PARAMS)
             if draw.random() < 0.3:
-                heard[number].append(sessions[number].receive().token_ids)
+                received[number].append(sessions[number].receive().token_ids)
         for number in order:
-            if len(heard[number]) <= turn:
-                heard[number].append(
+            if len(received[number]) <= turn:
+                received[number].append(
                     tuple(t for chunk in sessions[number].stream() for t in chunk.token_ids)
                 )
     assert not llm.has_unfinished_requests
@@ -104,7 +104,7 @@ def talk(llm: LLM, inputs: Turns, draw: random.Random) -> list[list[tuple[int, .
         assert session.is_open
         session.close()
         assert not session.is_open
-    return heard
+    return received
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_answers_are_those_of_transformers(
     if name.endswith("draft-model"):
         settings["draft_model"] = qwen3.draft_folder
     llm = LLM(qwen3.folder, check=ServingChecker, enable_sessions=True, **settings)
-    heard = talk(llm, inputs, random.Random(name))
-    assert heard == [list(of_one) for of_one in zip(*answers, strict=True)]
+    received = talk(llm, inputs, random.Random(name))
+    assert received == [list(of_one) for of_one in zip(*answers, strict=True)]
     stats = llm.get_stats()
     assert stats.prefix_cache_hits > 0 or name == "no-cache"
     assert stats.preemptions > 0 or "num_blocks" not in settings
@@ -135,13 +135,13 @@ def llm(qwen3: Checkpoint) -> LLM:
     )  # fmt: skip
 
 
-def say(llm: LLM, prompt: list[int], **params: Any) -> tuple[int, ...]:
+def generate_alone(llm: LLM, prompt: list[int], **params: Any) -> tuple[int, ...]:
     """What a request of its own gets."""
     (made,) = llm.generate(prompt, SamplingParams(**params))
     return made.token_ids
 
 
-def test_an_answer_tells_what_it_was_said_to(llm: LLM) -> None:
+def test_an_answer_has_the_prompt_it_answers(llm: LLM) -> None:
     with llm.open_session([2, 3, 4], SamplingParams(max_tokens=4)) as session:
         first = session.receive()
         assert not llm.has_unfinished_requests
@@ -153,7 +153,7 @@ def test_an_answer_tells_what_it_was_said_to(llm: LLM) -> None:
     assert first.finish_reason is second.finish_reason is FinishReason.LENGTH
     assert first.request_id == second.request_id == session.request_id
     assert second.prompt_token_ids == (2, 3, 4, *first.token_ids[:-1], 5, 6)
-    assert second.token_ids == say(llm, list(second.prompt_token_ids), max_tokens=4)
+    assert second.token_ids == generate_alone(llm, list(second.prompt_token_ids), max_tokens=4)
 
 
 def test_only_further_input_is_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +173,10 @@ def test_only_further_input_is_computed(llm: LLM, monkeypatch: pytest.MonkeyPatc
     assert counts == [5, 1, 1, 2, 1, 1]
 
 
-def test_what_a_session_has_said_is_a_prefix_for_others(llm: LLM) -> None:
+def test_what_a_session_has_generated_is_a_prefix_for_others(llm: LLM) -> None:
     session = llm.open_session([2, 3, 4, 5, 6], SamplingParams(max_tokens=4))
-    said = session.receive().token_ids
-    (made,) = llm.generate([2, 3, 4, 5, 6, *said[:-1], 9], SamplingParams(max_tokens=1))
+    generated = session.receive().token_ids
+    (made,) = llm.generate([2, 3, 4, 5, 6, *generated[:-1], 9], SamplingParams(max_tokens=1))
     assert made.num_cached_tokens == 8
     assert session.is_open
 
@@ -222,18 +222,18 @@ def test_a_session_has_its_adapter_throughout(qwen3: Checkpoint, tmp_path: Path)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_an_aborted_session_keeps_what_it_had_said(qwen3: Checkpoint, ahead: int) -> None:
+def test_an_aborted_session_keeps_what_it_had_generated(qwen3: Checkpoint, ahead: int) -> None:
     llm = LLM(
         qwen3.folder, check=ServingChecker, enable_sessions=True, block_size=4, num_blocks=13,
         max_model_len=40, max_frames_in_flight=ahead,
     )  # fmt: skip
-    whole = say(llm, [2, 3, 4], max_tokens=12, ignore_eos=True)
+    whole = generate_alone(llm, [2, 3, 4], max_tokens=12, ignore_eos=True)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     session = llm.open_session([2, 3, 4], params)
     session.send([5, 6])
-    num_said = 0
-    while num_said < 4:
-        num_said += sum(len(chunk.token_ids) for chunk in llm.step())
+    num_generated = 0
+    while num_generated < 4:
+        num_generated += sum(len(chunk.token_ids) for chunk in llm.step())
     session.abort()
     session.abort()
     answer = session.receive()
@@ -245,10 +245,10 @@ def test_an_aborted_session_keeps_what_it_had_said(qwen3: Checkpoint, ahead: int
     with pytest.raises(RequestError, match="no unfinished request"):
         session.send([7])
     assert not llm.has_unfinished_requests
-    assert say(llm, [2, 3, 4], max_tokens=12, ignore_eos=True) == whole
+    assert generate_alone(llm, [2, 3, 4], max_tokens=12, ignore_eos=True) == whole
 
 
-def test_who_streams_an_aborted_session_gets_what_there_is(llm: LLM) -> None:
+def test_a_stream_of_an_aborted_session_gets_what_there_is(llm: LLM) -> None:
     session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=9, ignore_eos=True))
     streamed = session.stream()
     first = next(streamed)
@@ -272,10 +272,10 @@ def test_an_input_has_one_answer(llm: LLM) -> None:
 
 def test_a_stream_that_was_given_up_goes_on(llm: LLM) -> None:
     session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=4, ignore_eos=True))
-    said = say(llm, [2, 3, 4], max_tokens=4, ignore_eos=True)
+    expected = generate_alone(llm, [2, 3, 4], max_tokens=4, ignore_eos=True)
     first = next(session.stream())
     rest = [*session.stream()]
-    assert (*first.token_ids, *(t for chunk in rest for t in chunk.token_ids)) == said
+    assert (*first.token_ids, *(t for chunk in rest for t in chunk.token_ids)) == expected
     session.send([5])
     for chunk in session.stream():
         if chunk.finish_reason is not None:
@@ -286,7 +286,7 @@ def test_a_stream_that_was_given_up_goes_on(llm: LLM) -> None:
     session.send([7])
     streamed = [token for chunk in session.stream() for token in chunk.token_ids]
     whole = [*before.prompt_token_ids, *before.token_ids[:-1], 7]
-    assert tuple(streamed) == say(llm, whole, max_tokens=4, ignore_eos=True)
+    assert tuple(streamed) == generate_alone(llm, whole, max_tokens=4, ignore_eos=True)
     session.send([7])
     next(session.stream())
     assert len(session.receive().token_ids) == 4  # whole, whatever was streamed of it
@@ -309,7 +309,7 @@ def test_a_closed_session_answers_what_was_sent(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("end", [Session.close, Session.abort])
-def test_a_session_that_rests_ends_at_once_and_says_no_more(
+def test_a_session_that_rests_ends_at_once_and_generates_no_more(
     llm: LLM, end: Callable[[Session], None]
 ) -> None:
     session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=3))
@@ -336,13 +336,13 @@ def test_a_session_that_rests_gives_way_and_goes_on(llm: LLM) -> None:
     first = [session.receive() for session in sessions]
     with pytest.raises(RequestError, match="every input has its answer"):
         sessions[0].receive()
-    assert len(say(llm, [7] * 30, max_tokens=10, ignore_eos=True)) == 10
+    assert len(generate_alone(llm, [7] * 30, max_tokens=10, ignore_eos=True)) == 10
     for session, answer in zip(sessions, first, strict=True):
         session.send([8, 9])
         second = session.receive()
         assert second.prompt_token_ids == (*answer.prompt_token_ids, *answer.token_ids[:-1], 8, 9)
         session.close()
-        assert second.token_ids == say(llm, list(second.prompt_token_ids), max_tokens=4)
+        assert second.token_ids == generate_alone(llm, list(second.prompt_token_ids), max_tokens=4)
 
 
 @pytest.mark.parametrize("is_resting", [True, False])
@@ -364,7 +364,7 @@ def test_what_would_never_fit_is_refused_and_the_session_goes_on(
     assert answers[-1].prompt_token_ids[-1] == 3
 
 
-def test_what_sessions_cannot_do_is_said(qwen3: Checkpoint, speaking: Path) -> None:
+def test_what_sessions_cannot_do_is_refused(qwen3: Checkpoint, speaking: Path) -> None:
     with pytest.raises(RequestError, match="enable_sessions=True"):
         LLM(qwen3.folder).open_session([2, 3])
     llm = LLM(speaking, enable_sessions=True)

@@ -43,7 +43,7 @@ def compare(folder: Path, serve: Serve, **settings: Any) -> LLM:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_arrays_say_what_objects_say(
+def test_arrays_generate_what_objects_generate(
     qwen3: Checkpoint, prompts: list[list[int]], depth: int
 ) -> None:
     def serve(llm: LLM) -> tuple[list[list[Chunk]], list[Completion]]:

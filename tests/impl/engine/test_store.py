@@ -119,7 +119,7 @@ def test_all_can_be_forgotten() -> None:
     assert len(store) == 4
 
 
-def test_whose_connection_ends_is_not_waited_for(path: Path) -> None:
+def test_a_disconnected_client_is_not_waited_for(path: Path) -> None:
     host = HostStore()
     with StoreServer(host, path):
         one, other = RemoteStore(path), RemoteStore(path)
@@ -239,46 +239,46 @@ def test_what_was_read_is_a_copy(config: ModelConfig) -> None:
     mover.write([], [])
 
 
-def test_work_in_a_thread_is_told_in_its_order() -> None:
-    jobs, told, may_end = ThreadJobs(), [], threading.Event()
-    jobs.add(lambda: may_end.wait(5), lambda _: told.append("slow"))
-    jobs.add(lambda: "quick", told.append)
+def test_work_in_a_thread_is_reported_in_its_order() -> None:
+    jobs, events, may_end = ThreadJobs(), [], threading.Event()
+    jobs.add(lambda: may_end.wait(5), lambda _: events.append("slow"))
+    jobs.add(lambda: "quick", events.append)
     jobs.poll()
-    assert (told, len(jobs)) == ([], 2)
+    assert (events, len(jobs)) == ([], 2)
     may_end.set()
     while len(jobs):
         jobs.poll(1.0)
-    assert told == ["slow", "quick"]
+    assert events == ["slow", "quick"]
 
 
-def test_work_that_is_late_is_done_by_the_poll_that_tells() -> None:
-    jobs, told = LateJobs(2), []
-    jobs.add(lambda: told.append("done"), lambda _: told.append("told"))
+def test_work_that_is_late_is_done_by_the_poll_that_reports_it() -> None:
+    jobs, events = LateJobs(2), []
+    jobs.add(lambda: events.append("done"), lambda _: events.append("reported"))
     jobs.poll()
-    assert told == []
+    assert events == []
     jobs.poll()
-    assert told == ["done", "told"]
+    assert events == ["done", "reported"]
     jobs.poll()
-    assert len(told) == 2
+    assert len(events) == 2
 
 
 @pytest.mark.parametrize("jobs", [LateJobs(1), ThreadJobs()])
-def test_forgotten_work_is_neither_done_nor_told(jobs: Jobs) -> None:
-    begun, may_end, told = threading.Event(), threading.Event(), []
+def test_forgotten_work_is_neither_done_nor_reported(jobs: Jobs) -> None:
+    begun, may_end, events = threading.Event(), threading.Event(), []
 
     def work() -> None:
         begun.set()
         assert may_end.wait(5)
-        told.append("done")
+        events.append("done")
 
-    jobs.add(work, lambda _: told.append("told"))
-    jobs.add(lambda: told.append("later"), lambda _: told.append("told"))
+    jobs.add(work, lambda _: events.append("reported"))
+    jobs.add(lambda: events.append("later"), lambda _: events.append("reported"))
     if isinstance(jobs, ThreadJobs):
         assert begun.wait(5)
         threading.Timer(0.05, may_end.set).start()
     jobs.stop()
     jobs.poll()
-    assert told == (["done"] if isinstance(jobs, ThreadJobs) else [])
+    assert events == (["done"] if isinstance(jobs, ThreadJobs) else [])
     assert len(jobs) == 0
 
 

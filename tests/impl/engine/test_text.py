@@ -18,7 +18,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def say(detokenizer: Detokenizer, tokens: Sequence[int]) -> str:
+def append_all(detokenizer: Detokenizer, tokens: Sequence[int]) -> str:
     return "".join(detokenizer.append(token) for token in tokens)
 
 
@@ -45,13 +45,13 @@ def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer) -> None
 def test_a_broken_character_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, ())
     tokens = tokenizer.encode("a€").ids[:-1]
-    assert say(detokenizer, tokens) == "a"
+    assert append_all(detokenizer, tokens) == "a"
     assert detokenizer.finish() == tokenizer.decode(tokens)[1:]
 
 
 def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, ())
-    assert say(detokenizer, [*tokenizer.encode("ab").ids, 1]) + detokenizer.finish() == "ab"
+    assert append_all(detokenizer, [*tokenizer.encode("ab").ids, 1]) + detokenizer.finish() == "ab"
 
 
 def test_what_may_be_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
@@ -68,14 +68,14 @@ def test_a_stop_string_is_cut_off(tokenizer: Tokenizer) -> None:
 
 def test_the_first_of_two_stop_strings_counts(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, ("dd", "bb"))
-    assert say(detokenizer, tokenizer.encode("aabbccdd").ids) == "aa"
-    assert say(detokenizer, tokenizer.encode("xx").ids) == ""
+    assert append_all(detokenizer, tokenizer.encode("aabbccdd").ids) == "aa"
+    assert append_all(detokenizer, tokenizer.encode("xx").ids) == ""
     assert detokenizer.finish() == ""
 
 
 def test_a_stop_string_may_be_found_when_the_text_ends(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, ("\ufffd",))
-    assert say(detokenizer, tokenizer.encode("ab€").ids[:-1]) + detokenizer.finish() == "ab"
+    assert append_all(detokenizer, tokenizer.encode("ab€").ids[:-1]) + detokenizer.finish() == "ab"
     assert detokenizer.stopped
 
 
@@ -83,10 +83,10 @@ def test_a_text_goes_on_from_its_prompt() -> None:
     tokenizer = make_llama_tokenizer()
     prompt, tokens = tokenizer.encode("b a").ids, tokenizer.encode("a b").ids
     assert tokenizer.decode(tokens) == "a b"
-    assert say(Detokenizer(tokenizer, (), prompt), tokens) == " a b"
-    assert say(Detokenizer(tokenizer, (" a",), prompt), tokens) == ""
-    assert say(Detokenizer(tokenizer, (), [1]), tokens) == "a b"
-    assert say(Detokenizer(tokenizer, (), [1, *tokenizer.encode("€").ids]), tokens) == " a b"
+    assert append_all(Detokenizer(tokenizer, (), prompt), tokens) == " a b"
+    assert append_all(Detokenizer(tokenizer, (" a",), prompt), tokens) == ""
+    assert append_all(Detokenizer(tokenizer, (), [1]), tokens) == "a b"
+    assert append_all(Detokenizer(tokenizer, (), [1, *tokenizer.encode("€").ids]), tokens) == " a b"
 
 
 def test_bytes_that_make_no_character_are_shown_and_end_nothing() -> None:
@@ -94,9 +94,9 @@ def test_bytes_that_make_no_character_are_shown_and_end_nothing() -> None:
     newline, byte, c, a = map(tokenizer.get_vocab().__getitem__, ("<0x0A>", "<0xE2>", "c", "▁a"))
     assert tokenizer.decode([newline, byte, c]) == "\ufffd\ufffdc"
     detokenizer = Detokenizer(tokenizer, ())
-    assert say(detokenizer, [newline]) == "\n"
-    assert say(detokenizer, [byte, c]) == "\ufffdc"
-    assert say(detokenizer, [a, byte]) == " a"
+    assert append_all(detokenizer, [newline]) == "\n"
+    assert append_all(detokenizer, [byte, c]) == "\ufffdc"
+    assert append_all(detokenizer, [a, byte]) == " a"
     assert detokenizer.finish() == "\ufffd"
 
 

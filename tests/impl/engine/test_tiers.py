@@ -175,7 +175,7 @@ def test_from_where_on_victims_are_saved_comes_from_what_was_measured(qwen3: Che
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"swap_min_tokens": 4}, "give a kv_store"),
         ({"swap_min_tokens": 4, "swap_speeds": SPEEDS}, "give one"),
@@ -186,7 +186,7 @@ def test_from_where_on_victims_are_saved_comes_from_what_was_measured(qwen3: Che
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(
-    qwen3: Checkpoint, more: dict[str, Any], said: str
+    qwen3: Checkpoint, more: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(SettingsError, match=message):
         LLM(qwen3.folder, **SMALL, **more)

@@ -60,7 +60,7 @@ def draw_groups(kind: GroupKind) -> Iterator[KVGroup]:
 def make_state(group: KVGroup) -> Any:
     """Return the state of an engine with this group, and one request with a batch row."""
     state: Any = load_as_python().state.make_state(Config(32, 1, groups=(group,)))
-    state.requests[0, c.SEAT] = state.requests[0, c.LAST_FRAME] = 0
+    state.requests[0, c.BATCH_ROW] = state.requests[0, c.LAST_FRAME] = 0
     return state
 
 
@@ -84,7 +84,7 @@ WALKS = [[*range(row, 14, row)] for row in (1, 2, 3, 5)] + [[6, 4, 7, 5, 6, 11],
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_table_grows_by_what_the_specification_says(kind: GroupKind) -> None:
+def test_a_table_grows_as_in_the_specification(kind: GroupKind) -> None:
     """Step by step, with and without slots for a proposer behind each."""
     functions = load_as_python().groups
     for group, walk, ahead in product(draw_groups(kind), WALKS, (0, 1)):

@@ -21,7 +21,13 @@ from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.array_plans import ArrayOutputs, ArrayPlan
 from blockstep.impl.host import IS_COMPILED, HostEngine
 from blockstep.impl.host import state as state_of_engine
-from blockstep.impl.host.state import FREE_SEAT, LINE_BYTES, NEXT_SEAT, NONE, NUM_FREE_NODES
+from blockstep.impl.host.state import (
+    FREE_BATCH_ROW,
+    LINE_BYTES,
+    NEXT_BATCH_ROW,
+    NONE,
+    NUM_FREE_NODES,
+)
 from blockstep.impl.interning import NOTHING, ExtrasTable, Labels, list_extras
 from blockstep.spec import Oracle
 from blockstep.spec.features.identity import get_item_keys
@@ -109,7 +115,7 @@ VARIED: tuple[dict[str, Any], ...] = (
 def test_it_grows_as_it_must_and_leaks_nothing(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More requests, seats, nodes, extras and longer tables than there is room for at first; all
+    """More requests, batch rows, nodes, extras and longer tables than fit at first; all
     come back."""
     monkeypatch.setattr(state_of_engine, "TABLE_ENTRIES", 300)
     monkeypatch.setattr(state_of_engine, "TABLE_BLOCKS", 1)
@@ -139,10 +145,10 @@ def test_it_grows_as_it_must_and_leaks_nothing(
     assert not state.adapters.any()
     assert state.scalars[NUM_FREE_NODES] == len(state.nodes)
     assert not state.extras_uses[1:].any()
-    seat, seats = int(state.scalars[FREE_SEAT]), 0
-    while seat != NONE:
-        seat, seats = int(state.lines[seat, NEXT_SEAT]), seats + 1
-    assert seats == len(state.lines)
+    batch_row, num_rows = int(state.scalars[FREE_BATCH_ROW]), 0
+    while batch_row != NONE:
+        batch_row, num_rows = int(state.lines[batch_row, NEXT_BATCH_ROW]), num_rows + 1
+    assert num_rows == len(state.lines)
 
 
 MISTAKES = {
@@ -183,7 +189,7 @@ def test_planted_mistakes_are_caught(name: str) -> None:
     assert played.first is not None
 
 
-def test_extras_that_nobody_needs_are_given_out_again() -> None:
+def test_extras_that_no_request_needs_are_given_out_again() -> None:
     engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     for number in range(300):
         engine.apply(Submit(Request("a", (1, 2, 3), cache_salt=f"salt {number}")))

@@ -28,10 +28,10 @@ from blockstep.spec.vocabulary import (
 )
 
 
-def take(told: Estimator, job: str, tool: str | None, begin: int, ticks: int) -> int:
+def take(rule: Estimator, job: str, tool: str | None, begin: int, ticks: int) -> int:
     """A tool runs for so long; what was given as the turn before it ended."""
-    given = told.end(TurnEnd(job, tool, num_tokens=400, num_blocks=25), begin)
-    told.arrive(job, begin + ticks)
+    given = rule.end(TurnEnd(job, tool, num_tokens=400, num_blocks=25), begin)
+    rule.arrive(job, begin + ticks)
     assert given.job_id == job
     return given.ttl
 
@@ -40,39 +40,39 @@ def take(told: Estimator, job: str, tool: str | None, begin: int, ticks: int) ->
 
 
 def test_a_job_is_kept_until_its_tools_take_longer_than_the_threshold() -> None:
-    told = FixedRule(threshold=2_000)
-    assert told.arrive("j", 0) == PinEstimate("j", 2_000)
-    assert take(told, "j", "t", begin=100, ticks=1_000) == 2_000
-    assert take(told, "j", "t", begin=2_000, ticks=3_001) == 2_000
-    assert take(told, "j", "t", begin=6_000, ticks=1_998) == 0  # a mean of 2000.5 before it
-    assert take(told, "j", "t", begin=9_000, ticks=1) == 2_000  # 1999.7
-    assert take(told, "k", "t", begin=9_000, ticks=9_000) == 2_000
-    assert take(told, "k", "t", begin=20_000, ticks=1) == 0
+    rule = FixedRule(threshold=2_000)
+    assert rule.arrive("j", 0) == PinEstimate("j", 2_000)
+    assert take(rule, "j", "t", begin=100, ticks=1_000) == 2_000
+    assert take(rule, "j", "t", begin=2_000, ticks=3_001) == 2_000
+    assert take(rule, "j", "t", begin=6_000, ticks=1_998) == 0  # a mean of 2000.5 before it
+    assert take(rule, "j", "t", begin=9_000, ticks=1) == 2_000  # 1999.7
+    assert take(rule, "k", "t", begin=9_000, ticks=9_000) == 2_000
+    assert take(rule, "k", "t", begin=20_000, ticks=1) == 0
 
 
 def test_a_mean_at_the_threshold_is_waited_for() -> None:
-    told = FixedRule(threshold=2_000, ttl=10_000)
-    take(told, "j", None, begin=0, ticks=2_000)
-    assert take(told, "j", None, begin=5_000, ticks=2_001) == 10_000
-    assert take(told, "j", None, begin=9_000, ticks=1) == 0
+    rule = FixedRule(threshold=2_000, ttl=10_000)
+    take(rule, "j", None, begin=0, ticks=2_000)
+    assert take(rule, "j", None, begin=5_000, ticks=2_001) == 10_000
+    assert take(rule, "j", None, begin=9_000, ticks=1) == 0
 
 
-def test_who_comes_early_says_nothing_of_a_tool() -> None:
-    told = FixedRule(threshold=2)
-    told.arrive("j", 0)
-    told.arrive("j", 50)
-    assert told.end(TurnEnd("j"), 60) == PinEstimate("j", 2)
-    told.forget("j")
-    told.arrive("j", 99)
-    assert told.end(TurnEnd("j"), 100) == PinEstimate("j", 2)
+def test_a_turn_that_comes_early_is_no_time_of_a_tool() -> None:
+    rule = FixedRule(threshold=2)
+    rule.arrive("j", 0)
+    rule.arrive("j", 50)
+    assert rule.end(TurnEnd("j"), 60) == PinEstimate("j", 2)
+    rule.forget("j")
+    rule.arrive("j", 99)
+    assert rule.end(TurnEnd("j"), 100) == PinEstimate("j", 2)
 
 
 def test_of_jobs_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimator, "MAX_JOBS", 2)
-    told = FixedRule(threshold=10)
+    rule = FixedRule(threshold=10)
     for job in "jkl":
-        take(told, job, None, begin=0, ticks=99)
-    assert [take(told, job, None, begin=200, ticks=0) for job in "lkj"] == [0, 0, 10]
+        take(rule, job, None, begin=0, ticks=99)
+    assert [take(rule, job, None, begin=200, ticks=0) for job in "lkj"] == [0, 0, 10]
 
 
 # A time that pays.
@@ -103,16 +103,16 @@ def test_without_times_nothing_is_waited_for() -> None:
 def test_each_tool_has_times_of_its_own_and_an_unknown_one_those_of_all() -> None:
     """A turn keeps a tenth of the pool, which costs a tenth of a tick, for 400 tokens at half a
     tick: a gain of 200."""
-    told = ToolTimes(250, ticks_per_token=0.5, unknown=77, longest=5_000, num_enough=2)
-    assert told.arrive("j", 0) == PinEstimate("j", 77)
+    rule = ToolTimes(250, ticks_per_token=0.5, unknown=77, longest=5_000, num_enough=2)
+    assert rule.arrive("j", 0) == PinEstimate("j", 77)
     given = [
-        take(told, "j", "slow", begin=0, ticks=4_000),
-        take(told, "j", "fast", begin=5_000, ticks=100),
-        take(told, "j", "slow", begin=6_000, ticks=3_000),
-        take(told, "j", "fast", begin=10_000, ticks=120),
-        take(told, "j", "slow", begin=11_000, ticks=1),
-        take(told, "j", "fast", begin=12_000, ticks=1),
-        take(told, "j", None, begin=13_000, ticks=1),
+        take(rule, "j", "slow", begin=0, ticks=4_000),
+        take(rule, "j", "fast", begin=5_000, ticks=100),
+        take(rule, "j", "slow", begin=6_000, ticks=3_000),
+        take(rule, "j", "fast", begin=10_000, ticks=120),
+        take(rule, "j", "slow", begin=11_000, ticks=1),
+        take(rule, "j", "fast", begin=12_000, ticks=1),
+        take(rule, "j", None, begin=13_000, ticks=1),
     ]
     assert given == [
         77,  # nothing is known
@@ -127,14 +127,14 @@ def test_each_tool_has_times_of_its_own_and_an_unknown_one_those_of_all() -> Non
 
 def test_what_next_turns_do_not_find_gains_nothing() -> None:
     """Of 400 tokens 100 and 60 are found: a gain of 40 instead of 200, and 100 ticks cost 10."""
-    told = ToolTimes(250, ticks_per_token=0.5, num_enough=2)
+    rule = ToolTimes(250, ticks_per_token=0.5, num_enough=2)
     turn = TurnEnd("j", "t", num_tokens=400, num_blocks=25)
     given = []
     for now, ticks, num_found in ((0, 100, 100), (5_000, 600, 60), (6_000, 1, None)):
-        given.append(told.end(turn, now).ttl)
-        told.arrive("j", now + ticks, num_found)
+        given.append(rule.end(turn, now).ttl)
+        rule.arrive("j", now + ticks, num_found)
     assert given == [2_000, 2_000, 101]  # 20 - 10, or 40 - 35
-    assert told.end(turn, 9_000).ttl == 101  # 13.3 - 0.1, 26.7 - 6.7, or 40 - 23.4
+    assert rule.end(turn, 9_000).ttl == 101  # 13.3 - 0.1, 26.7 - 6.7, or 40 - 23.4
 
 
 @pytest.mark.parametrize(
@@ -144,33 +144,33 @@ def test_a_turn_in_line_has_as_long_as_what_it_finds_is_worth(
     num_found: int | None, ttl: int
 ) -> None:
     """A tenth of the pool is worth ten ticks for each that the tokens take, a half for one."""
-    told = ToolTimes(250, ticks_per_token=0.5, unknown=77, longest=900)
-    told.end(TurnEnd("j", "t", num_tokens=400, num_blocks=25), 0)
-    assert told.arrive("j", 10, num_found) == PinEstimate("j", ttl)
+    rule = ToolTimes(250, ticks_per_token=0.5, unknown=77, longest=900)
+    rule.end(TurnEnd("j", "t", num_tokens=400, num_blocks=25), 0)
+    assert rule.arrive("j", 10, num_found) == PinEstimate("j", ttl)
 
 
 def test_no_estimate_is_longer_than_the_longest() -> None:
-    told = ToolTimes(10**6, ticks_per_token=9.0, longest=50, num_enough=1)
-    take(told, "j", "t", begin=0, ticks=1_000)
-    assert take(told, "j", "t", begin=2_000, ticks=1_000) == 50
+    rule = ToolTimes(10**6, ticks_per_token=9.0, longest=50, num_enough=1)
+    take(rule, "j", "t", begin=0, ticks=1_000)
+    assert take(rule, "j", "t", begin=2_000, ticks=1_000) == 50
 
 
 def test_old_times_and_further_tools_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimator, "MAX_TOOLS", 1)
-    told = ToolTimes(250, ticks_per_token=0.5, num_enough=1)
+    rule = ToolTimes(250, ticks_per_token=0.5, num_enough=1)
     for _ in range(estimator.MAX_TIMES):
-        take(told, "j", "old", begin=0, ticks=9_000)
-    assert take(told, "j", "old", begin=0, ticks=10) == 0
+        take(rule, "j", "old", begin=0, ticks=9_000)
+    assert take(rule, "j", "old", begin=0, ticks=10) == 0
     for _ in range(estimator.MAX_TIMES - 1):
-        take(told, "j", "old", begin=0, ticks=10)
-    assert take(told, "j", "old", begin=0, ticks=10) == 11
-    take(told, "j", "new", begin=0, ticks=8_000)
-    assert take(told, "j", "new", begin=0, ticks=1) == 11  # of all together
+        take(rule, "j", "old", begin=0, ticks=10)
+    assert take(rule, "j", "old", begin=0, ticks=10) == 11
+    take(rule, "j", "new", begin=0, ticks=8_000)
+    assert take(rule, "j", "new", begin=0, ticks=1) == 11  # of all together
 
 
 def test_what_is_answered_keeps_the_blocks_of_a_turn_that_waits() -> None:
     """Through an engine: a pin outlasts the line, and ends with what was found at its end."""
-    told = ToolTimes(8, ticks_per_token=50.0, unknown=40, longest=900)
+    rule = ToolTimes(8, ticks_per_token=50.0, unknown=40, longest=900)
     # Four tokens are worth 200 ticks, and a fourth of the pool for 800 costs as much.
     engine = HostEngine(Config(num_blocks=9, block_size=2, policy=Policy.CONTINUUM, max_num_seqs=1))
 
@@ -178,7 +178,7 @@ def test_what_is_answered_keeps_the_blocks_of_a_turn_that_waits() -> None:
         engine.apply(Clock(now))
         request = Request(name, tuple(range(5)), max_tokens=1, job_id="j")
         assert engine.apply(Submit(request)) == Ack()
-        engine.apply(told.arrive("j", now, 4))
+        engine.apply(rule.arrive("j", now, 4))
 
     def step() -> None:
         plan = engine.apply(Schedule())
@@ -189,7 +189,7 @@ def test_what_is_answered_keeps_the_blocks_of_a_turn_that_waits() -> None:
 
     turn("a", now=10)
     step()
-    engine.apply(told.end(TurnEnd("j", "t", num_tokens=4, num_blocks=2), 10))
+    engine.apply(rule.end(TurnEnd("j", "t", num_tokens=4, num_blocks=2), 10))
     pins = engine.snapshot().pins
     assert pins is not None
     assert [pin.end for pin in pins.pins] == [50]

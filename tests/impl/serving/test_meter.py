@@ -78,12 +78,12 @@ class Metered:
 
 
 def test_a_life_is_measured_from_its_own_times() -> None:
-    told = Metered()
-    told.do(Submit(A), 1.0)
-    told.step(2.0, 4.0)
-    told.step(4.0, 5.0)
-    told.step(5.0, 8.0)
-    assert told.seen == {
+    metered = Metered()
+    metered.do(Submit(A), 1.0)
+    metered.step(2.0, 4.0)
+    metered.step(4.0, 5.0)
+    metered.step(5.0, 8.0)
+    assert metered.seen == {
         "time_to_first_token_seconds": [3.0],
         "inter_token_latency_seconds": [1.0, 3.0],
         "iteration_tokens_total": [6.0, 1.0, 1.0],
@@ -97,160 +97,166 @@ def test_a_life_is_measured_from_its_own_times() -> None:
         "request_generation_tokens": [3.0],
         "request_params_max_tokens": [3.0],
     }
-    assert told.counted["prompt_tokens", ""] == 5
-    assert told.counted["generation_tokens", ""] == 3
-    assert told.counted["request_success", "length"] == 1
+    assert metered.counted["prompt_tokens", ""] == 5
+    assert metered.counted["generation_tokens", ""] == 3
+    assert metered.counted["request_success", "length"] == 1
 
 
-def test_hits_are_told_apart_from_what_is_computed() -> None:
-    told = Metered()
+def test_hits_are_counted_apart_from_what_is_computed() -> None:
+    metered = Metered()
     for name in "AB":
-        told.do(Submit(replace(A, request_id=name, max_tokens=1)), 0.0)
-        told.step(0.0, 1.0)
-    assert told.counted["prompt_tokens_by_source", "local_cache_hit"] == 4
-    assert told.counted["prompt_tokens_by_source", "local_compute"] == 6
-    assert told.counted["prompt_tokens_cached", ""] == 4
-    assert told.counted["prefix_cache_queries", ""] == 10
-    assert told.counted["prefix_cache_hits", ""] == 4
+        metered.do(Submit(replace(A, request_id=name, max_tokens=1)), 0.0)
+        metered.step(0.0, 1.0)
+    assert metered.counted["prompt_tokens_by_source", "local_cache_hit"] == 4
+    assert metered.counted["prompt_tokens_by_source", "local_compute"] == 6
+    assert metered.counted["prompt_tokens_cached", ""] == 4
+    assert metered.counted["prefix_cache_queries", ""] == 10
+    assert metered.counted["prefix_cache_hits", ""] == 4
 
 
 def test_gauges_show_the_state_and_why_requests_wait() -> None:
-    told = Metered()
+    metered = Metered()
     for name in "ABC":
-        told.do(Submit(replace(A, request_id=name)), 0.0)
-    told.look()
-    assert told.shown["num_requests_waiting_by_reason", "next"] == 1
-    assert told.shown["num_requests_waiting_by_reason", "behind"] == 2
-    told.do(Schedule(), 1.0)
-    told.look()
-    assert told.shown["num_requests_running", ""] == 2
-    assert told.shown["num_requests_waiting", ""] == 1
-    assert told.shown["num_requests_waiting_by_reason", "seats"] == 1
-    assert told.shown["num_requests_waiting_by_reason", "next"] == 0
-    assert told.shown["kv_cache_usage_perc", ""] == 4 / 8  # B shares two blocks of A
+        metered.do(Submit(replace(A, request_id=name)), 0.0)
+    metered.look()
+    assert metered.shown["num_requests_waiting_by_reason", "next"] == 1
+    assert metered.shown["num_requests_waiting_by_reason", "behind"] == 2
+    metered.do(Schedule(), 1.0)
+    metered.look()
+    assert metered.shown["num_requests_running", ""] == 2
+    assert metered.shown["num_requests_waiting", ""] == 1
+    assert metered.shown["num_requests_waiting_by_reason", "seats"] == 1
+    assert metered.shown["num_requests_waiting_by_reason", "next"] == 0
+    assert metered.shown["kv_cache_usage_perc", ""] == 4 / 8  # B shares two blocks of A
 
 
-def test_of_usage_it_is_told_what_pins_alone_hold() -> None:
-    told = Metered(replace(CONFIG, policy=Policy.CONTINUUM))
+def test_usage_shows_what_pins_alone_hold() -> None:
+    metered = Metered(replace(CONFIG, policy=Policy.CONTINUUM))
     turn = replace(A, max_tokens=1, job_id="j")
     for name, job in (("A", "j"), ("B", "k")):
-        told.do(Submit(replace(turn, request_id=name, job_id=job)), 0.0)
-        told.do(PinEstimate(job, 4), 0.0)
-        told.step(0.0, 1.0)
-    assert told.shown["kv_cache_usage_perc", ""] == 2 / 8  # both pins hold the same two blocks
-    assert told.shown["kv_cache_pinned_perc", ""] == 2 / 8
-    told.do(Submit(replace(turn, request_id="C")), 1.0)
-    told.do(Schedule(), 2.0)
-    assert told.shown["kv_cache_usage_perc", ""] == 3 / 8
-    assert told.shown["kv_cache_pinned_perc", ""] == 0
+        metered.do(Submit(replace(turn, request_id=name, job_id=job)), 0.0)
+        metered.do(PinEstimate(job, 4), 0.0)
+        metered.step(0.0, 1.0)
+    assert metered.shown["kv_cache_usage_perc", ""] == 2 / 8  # both pins hold the same two blocks
+    assert metered.shown["kv_cache_pinned_perc", ""] == 2 / 8
+    metered.do(Submit(replace(turn, request_id="C")), 1.0)
+    metered.do(Schedule(), 2.0)
+    assert metered.shown["kv_cache_usage_perc", ""] == 3 / 8
+    assert metered.shown["kv_cache_pinned_perc", ""] == 0
 
 
-def test_who_gives_up_is_counted_and_has_no_times_that_were_not() -> None:
-    told = Metered()
-    told.do(Submit(A), 0.0)
-    told.do(Abort(("A", "nobody")), 3.0)
-    assert told.counted["request_success", "abort"] == 1
-    assert told.seen["e2e_request_latency_seconds"] == [3.0]
-    assert "request_queue_time_seconds" not in told.seen
+def test_an_aborted_request_is_counted_without_times_that_were_not() -> None:
+    metered = Metered()
+    metered.do(Submit(A), 0.0)
+    metered.do(Abort(("A", "nobody")), 3.0)
+    assert metered.counted["request_success", "abort"] == 1
+    assert metered.seen["e2e_request_latency_seconds"] == [3.0]
+    assert "request_queue_time_seconds" not in metered.seen
 
 
-def test_reasons_are_reckoned_when_somebody_asks() -> None:
-    told = Metered(replace(CONFIG, groups=(KVGroup(GroupKind.FULL, 2),)))
-    told.do(Submit(A), 0.0)
-    assert told.shown["num_requests_waiting", ""] == 1
-    assert ("num_requests_waiting_by_reason", "next") not in told.shown
-    shown = {sample.label: sample.value for sample in told.meter.explain(told.engine.snapshot())}
+def test_reasons_are_computed_when_they_are_asked_for() -> None:
+    metered = Metered(replace(CONFIG, groups=(KVGroup(GroupKind.FULL, 2),)))
+    metered.do(Submit(A), 0.0)
+    assert metered.shown["num_requests_waiting", ""] == 1
+    assert ("num_requests_waiting_by_reason", "next") not in metered.shown
+    shown = {
+        sample.label: sample.value for sample in metered.meter.explain(metered.engine.snapshot())
+    }
     assert shown["reason", "next"] == 1
     assert shown["reason", "remote_kv"] == 0
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_a_store_brings_is_told_apart(is_async: bool) -> None:
-    told = Metered(replace(CONFIG, kv_connector=True, num_blocks=12))
-    told.do(Submit(replace(A, request_id="first", prompt_token_ids=(1, 2, 9), max_tokens=1)), 0.0)
-    told.step(0.0, 1.0)
-    told.do(Submit(replace(A, max_tokens=1)), 1.0)
-    told.do(KVOffer("A", 4, is_async), 1.0)
+def test_what_a_store_brings_is_counted_apart(is_async: bool) -> None:
+    metered = Metered(replace(CONFIG, kv_connector=True, num_blocks=12))
+    metered.do(
+        Submit(replace(A, request_id="first", prompt_token_ids=(1, 2, 9), max_tokens=1)), 0.0
+    )
+    metered.step(0.0, 1.0)
+    metered.do(Submit(replace(A, max_tokens=1)), 1.0)
+    metered.do(KVOffer("A", 4, is_async), 1.0)
     if is_async:
-        told.do(Schedule(), 1.0)
-        told.do(TransfersReported(KVTransfers(finished_recving=("A",))), 2.0)
-    told.step(2.0, 3.0)
-    assert told.counted["external_prefix_cache_queries", ""] == 3 + 3
-    assert told.counted["external_prefix_cache_hits", ""] == 2
-    assert told.counted["prompt_tokens_by_source", "external_kv_transfer"] == 2
-    assert told.counted["prompt_tokens_by_source", "local_cache_hit"] == 2
-    assert told.counted["prompt_tokens_by_source", "local_compute"] == 3 + 1
-    assert told.counted["prompt_tokens_cached", ""] == 4
+        metered.do(Schedule(), 1.0)
+        metered.do(TransfersReported(KVTransfers(finished_recving=("A",))), 2.0)
+    metered.step(2.0, 3.0)
+    assert metered.counted["external_prefix_cache_queries", ""] == 3 + 3
+    assert metered.counted["external_prefix_cache_hits", ""] == 2
+    assert metered.counted["prompt_tokens_by_source", "external_kv_transfer"] == 2
+    assert metered.counted["prompt_tokens_by_source", "local_cache_hit"] == 2
+    assert metered.counted["prompt_tokens_by_source", "local_compute"] == 3 + 1
+    assert metered.counted["prompt_tokens_cached", ""] == 4
 
 
 def test_what_never_came_is_no_transfer() -> None:
     policy = KVLoadFailurePolicy.RECOMPUTE
-    told = Metered(replace(CONFIG, kv_connector=True, num_blocks=12, kv_load_failure_policy=policy))
-    told.do(Submit(replace(A, max_tokens=1)), 1.0)
-    told.do(KVOffer("A", 4, is_async=True), 1.0)
-    plan = told.do(Schedule(), 1.0)
+    metered = Metered(
+        replace(CONFIG, kv_connector=True, num_blocks=12, kv_load_failure_policy=policy)
+    )
+    metered.do(Submit(replace(A, max_tokens=1)), 1.0)
+    metered.do(KVOffer("A", 4, is_async=True), 1.0)
+    plan = metered.do(Schedule(), 1.0)
     assert isinstance(plan, Plan)
-    told.do(Submit(replace(A, request_id="B", prompt_token_ids=(1, 2, 9), max_tokens=1)), 1.0)
-    told.step(1.0, 2.0)
+    metered.do(Submit(replace(A, request_id="B", prompt_token_ids=(1, 2, 9), max_tokens=1)), 1.0)
+    metered.step(1.0, 2.0)
     invalid = plan.kv_loads[0].block_ids[0]
-    told.do(TransfersReported(KVTransfers(("A",), (), invalid)), 2.0)
-    told.do(KVOffer("A"), 2.0)
-    told.step(2.0, 3.0)
-    assert told.counted["prompt_tokens_by_source", "external_kv_transfer"] == 0
-    assert told.counted["prompt_tokens_by_source", "local_cache_hit"] == 2
+    metered.do(TransfersReported(KVTransfers(("A",), (), invalid)), 2.0)
+    metered.do(KVOffer("A"), 2.0)
+    metered.step(2.0, 3.0)
+    assert metered.counted["prompt_tokens_by_source", "external_kv_transfer"] == 0
+    assert metered.counted["prompt_tokens_by_source", "local_cache_hit"] == 2
 
 
-def test_who_fails_for_a_load_has_no_first_token() -> None:
-    told = Metered(replace(CONFIG, kv_connector=True, num_blocks=12))
-    told.do(Submit(A), 1.0)
-    told.do(KVOffer("A", 4, is_async=True), 1.0)
-    plan = told.do(Schedule(), 1.0)
+def test_a_request_with_a_failed_load_has_no_first_token() -> None:
+    metered = Metered(replace(CONFIG, kv_connector=True, num_blocks=12))
+    metered.do(Submit(A), 1.0)
+    metered.do(KVOffer("A", 4, is_async=True), 1.0)
+    plan = metered.do(Schedule(), 1.0)
     assert isinstance(plan, Plan)
-    told.do(TransfersReported(KVTransfers((), (), plan.kv_loads[0].block_ids[0])), 2.0)
-    assert told.counted["request_success", "error"] == 1
-    assert told.counted["prompt_tokens", ""] == 0
-    assert "time_to_first_token_seconds" not in told.seen
+    metered.do(TransfersReported(KVTransfers((), (), plan.kv_loads[0].block_ids[0])), 2.0)
+    assert metered.counted["request_success", "error"] == 1
+    assert metered.counted["prompt_tokens", ""] == 0
+    assert "time_to_first_token_seconds" not in metered.seen
 
 
 def test_a_session_is_counted_when_it_ends() -> None:
-    told = Metered()
-    told.do(Submit(replace(A, max_tokens=1, resumable=True)), 0.0)
-    told.step(0.0, 1.0)
-    assert told.counted["request_success", "length"] == 0
-    told.do(StreamingUpdate(Request("A", (4, 5), 1, resumable=True)), 1.0)
-    told.do(StreamingUpdate(Request("A", (4,))), 1.0)
-    told.step(1.0, 2.0)
-    assert told.counted["request_success", "length"] == 1
-    assert told.meter.explain(told.engine.snapshot())[0].value == 0
+    metered = Metered()
+    metered.do(Submit(replace(A, max_tokens=1, resumable=True)), 0.0)
+    metered.step(0.0, 1.0)
+    assert metered.counted["request_success", "length"] == 0
+    metered.do(StreamingUpdate(Request("A", (4, 5), 1, resumable=True)), 1.0)
+    metered.do(StreamingUpdate(Request("A", (4,))), 1.0)
+    metered.step(1.0, 2.0)
+    assert metered.counted["request_success", "length"] == 1
+    assert metered.meter.explain(metered.engine.snapshot())[0].value == 0
 
 
-def test_a_branch_is_a_request_of_its_own_whose_prompt_is_counted_with_its_parent() -> None:
-    told = Metered(replace(CONFIG, enable_forks=True))
-    told.do(Submit(A), 1.0)
-    told.step(2.0, 3.0)
-    assert told.do(Fork("A", "B", (8,)), 4.0) == Ack()
-    assert told.do(Fork("C", "D"), 4.0) != Ack()
-    told.look()
-    assert told.shown["num_requests_waiting_by_reason", "next"] == 1
-    told.step(5.0, 6.0)
-    told.step(7.0, 8.0)
-    assert told.counted["request_success", "length"] == 2
-    assert told.counted["prompt_tokens", ""] == len(A.prompt_token_ids)
-    assert told.counted["prompt_tokens_by_source", "local_compute"] == len(A.prompt_token_ids)
-    assert told.seen["iteration_tokens_total"] == [6.0, 2.0, 2.0]
-    assert told.seen["time_to_first_token_seconds"] == [2.0, 2.0]
-    assert sorted(told.seen["request_generation_tokens"]) == [2.0, 3.0]
+def test_a_branch_is_a_request_of_its_own_and_its_prompt_counts_with_its_parent() -> None:
+    metered = Metered(replace(CONFIG, enable_forks=True))
+    metered.do(Submit(A), 1.0)
+    metered.step(2.0, 3.0)
+    assert metered.do(Fork("A", "B", (8,)), 4.0) == Ack()
+    assert metered.do(Fork("C", "D"), 4.0) != Ack()
+    metered.look()
+    assert metered.shown["num_requests_waiting_by_reason", "next"] == 1
+    metered.step(5.0, 6.0)
+    metered.step(7.0, 8.0)
+    assert metered.counted["request_success", "length"] == 2
+    assert metered.counted["prompt_tokens", ""] == len(A.prompt_token_ids)
+    assert metered.counted["prompt_tokens_by_source", "local_compute"] == len(A.prompt_token_ids)
+    assert metered.seen["iteration_tokens_total"] == [6.0, 2.0, 2.0]
+    assert metered.seen["time_to_first_token_seconds"] == [2.0, 2.0]
+    assert sorted(metered.seen["request_generation_tokens"]) == [2.0, 3.0]
 
 
 def test_prometheus_shows_them_under_the_names_of_the_release() -> None:
     client: Any = pytest.importorskip("prometheus_client")
     export: Any = pytest.importorskip("blockstep.impl.serving.export")
     registry = client.CollectorRegistry()
-    exporter, told = export.Exporter(registry, "tiny"), Metered()
-    told.do(Submit(A), 0.0)
+    exporter, metered = export.Exporter(registry, "tiny"), Metered()
+    metered.do(Submit(A), 0.0)
     for _ in range(3):
-        told.step(0.5, 1.0)
-    exporter.take(told.samples)
+        metered.step(0.5, 1.0)
+    exporter.take(metered.samples)
     text = client.generate_latest(registry).decode()
     labels = '{engine="0",model_name="tiny"}'
     assert f"vllm:prompt_tokens_total{labels} 5.0" in text

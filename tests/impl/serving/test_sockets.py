@@ -102,7 +102,7 @@ def test_batches_arrive_and_a_loss_is_healed(places: tuple[str, str]) -> None:
         assert subscriber.mirror.list_findable() == {1: before[1] + 1, 2: 1, 3: 1}
 
 
-def test_who_comes_too_late_for_what_is_kept_begins_with_a_snapshot(
+def test_a_subscriber_too_late_for_what_is_kept_begins_with_a_snapshot(
     places: tuple[str, str],
 ) -> None:
     with sockets.Publisher(*places, num_kept=2) as publisher:
@@ -140,7 +140,7 @@ def test_an_answer_has_a_topic_where_events_are_maps(places: tuple[str, str], fo
         client.close(linger=0)
 
 
-def test_nobody_answers(places: tuple[str, str]) -> None:
+def test_no_publisher_answers(places: tuple[str, str]) -> None:
     with sockets.Subscriber(*places, timeout_s=0.05) as subscriber:
         subscriber.ask_for_missing()
         with pytest.raises(TimeoutError, match="replay endpoint"):
@@ -181,7 +181,7 @@ def test_what_we_publish_is_read_as_the_release_reads_it(places: tuple[str, str]
     """By its own classes, and the frames that its subscribers take apart."""
     release = pytest.importorskip("vllm.distributed.kv_events")
     is_array = release.BlockRemoved.__struct_config__.array_like
-    told = BATCHES[0] if is_array else batch(to_map(store(1, 2)))
+    sent = BATCHES[0] if is_array else batch(to_map(store(1, 2)))
     stream = zmq.Context.instance().socket(zmq.SUB)
     stream.setsockopt(zmq.SUBSCRIBE, b"kv")
     try:
@@ -189,7 +189,7 @@ def test_what_we_publish_is_read_as_the_release_reads_it(places: tuple[str, str]
             stream.connect(places[0])
             end = time.monotonic() + 5
             while not stream.poll(100) and time.monotonic() < end:
-                seq = publisher.publish(told)
+                seq = publisher.publish(sent)
             topic, number, payload = stream.recv_multipart()
             read = msgspec.msgpack.decode(payload, type=release.KVEventBatch)
             assert topic == b"kv"

@@ -45,14 +45,14 @@ class Traced:
 
     def do(self, *events: Event) -> list[StepRecord]:
         """The records of some events."""
-        told: list[StepRecord] = []
+        records: list[StepRecord] = []
         for event in events:
             before = self.engine.snapshot()
             answer = self.engine.apply(event)
-            told += self.trace.observe(before, event, answer, self.engine.snapshot())
+            records += self.trace.observe(before, event, answer, self.engine.snapshot())
             self.plan = answer if isinstance(answer, Plan) else self.plan
-        self.records += told
-        return told
+        self.records += records
+        return records
 
     plan = Plan(0)
 
@@ -61,7 +61,7 @@ class Traced:
         return self.do(Commit(self.plan.frame_id, tuple(rows)))
 
 
-def test_a_step_is_told_by_what_was_before_what_was_found_and_what_was_decided() -> None:
+def test_a_step_is_traced_by_what_was_before_found_and_decided() -> None:
     traced = Traced()
     assert traced.do(Submit(A)) == []
     seen, hit, decision = traced.do(Schedule())
@@ -97,7 +97,7 @@ def test_a_branch_goes_on_behind_what_it_shares_which_is_no_hit() -> None:
     assert decision.scheduled_new_req_ids == ["C"]
 
 
-def test_a_branch_that_has_lost_what_it_shared_is_told_of_like_others() -> None:
+def test_a_branch_that_has_lost_what_it_shared_is_traced_like_others() -> None:
     traced = begin_branch()
     traced.do(Reset(reset_running_requests=True))
     hits = [one for one in traced.do(Schedule()) if isinstance(one, PrefixCacheEvent)]
@@ -107,7 +107,7 @@ def test_a_branch_that_has_lost_what_it_shared_is_told_of_like_others() -> None:
     ]
 
 
-def test_a_hit_is_told_of_who_is_admitted_and_of_nobody_who_runs() -> None:
+def test_a_hit_is_traced_of_admitted_and_not_of_running_requests() -> None:
     traced = Traced()
     traced.do(Submit(A), Schedule())
     assert traced.answer() == []
@@ -120,26 +120,26 @@ def test_a_hit_is_told_of_who_is_admitted_and_of_nobody_who_runs() -> None:
     assert decision == StepDecision(1, ["B"], [], ["A"], [], {"A": 1, "B": 2}, 3)
 
 
-def test_who_comes_back_brings_its_outputs() -> None:
+def test_a_resumed_request_brings_its_outputs() -> None:
     traced = Traced(Config(num_blocks=6, block_size=2, max_num_seqs=2, max_num_batched_tokens=12))
     first = Request("A", (1, 2, 3, 4), max_tokens=6)
     traced.do(Submit(first), Submit(Request("B", (5, 6, 7), max_tokens=6)), Schedule())
-    while not (told := traced.do(Schedule()) if not traced.answer() else []) or not (
-        isinstance(told[-1], StepDecision) and told[-1].preempted_req_ids
+    while not (records := traced.do(Schedule()) if not traced.answer() else []) or not (
+        isinstance(records[-1], StepDecision) and records[-1].preempted_req_ids
     ):
         pass
-    assert told[-1].preempted_req_ids == ["B"]
-    while not any(isinstance(it, PrefixCacheEvent) for it in told):
+    assert records[-1].preempted_req_ids == ["B"]
+    while not any(isinstance(it, PrefixCacheEvent) for it in records):
         traced.answer()
-        told = traced.do(Schedule())
-    _, hit, decision = told
+        records = traced.do(Schedule())
+    _, hit, decision = records
     assert isinstance(hit, PrefixCacheEvent)
     assert isinstance(decision, StepDecision)
     assert hit.num_tokens > hit.total_prompt_tokens == 3
     assert decision.scheduled_resumed_req_ids == ["B"]
 
 
-def test_a_load_is_told_with_the_name_of_its_store_and_of_who_is_parked_too() -> None:
+def test_a_load_is_traced_with_its_store_also_of_a_parked_request() -> None:
     config = Config(num_blocks=9, block_size=2, kv_connector=True)
     traced = Traced(config)
     traced.do(Submit(A), KVOffer("A", 4), Submit(B), KVOffer("B", 4, is_async=True))

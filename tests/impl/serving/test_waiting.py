@@ -48,7 +48,7 @@ CONFIG = Config(num_blocks=9, block_size=2, max_num_seqs=2, max_model_len=16)
 AHEAD = {"async_scheduling": True, "max_frames_in_flight": 2}
 
 
-class Told:
+class Run:
     """An engine, and what its clients have asked of it."""
 
     def __init__(self, config: Config = CONFIG) -> None:
@@ -84,80 +84,80 @@ class Told:
         }
 
 
-def test_who_has_room_is_next_and_others_are_behind() -> None:
-    told = Told()
-    told.submit("A", 1, 2, 3)
-    told.submit("B", 1, 2, 3)
-    assert told.why() == {"A": "next", "B": "behind"}
-    assert [row.request_id for row in told.schedule().new] == ["A", "B"]
-    told.submit("C", 1)
-    assert told.why() == {"C": "seats"}
+def test_a_request_with_room_is_next_and_others_are_behind() -> None:
+    run = Run()
+    run.submit("A", 1, 2, 3)
+    run.submit("B", 1, 2, 3)
+    assert run.why() == {"A": "next", "B": "behind"}
+    assert [row.request_id for row in run.schedule().new] == ["A", "B"]
+    run.submit("C", 1)
+    assert run.why() == {"C": "seats"}
 
 
 def test_a_pause_holds_all() -> None:
-    told = Told()
-    told.submit("A", 1, structured_output=True)
-    told.submit("B", 1)
-    assert told.why() == {"A": "grammar", "B": "next"}
-    told.engine.apply(SetPause(PauseState.PAUSED_NEW))
-    assert told.why() == {"A": "paused", "B": "paused"}
+    run = Run()
+    run.submit("A", 1, structured_output=True)
+    run.submit("B", 1)
+    assert run.why() == {"A": "grammar", "B": "next"}
+    run.engine.apply(SetPause(PauseState.PAUSED_NEW))
+    assert run.why() == {"A": "paused", "B": "paused"}
 
 
-def test_while_blocks_are_short_nobody_is_admitted() -> None:
-    told = Told(replace(CONFIG, admission_low_blocks=3, admission_high_blocks=6))
-    told.submit("A", *range(11), max_tokens=2)
-    told.schedule()
-    told.submit("B", 1)
-    assert told.why() == {"B": "closed"}, "two blocks are free"
-    told.commit()
-    assert not told.schedule().new
-    told.commit()
-    assert told.why() == {"B": "next"}, "A has ended"
-    assert told.schedule().new
+def test_while_blocks_are_short_no_request_is_admitted() -> None:
+    run = Run(replace(CONFIG, admission_low_blocks=3, admission_high_blocks=6))
+    run.submit("A", *range(11), max_tokens=2)
+    run.schedule()
+    run.submit("B", 1)
+    assert run.why() == {"B": "closed"}, "two blocks are free"
+    run.commit()
+    assert not run.schedule().new
+    run.commit()
+    assert run.why() == {"B": "next"}, "A has ended"
+    assert run.schedule().new
 
 
-def test_behind_who_is_warm_others_wait_and_for_who_lacks_room_pins_give_way() -> None:
-    told = Told(replace(CONFIG, policy=Policy.CONTINUUM, max_num_seqs=1))
-    told.submit("A", *range(9), max_tokens=1, job_id="j")
-    told.engine.apply(PinEstimate("j", 4))
-    told.schedule()
-    told.commit()
-    told.submit("B", *range(20, 31))
-    told.submit("C", *range(9), job_id="j")
-    assert told.why() == {"C": "next", "B": "behind"}
-    told.engine.apply(Clock(4))
-    assert told.why() == {"B": "next", "C": "behind"}
-    told.engine.apply(PinEstimate("j", 4))
-    told.engine.apply(Abort(("C",)))
-    assert told.why() == {"B": "next"}
-    told.submit("D", *range(40, 43))
-    told.engine.apply(Abort(("B",)))
-    told.schedule()
-    told.commit()
-    told.config = replace(told.config, max_num_seqs=2)  # as if there were a seat
-    told.submit("E", *range(50, 57))
-    assert told.why() == {"E": "capacity"}
-    told.engine.apply(Clock(8))
-    assert told.why() == {"E": "next"}
+def test_others_wait_behind_a_warm_request_and_pins_give_way_to_one_without_room() -> None:
+    run = Run(replace(CONFIG, policy=Policy.CONTINUUM, max_num_seqs=1))
+    run.submit("A", *range(9), max_tokens=1, job_id="j")
+    run.engine.apply(PinEstimate("j", 4))
+    run.schedule()
+    run.commit()
+    run.submit("B", *range(20, 31))
+    run.submit("C", *range(9), job_id="j")
+    assert run.why() == {"C": "next", "B": "behind"}
+    run.engine.apply(Clock(4))
+    assert run.why() == {"B": "next", "C": "behind"}
+    run.engine.apply(PinEstimate("j", 4))
+    run.engine.apply(Abort(("C",)))
+    assert run.why() == {"B": "next"}
+    run.submit("D", *range(40, 43))
+    run.engine.apply(Abort(("B",)))
+    run.schedule()
+    run.commit()
+    run.config = replace(run.config, max_num_seqs=2)  # as if there were a seat
+    run.submit("E", *range(50, 57))
+    assert run.why() == {"E": "capacity"}
+    run.engine.apply(Clock(8))
+    assert run.why() == {"E": "next"}
 
 
 def test_a_grammar_that_is_ready_is_no_reason() -> None:
-    told = Told()
-    told.submit("A", 1, structured_output=True)
-    told.engine.apply(GrammarReady("A"))
-    assert told.why() == {"A": "next"}
+    run = Run()
+    run.submit("A", 1, structured_output=True)
+    run.engine.apply(GrammarReady("A"))
+    assert run.why() == {"A": "next"}
 
 
 def test_blocks_lack_for_a_chunk_or_for_the_whole() -> None:
-    told = Told(replace(CONFIG, max_num_batched_tokens=4))
-    told.submit("A", *range(11))
+    run = Run(replace(CONFIG, max_num_batched_tokens=4))
+    run.submit("A", *range(11))
     for _ in range(3):
-        told.schedule()
-        told.commit()
-    told.submit("B", *range(20, 27))
-    assert told.why() == {"B": "gate"}
-    assert Told(replace(CONFIG, num_blocks=8)).why() == {}
-    tight = Told(replace(CONFIG, num_blocks=8, max_num_batched_tokens=4))
+        run.schedule()
+        run.commit()
+    run.submit("B", *range(20, 27))
+    assert run.why() == {"B": "gate"}
+    assert Run(replace(CONFIG, num_blocks=8)).why() == {}
+    tight = Run(replace(CONFIG, num_blocks=8, max_num_batched_tokens=4))
     tight.submit("A", *range(11))
     for _ in range(3):
         tight.schedule()
@@ -167,44 +167,44 @@ def test_blocks_lack_for_a_chunk_or_for_the_whole() -> None:
 
 
 def test_a_hit_that_others_hold_needs_no_room() -> None:
-    told = Told(replace(CONFIG, num_blocks=8))
-    told.submit("A", *range(11))
-    told.schedule()
-    told.commit()
-    told.submit("B", *range(11), 50)
-    assert told.why() == {"B": "next"}
-    told.requests["B"] = replace(told.requests["B"], adapter="x")
-    assert told.why() == {"B": "capacity"}
+    run = Run(replace(CONFIG, num_blocks=8))
+    run.submit("A", *range(11))
+    run.schedule()
+    run.commit()
+    run.submit("B", *range(11), 50)
+    assert run.why() == {"B": "next"}
+    run.requests["B"] = replace(run.requests["B"], adapter="x")
+    assert run.why() == {"B": "capacity"}
 
 
 def test_an_adapter_is_one_too_many() -> None:
-    told = Told(replace(CONFIG, max_loras=1, max_num_seqs=4))
-    told.submit("A", 1, adapter="x")
-    told.schedule()
-    told.submit("B", 1, adapter="y")
-    told.submit("C", 1, adapter="x")
-    assert told.why() == {"B": "adapter", "C": "next"}
+    run = Run(replace(CONFIG, max_loras=1, max_num_seqs=4))
+    run.submit("A", 1, adapter="x")
+    run.schedule()
+    run.submit("B", 1, adapter="y")
+    run.submit("C", 1, adapter="x")
+    assert run.why() == {"B": "adapter", "C": "next"}
 
 
 def test_a_session_rests_until_input_comes() -> None:
-    told = Told()
-    told.submit("A", 1, 2, 3, max_tokens=1, resumable=True)
-    told.schedule()
-    told.commit()
-    assert told.why() == {"A": "input"}
-    told.engine.apply(StreamingUpdate(Request("A", (4, 5), resumable=True)))
-    told.requests["A"] = replace(told.requests["A"], prompt_token_ids=(1, 2, 3, 4, 5))
-    assert told.why() == {"A": "next"}
+    run = Run()
+    run.submit("A", 1, 2, 3, max_tokens=1, resumable=True)
+    run.schedule()
+    run.commit()
+    assert run.why() == {"A": "input"}
+    run.engine.apply(StreamingUpdate(Request("A", (4, 5), resumable=True)))
+    run.requests["A"] = replace(run.requests["A"], prompt_token_ids=(1, 2, 3, 4, 5))
+    assert run.why() == {"A": "next"}
 
 
-def test_who_was_preempted_in_flight_waits_for_its_tokens() -> None:
-    told = Told(replace(CONFIG, **AHEAD))  # type: ignore[arg-type]
-    told.submit("A", 1, 2, 3)
-    told.schedule()
-    told.engine.apply(Reset(reset_running_requests=True))
-    assert told.why() == {"A": "in_flight"}
-    told.commit()
-    assert told.why() == {"A": "next"}
+def test_a_request_preempted_in_flight_waits_for_its_tokens() -> None:
+    run = Run(replace(CONFIG, **AHEAD))  # type: ignore[arg-type]
+    run.submit("A", 1, 2, 3)
+    run.schedule()
+    run.engine.apply(Reset(reset_running_requests=True))
+    assert run.why() == {"A": "in_flight"}
+    run.commit()
+    assert run.why() == {"A": "next"}
 
 
 def test_each_reason_has_its_count() -> None:
@@ -220,35 +220,35 @@ STORE: Any = {
 
 
 def test_a_load_that_is_under_way_is_waited_for() -> None:
-    told = Told(replace(CONFIG, **STORE))
-    told.submit("A", *range(7))
-    told.engine.apply(KVOffer("A", None))
-    assert told.why() == {"A": "store"}
-    told.submit("B", 1)
-    assert told.why() == {"A": "store", "B": "next"}
-    told.requests["A"] = replace(told.requests["A"], skip_reading_prefix_cache=True)
-    assert told.why() == {"A": "next", "B": "behind"}  # who does not ask waits for no answer
-    del told.requests["A"]
-    told.submit("A", *range(7))
-    told.engine.apply(KVOffer("A", 6, is_async=True))
-    assert told.why() == {"A": "next", "B": "behind"}
-    told.schedule()
-    assert told.why() == {"A": "remote_kv"}
-    told.engine.apply(TransfersReported(KVTransfers(finished_recving=("A",))))
-    assert told.why() == {"A": "next"}
+    run = Run(replace(CONFIG, **STORE))
+    run.submit("A", *range(7))
+    run.engine.apply(KVOffer("A", None))
+    assert run.why() == {"A": "store"}
+    run.submit("B", 1)
+    assert run.why() == {"A": "store", "B": "next"}
+    run.requests["A"] = replace(run.requests["A"], skip_reading_prefix_cache=True)
+    assert run.why() == {"A": "next", "B": "behind"}  # who does not ask waits for no answer
+    del run.requests["A"]
+    run.submit("A", *range(7))
+    run.engine.apply(KVOffer("A", 6, is_async=True))
+    assert run.why() == {"A": "next", "B": "behind"}
+    run.schedule()
+    assert run.why() == {"A": "remote_kv"}
+    run.engine.apply(TransfersReported(KVTransfers(finished_recving=("A",))))
+    assert run.why() == {"A": "next"}
 
 
-def test_who_got_nothing_asks_anew_with_the_room_that_it_gives_back() -> None:
-    told = Told(replace(CONFIG, num_blocks=7, **STORE))
-    told.submit("A", *range(9))
-    told.engine.apply(KVOffer("A", 8, is_async=True))
-    (load,) = told.schedule().kv_loads
+def test_a_request_loaded_nothing_asks_anew_with_the_room_that_it_gives_back() -> None:
+    run = Run(replace(CONFIG, num_blocks=7, **STORE))
+    run.submit("A", *range(9))
+    run.engine.apply(KVOffer("A", 8, is_async=True))
+    (load,) = run.schedule().kv_loads
     report = KVTransfers(finished_recving=("A",), invalid_block_ids=load.block_ids[0])
-    told.engine.apply(TransfersReported(report))
-    assert len(told.engine.snapshot().free_queue) == 2
-    assert told.why() == {"A": "next"}
-    told.engine.apply(KVOffer("A", None))
-    assert told.why() == {"A": "store"}
+    run.engine.apply(TransfersReported(report))
+    assert len(run.engine.snapshot().free_queue) == 2
+    assert run.why() == {"A": "next"}
+    run.engine.apply(KVOffer("A", None))
+    assert run.why() == {"A": "store"}
 
 
 @pytest.mark.parametrize(
@@ -265,37 +265,37 @@ def test_what_is_loaded_needs_room_as_what_is_computed(
     num_tokens: int, is_async: bool, reason: str
 ) -> None:
     tight = {"num_blocks": 7, "scheduler_reserve_full_isl": False, "max_num_batched_tokens": 2}
-    told = Told(replace(CONFIG, **{**tight, **STORE}))
-    told.submit("A", *range(6), max_tokens=5)
+    run = Run(replace(CONFIG, **{**tight, **STORE}))
+    run.submit("A", *range(6), max_tokens=5)
     for _ in range(3):
-        told.schedule()
-        told.commit()
-    told.submit("B", *range(20, 29))
-    told.engine.apply(KVOffer("B", num_tokens, is_async))
-    assert told.why() == {"B": reason}
+        run.schedule()
+        run.commit()
+    run.submit("B", *range(20, 29))
+    run.engine.apply(KVOffer("B", num_tokens, is_async))
+    assert run.why() == {"B": reason}
 
 
-def test_free_blocks_are_kept_for_who_runs_and_for_nobody_else() -> None:
-    told = Told(replace(CONFIG, num_blocks=7, watermark_blocks=3))
-    told.submit("A", 1, 2, 3, 4)
-    assert told.why() == {"A": "next"}, "of six blocks it takes two, and nobody runs"
-    told.schedule()
-    told.submit("B", 5, 6, 7, 8)
-    assert told.why() == {"B": "capacity"}
-    told.engine.apply(Abort(("A",)))
-    told.requests.pop("A")
-    assert told.why() == {"B": "next"}
+def test_free_blocks_are_kept_for_running_requests_only() -> None:
+    run = Run(replace(CONFIG, num_blocks=7, watermark_blocks=3))
+    run.submit("A", 1, 2, 3, 4)
+    assert run.why() == {"A": "next"}, "of six blocks it takes two, and nobody runs"
+    run.schedule()
+    run.submit("B", 5, 6, 7, 8)
+    assert run.why() == {"B": "capacity"}
+    run.engine.apply(Abort(("A",)))
+    run.requests.pop("A")
+    assert run.why() == {"B": "next"}
 
 
 @pytest.mark.parametrize(("num_free", "reason"), [(0, "capacity"), (1, "next")])
 def test_a_branch_needs_room_for_a_copy_of_what_it_shares(num_free: int, reason: str) -> None:
-    told = Told(replace(CONFIG, num_blocks=3 + num_free, enable_forks=True))
-    told.submit("A", 1, 2, 3, max_tokens=2)
-    told.schedule()
-    told.commit()
-    assert told.engine.apply(Fork("A", "B", (0,))) == Ack()
-    told.requests["B"] = replace(told.requests["A"], request_id="B")
-    assert told.why() == {"B": reason}
+    run = Run(replace(CONFIG, num_blocks=3 + num_free, enable_forks=True))
+    run.submit("A", 1, 2, 3, max_tokens=2)
+    run.schedule()
+    run.commit()
+    assert run.engine.apply(Fork("A", "B", (0,))) == Ack()
+    run.requests["B"] = replace(run.requests["A"], request_id="B")
+    assert run.why() == {"B": reason}
 
 
 WINDOWS = (
@@ -343,27 +343,27 @@ class Storm:
                 **{name: it for name, it in WORLDS[world].items() if name in SHARED},
             },
         )
-        self.draw, self.told = draw, Told(config)
+        self.draw, self.run = draw, Run(config)
         self.meter = Meter(config)
         self.seen = Counter[str]()
 
     def apply(self, event: Event) -> Observation:
         """Beside a meter, which remembers what sessions become."""
-        engine = self.told.engine
+        engine = self.run.engine
         before = engine.snapshot()
         answer = engine.apply(event)
         self.meter.observe(before, event, answer, engine.snapshot(), 0.0)
-        self.told.requests = {n: life.request for n, life in self.meter._lives.items()}
+        self.run.requests = {n: life.request for n, life in self.meter._lives.items()}
         return answer
 
     def act(self, number: int) -> None:
         """What clients and the store do between two steps."""
-        draw, live = self.draw, sorted(self.told.requests)
+        draw, live = self.draw, sorted(self.run.requests)
         prompt = tuple(draw.choice((1, 2)) for _ in range(draw.randint(1, 9)))
         is_session = draw.random() < 0.3
         if draw.random() < 0.4:
             name, priority = f"r{number}", draw.randint(0, 2)
-            job_id = draw.choice((None, "j", "k")) if self.told.config.has_pins else None
+            job_id = draw.choice((None, "j", "k")) if self.run.config.has_pins else None
             self.apply(
                 Submit(
                     Request(
@@ -386,10 +386,10 @@ class Storm:
             self.apply(StreamingUpdate(Request(name, prompt[:3], 2, resumable=draw.random() < 0.7)))
         if live and draw.random() < 0.1:
             self.apply(Abort((draw.choice(live),)))
-        running = self.told.engine.snapshot().running
-        if running and self.told.config.enable_forks and draw.random() < 0.4:
+        running = self.run.engine.snapshot().running
+        if running and self.run.config.enable_forks and draw.random() < 0.4:
             self.fork(draw.choice(running), f"b{number}")
-        if live and self.told.config.kv_connector:
+        if live and self.run.config.kv_connector:
             count = draw.choice((None, 0, 2, 5, 9))
             self.apply(KVOffer(draw.choice(live), count, draw.random() < 0.6))
             if draw.random() < 0.5:
@@ -399,23 +399,23 @@ class Storm:
 
     def step(self) -> None:
         """A plan or a commit; before a plan it is known who may be in it."""
-        told, draw = self.told, self.draw
-        if len(told.plans) == told.config.max_frames_in_flight or draw.random() < 0.3:
-            if told.plans:
+        run, draw = self.run, self.draw
+        if len(run.plans) == run.config.max_frames_in_flight or draw.random() < 0.3:
+            if run.plans:
                 self.commit()
             return
-        why, before = told.why(), told.engine.snapshot()
+        why, before = run.why(), run.engine.snapshot()
         self.check_requests()
         plan = self.apply(Schedule())
         assert isinstance(plan, Plan)
         if plan.rows:
-            told.plans.append(plan)
+            run.plans.append(plan)
         given = {load.request_id for load in plan.kv_loads}
         given |= {row.request_id for row in plan.rows} & why.keys()
-        after = told.engine.snapshot()
+        after = run.engine.snapshot()
         held = {r.request_id: len(r.block_tables[0]) for r in before.requests}
         has_given = any(len(r.block_tables[0]) < held[r.request_id] for r in after.requests)
-        config, is_idle = told.config, not before.running
+        config, is_idle = run.config, not before.running
         # Who runs publishes blocks in this very step, and leaves those behind its window.
         may_make_room = not is_idle and (config.enable_prefix_caching or config.groups)
         has_room = bool(may_make_room) or has_given
@@ -423,15 +423,15 @@ class Storm:
 
     def commit(self) -> None:
         """The oldest plan is answered."""
-        told, token = self.told, self.draw.choice((1, 2))
-        oldest = told.plans.pop(0)
-        drafts = told.engine.frames[oldest.frame_id].build_rows()
+        run, token = self.run, self.draw.choice((1, 2))
+        oldest = run.plans.pop(0)
+        drafts = run.engine.frames[oldest.frame_id].build_rows()
         rows = [RowTokens(n, () if d is None else (token,)) for n, d in drafts.items()]
         self.apply(Commit(oldest.frame_id, tuple(rows)))
 
     def fork(self, parent: str, child: str) -> None:
         """No plan may name the parent."""
-        while self.told.plans:
+        while self.run.plans:
             self.commit()
         outputs = self.draw.choice(((), (1,), (2,)))
         self.seen["forked"] += self.apply(Fork(parent, child, outputs)) == Ack()
@@ -449,8 +449,8 @@ class Storm:
 
     def check_requests(self) -> None:
         """The meter knows what each session has become."""
-        table = self.told.engine.requests
-        for name, request in self.told.requests.items():
+        table = self.run.engine.requests
+        for name, request in self.run.requests.items():
             assert request == table.requests[table.slot_of[name]]
 
 
@@ -458,7 +458,7 @@ class Storm:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 12))]
 )
 @pytest.mark.parametrize("world", WORLDS)
-def test_who_is_kept_out_is_not_admitted_and_who_is_next_is(world: str, seed: int) -> None:
+def test_a_waiting_request_is_admitted_exactly_if_it_is_next(world: str, seed: int) -> None:
     """Under both policies, with plans in flight, several groups, sessions and a store."""
     storm = Storm(random.Random(f"{world} {seed}"), world)
     for number in range(200):

@@ -54,7 +54,7 @@ from blockstep.spec.vocabulary import (
 
 FIRST = BlockKey(None, (1, 2), "x", "s", (("cat", -1),))
 SECOND = BlockKey(FIRST, (3, 300), "x")
-TOLD: tuple[KVEvent, ...] = (
+EVENTS: tuple[KVEvent, ...] = (
     BlockStored((FIRST, SECOND), None, (1, 2, 3, 300), 2, "x"),
     BlockStored((SECOND,), FIRST, (3, 300), 2, "x"),
     BlockRemoved((FIRST,)),
@@ -67,18 +67,18 @@ def by_index(key: BlockKey) -> bytes:
     return bytes(24) + bytes([255, 1, 2, 3, 4, 5, 6, key.index])
 
 
-def write_told(*, is_short: bool = True, form: Form = Form.ARRAYS) -> bytes:
+def write_events(*, is_short: bool = True, form: Form = Form.ARRAYS) -> bytes:
     kinds = (KVGroup(GroupKind.FULL, 2),)
     more: dict[str, Any] = {"lora_ids": {"x": 7}, "rank": 3, "form": form, "groups": kinds}
-    return WireWriter(by_index, is_short=is_short, **more).write(TOLD, 1.5)
+    return WireWriter(by_index, is_short=is_short, **more).write(EVENTS, 1.5)
 
 
 def test_bytes_are_those_of_the_release() -> None:
     """Made by `vllm.distributed.kv_events` of 0.19.1 and 0.33.0 from the same fields."""
-    assert write_told().hex() == SHORT
-    assert write_told(is_short=False).hex() == LONG
-    assert write_told(form=Form.MAPS).hex() == SHORT_MAPS
-    assert write_told(is_short=False, form=Form.MAPS).hex() == LONG_MAPS
+    assert write_events().hex() == SHORT
+    assert write_events(is_short=False).hex() == LONG
+    assert write_events(form=Form.MAPS).hex() == SHORT_MAPS
+    assert write_events(is_short=False, form=Form.MAPS).hex() == LONG_MAPS
 
 
 SHORT = (
@@ -154,16 +154,16 @@ def test_the_release_writes_the_same(is_short: bool) -> None:
     ]
     batch = release.KVEventBatch(ts=1.5, events=events, data_parallel_rank=3)
     payload = msgspec.msgpack.Encoder().encode(batch)
-    told = write_told(is_short=is_short, form=form)
-    theirs, ours = msgspec.msgpack.decode(payload), msgspec.msgpack.decode(told)
+    written = write_events(is_short=is_short, form=form)
+    theirs, ours = msgspec.msgpack.decode(payload), msgspec.msgpack.decode(written)
     own = Stored if form is Form.ARRAYS else StoredMap
     is_same_type = release.BlockStored.__struct_fields__ == own.__struct_fields__
     if form is Form.ARRAYS and not is_same_type:  # 0.20 appends the group, which is None here
         theirs[1] = [it[: len(mine)] for it, mine in zip(theirs[1], ours[1], strict=True)]
     assert theirs == ours
     if is_same_type:
-        assert payload == told  # a map of a type with fewer fields has a shorter header
-    read = msgspec.msgpack.decode(told, type=release.KVEventBatch)
+        assert payload == written  # a map of a type with fewer fields has a shorter header
+    read = msgspec.msgpack.decode(written, type=release.KVEventBatch)
     assert read.events[0].token_ids == batch.events[0].token_ids
     assert msgspec.msgpack.Encoder().encode(read) == payload
 
@@ -175,13 +175,13 @@ def get_form(release: Any) -> Form:
 
 
 def test_what_is_written_is_read_back() -> None:
-    batch = read_batch(write_told())
+    batch = read_batch(write_events())
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
     assert [type(event) for event in batch.events] == [Stored, Stored, Removed, Cleared]
-    assert write_batch(batch) == write_told()
-    named = read_batch(write_told(form=Form.MAPS))
+    assert write_batch(batch) == write_events()
+    named = read_batch(write_events(form=Form.MAPS))
     assert [type(event) for event in named.events] == [StoredMap] * 2 + [RemovedMap, ClearedMap]
-    assert write_batch(named) == write_told(form=Form.MAPS)
+    assert write_batch(named) == write_events(form=Form.MAPS)
 
 
 def test_fields_that_an_old_release_lacks_in_an_array_have_defaults() -> None:
@@ -215,16 +215,16 @@ def test_fields_that_a_release_adds_to_an_array_are_passed_over() -> None:
     ],
     ids=lambda given: str(given.kind) if isinstance(given, KVGroup) else None,
 )
-def test_a_map_tells_the_group_of_its_blocks(group: KVGroup, kind: str, window: int | None) -> None:
+def test_a_map_has_the_group_of_its_blocks(group: KVGroup, kind: str, window: int | None) -> None:
     """By number, with its kind in the release's word; nothing of the kind where it is not given."""
     stored = BlockStored((BlockKey(None, (1, 2)).in_group(1),), None, (1, 2), 2)
     removed = BlockRemoved(stored.keys)
-    for groups, told in (((group, group), (kind, window)), ((), (None, None))):
+    for groups, expected in (((group, group), (kind, window)), ((), (None, None))):
         writer = WireWriter(form=Form.MAPS, groups=groups)
         first, last = read_batch(writer.write((stored, removed), 0.0)).events
         assert isinstance(first, StoredMap)
         assert isinstance(last, RemovedMap)
-        assert (first.kv_cache_spec_kind, first.kv_cache_spec_sliding_window) == told
+        assert (first.kv_cache_spec_kind, first.kv_cache_spec_sliding_window) == expected
         assert first.group_idx == last.group_idx == 1
 
 
@@ -236,9 +236,9 @@ def test_the_words_for_kinds_are_those_of_the_release() -> None:
     stored = BlockStored((BlockKey(None, (1, 2)),), None, (1, 2), 2)
     for kind in GroupKind:
         payload = WireWriter(form=Form.MAPS, groups=[KVGroup(kind, 2)]).write((stored,), 0.0)
-        (told,) = read_batch(payload).events
-        assert isinstance(told, StoredMap)
-        assert told.kv_cache_spec_kind in words
+        (event,) = read_batch(payload).events
+        assert isinstance(event, StoredMap)
+        assert event.kv_cache_spec_kind in words
 
 
 def test_extra_keys_are_of_each_block_and_none_where_nothing_is_beside_its_tokens() -> None:
@@ -276,14 +276,14 @@ def run_engine(
         groups=groups,
     )
     engine = HostEngine(replace(config, enable_kv_cache_events=True))
-    told: list[tuple[bytes, dict[BlockHash, int]]] = []
+    batches: list[tuple[bytes, dict[BlockHash, int]]] = []
 
     def apply(event: Event) -> object:
         answer = engine.apply(event)
         if isinstance(answer, Outputs | ResetDone) and answer.kv_events:
             shown = engine.snapshot().cached
             findable = {writer.name(key): len(blocks) for key, blocks in shown.items()}
-            told.append((writer.write(answer.kv_events, float(len(told))), findable))
+            batches.append((writer.write(answer.kv_events, float(len(batches))), findable))
         return answer
 
     for _ in range(num_steps):
@@ -302,14 +302,14 @@ def run_engine(
                 for name, drafts in samples.items()
             ]
             apply(Commit(plan.frame_id, tuple(rows)))
-    return told
+    return batches
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_mirror_knows_what_is_findable_behind_each_batch(seed: int) -> None:
-    mirror, told = Mirror(), run_engine(seed, form=[Form.ARRAYS, Form.MAPS][seed % 2])
-    assert any(max(findable.values(), default=0) > 1 for _, findable in told) or seed
-    for seq, (payload, findable) in enumerate(told):
+    mirror, batches = Mirror(), run_engine(seed, form=[Form.ARRAYS, Form.MAPS][seed % 2])
+    assert any(max(findable.values(), default=0) > 1 for _, findable in batches) or seed
+    for seq, (payload, findable) in enumerate(batches):
         assert mirror.take(seq, payload)
         assert mirror.list_findable() == findable
 
@@ -320,10 +320,10 @@ def test_a_consumer_of_the_release_knows_what_is_findable(num_groups: int) -> No
     release = pytest.importorskip("vllm.distributed.kv_events")
     groups = (KVGroup(GroupKind.FULL, 2), KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=4))
     found, decoder = Counter[Any](), msgspec.msgpack.Decoder(type=release.KVEventBatch)
-    told = run_engine(num_groups, 400, get_form(release), groups if num_groups == 2 else ())
-    assert len(told) > 100
+    batches = run_engine(num_groups, 400, get_form(release), groups if num_groups == 2 else ())
+    assert len(batches) > 100
     seen = Counter[str]()
-    for payload, findable in told:
+    for payload, findable in batches:
         for event in decoder.decode(payload).events:
             seen[type(event).__name__] += 1
             if isinstance(event, release.BlockStored):
@@ -340,7 +340,7 @@ def test_a_consumer_of_the_release_knows_what_is_findable(num_groups: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_who_lost_batches_holds_nothing_until_it_has_them(seed: int) -> None:
+def test_a_mirror_that_lost_batches_holds_nothing_until_it_has_them(seed: int) -> None:
     """Batches are dropped at random; each loss is healed from what is kept, or by a snapshot."""
     draw = random.Random(seed)
     journal, mirror, healed = Journal(num_kept=4), Mirror(), Counter[str]()
@@ -365,28 +365,28 @@ def test_who_lost_batches_holds_nothing_until_it_has_them(seed: int) -> None:
 
 
 def test_what_came_in_while_it_was_healed_is_passed_over() -> None:
-    told = [payload for payload, _ in run_engine(1)]
+    batches = [payload for payload, _ in run_engine(1)]
     journal, mirror = Journal(), Mirror()
-    for payload in told[:6]:
+    for payload in batches[:6]:
         journal.append(payload)
-    assert mirror.take(0, told[0])
-    assert not mirror.take(2, told[2])
+    assert mirror.take(0, batches[0])
+    assert not mirror.take(2, batches[2])
     assert mirror.heal(journal.list_since(mirror.next_seq))
     before = mirror.list_findable()
-    assert mirror.take(3, told[3])
+    assert mirror.take(3, batches[3])
     assert mirror.list_findable() == before
     assert mirror.next_seq == 6
 
 
 def test_numbers_that_fall_are_of_an_engine_that_began_anew() -> None:
-    told = run_engine(2)
+    batches = run_engine(2)
     mirror = Mirror()
-    for seq, (payload, _) in enumerate(told[:5]):
+    for seq, (payload, _) in enumerate(batches[:5]):
         mirror.take(seq, payload)
-    assert mirror.take(0, told[0][0])
-    assert mirror.list_findable() == told[0][1]
-    assert not mirror.take(4, told[4][0])
-    assert not mirror.take(2, told[2][0])
+    assert mirror.take(0, batches[0][0])
+    assert mirror.list_findable() == batches[0][1]
+    assert not mirror.take(4, batches[4][0])
+    assert not mirror.take(2, batches[2][0])
     assert mirror.list_findable() == {}
 
 
@@ -411,7 +411,7 @@ def test_blocks_of_another_medium_are_not_those_that_a_hit_finds() -> None:
     assert mirror.count_prefix([3, 1]) == 0
 
 
-def test_who_follows_one_group_holds_its_blocks_alone() -> None:
+def test_a_mirror_of_one_group_holds_its_blocks_alone() -> None:
     """As is needed where a block has the same hash in each group, as in the release."""
     first = StoredMap([1, 2], None, [1, 2], 1, None, "GPU", None, group_idx=0)
     both: list[WireEvent] = [
@@ -433,7 +433,7 @@ def test_who_follows_one_group_holds_its_blocks_alone() -> None:
     assert [type(event) for event in read_batch(snapshot).events] == [ClearedMap] + [StoredMap] * 3
 
 
-def test_a_snapshot_tells_each_block_with_what_is_its_own() -> None:
+def test_a_snapshot_has_each_block_with_what_is_its_own() -> None:
     extra: list[ExtraKeys] = [("x",), None]
     more: dict[str, Any] = {"extra_keys": extra, "lookahead_token_ids": [[3], [5]], "group_idx": 1}
     journal = Journal(form=Form.MAPS)
@@ -452,7 +452,7 @@ def replace_medium(stored: Stored) -> Stored:
 
 def test_a_batch_that_is_none_is_refused_and_nothing_is_held() -> None:
     mirror = Mirror()
-    mirror.take(0, write_told())
+    mirror.take(0, write_events())
     with pytest.raises(msgspec.MsgspecError):
         mirror.take(1, b"\xc1")
     assert not mirror.is_whole

@@ -123,8 +123,8 @@ def test_both_directions_are_counted() -> None:
 def test_the_choice_may_flip_more_than_once_below_the_break_even() -> None:
     # Four tokens a block, half a second to move one, a fifth for a token.
     one = Costs(KVShape(1, 1, 1, 4, 1), None, Link(16), Prefill(5))
-    told = "".join(way[0] for way in list_choices(one)[:12])
-    assert told == "rrssrsssssss"
+    letters = "".join(way[0] for way in list_choices(one)[:12])
+    assert letters == "rrssrsssssss"
     assert one.get_break_even() == 6
 
 

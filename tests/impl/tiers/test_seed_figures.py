@@ -46,9 +46,9 @@ ONE_WAY = Costs(LLAMA_70B, None, PCIE_5, PREFILL)
 BOTH_WAYS = Costs(LLAMA_70B, PCIE_5, PCIE_5, PREFILL)
 
 
-def say(number: Number, told: str) -> str:
+def format_like(number: Number, stated: str) -> str:
     """A number with as many decimals as the figure that was told."""
-    decimals = len(told.partition(".")[2])
+    decimals = len(stated.partition(".")[2])
     return f"{Decimal(round(Fraction(number) * 10**decimals)).scaleb(-decimals):,f}"
 
 
@@ -127,8 +127,8 @@ RIGHT: Final[dict[str, tuple[Number, str]]] = {
 
 @pytest.mark.parametrize("what", RIGHT)
 def test_a_figure_of_seed_002_is_right(what: str) -> None:
-    exact, told = RIGHT[what]
-    assert say(exact, told) == told
+    exact, stated = RIGHT[what]
+    assert format_like(exact, stated) == stated
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_a_figure_of_seed_002_is_right(what: str) -> None:
         ("Llama 405B (GQA)", "65,536", "8.26"),
     ],
 )
-def test_a_block_takes_what_the_table_of_seed_002_says(
+def test_a_block_takes_what_is_in_the_table_of_seed_002(
     model: str, bytes_per_layer: str, megabytes: str
 ) -> None:
     shape = MODELS[model]
-    assert say(shape.block_bytes_per_layer, bytes_per_layer) == bytes_per_layer
-    assert say(Fraction(shape.block_bytes, MB), megabytes) == megabytes
+    assert format_like(shape.block_bytes_per_layer, bytes_per_layer) == bytes_per_layer
+    assert format_like(Fraction(shape.block_bytes, MB), megabytes) == megabytes
 
 
 def test_one_step_in_sixteen_takes_a_block() -> None:
@@ -172,7 +172,7 @@ def test_swapping_wins_at_every_length_of_its_table() -> None:
 class Wrong:
     """A figure that is not what it is said to be."""
 
-    told: str
+    stated: str
     exact: Number
     right: str
 
@@ -249,9 +249,9 @@ WRONG: Final[dict[str, Wrong]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_figure_of_seed_002_is_wrong_and_the_right_one_is_on_the_page(what: str) -> None:
     one = WRONG[what]
-    assert say(one.exact, one.right) == one.right
-    assert one.told != one.right
-    assert list_rows().get(what) == (one.told, one.right)
+    assert format_like(one.exact, one.right) == one.right
+    assert one.stated != one.right
+    assert list_rows().get(what) == (one.stated, one.right)
 
 
 def list_rows() -> dict[str, tuple[str, str]]:
@@ -259,7 +259,7 @@ def list_rows() -> dict[str, tuple[str, str]]:
     page = PAGE.read_text()
     section = page.partition("\n## Figures of the block manager\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|", section, re.MULTILINE)
-    return {what: (told, right) for what, told, right in rows if what != "figure"}
+    return {what: (stated, right) for what, stated, right in rows if what != "figure"}
 
 
 def test_the_page_has_no_other_figures() -> None:
@@ -267,8 +267,8 @@ def test_the_page_has_no_other_figures() -> None:
 
 
 def test_the_percentages_that_it_calls_the_worst_are_means() -> None:
-    for block_size, told in ((8, "43.75"), (16, "46.88"), (32, "48.44"), (64, "49.22")):
-        assert say(get_mean(list_waste(block_size)), told) == told
+    for block_size, stated in ((8, "43.75"), (16, "46.88"), (32, "48.44"), (64, "49.22")):
+        assert format_like(get_mean(list_waste(block_size)), stated) == stated
 
 
 def test_more_blocks_than_fit_were_counted() -> None:

@@ -83,7 +83,7 @@ SPOIL: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL)
-def test_what_cannot_be_read_is_lost_and_nobody_gets_what_is_behind_it(
+def test_what_cannot_be_read_is_lost_and_what_is_behind_it_is_not_found(
     store: TieredStore, tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
     save(store, 1, 2)

@@ -15,7 +15,7 @@ import sys
 from blockstep.impl.engine import LLM, RemoteStore, SamplingParams
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -29,12 +29,12 @@ def main(folder: str, path: str) -> None:
     )  # fmt: skip
     prompts, params = json.loads(sys.stdin.readline()), SamplingParams(max_tokens=1)
     left = [llm.add_request(prompt, params) for prompt in prompts]
-    tell("announced")
-    for count, told in ((len(prompts) // 2, "half"), (0, "all")):
+    print_line("announced")
+    for count, announcement in ((len(prompts) // 2, "half"), (0, "all")):
         while len(left) > count:
             llm.step()
             left = [name for name in left if llm.is_live(name) or llm._is_saving(name)]
-        tell(told)
+        print_line(announcement)
         sys.stdin.readline()
     store.close()
 

@@ -50,7 +50,7 @@ class GpuTensor(torch.Tensor):  # type: ignore[misc]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """What the mode `GPU` does not see: calls of other threads, for modes are of a thread."""
-        GPU.now.hear_of_another_thread()
+        GPU.now.note_call_of_another_thread()
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -195,7 +195,7 @@ class GPU(TorchFunctionMode):  # type: ignore[misc]
             event.synchronize()
         return to
 
-    def hear_of_another_thread(self) -> None:
+    def note_call_of_another_thread(self) -> None:
         """Another thread uses the device: during a capture in the mode "global" both fail."""
         is_another = threading.get_ident() != self.thread
         if is_another and self.capturing is not None and self.capture_error_mode == "global":

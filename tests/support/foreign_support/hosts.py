@@ -72,13 +72,13 @@ class DropsInFlight(ChangedSpec):
     change: Change = staticmethod(drop_in_flight)
 
 
-class DropsAndDoesNotSaySo(DropsInFlight):
+class DropsAndDoesNotDeclare(DropsInFlight):
     """It keeps the tokens of no preempted request, and its traits do not say so."""
 
     traits = EngineTraits(equivalence=Safety())
 
 
-class SaysSoAndDoesNotDrop(HostEngine):
+class DeclaresAndDoesNotDrop(HostEngine):
     """It delivers the tokens of preempted requests, and its traits say that it drops them."""
 
     traits = DropsInFlight.traits

@@ -18,18 +18,18 @@ FIRST_FIELDS = {"SamplingParams": ("max_tokens",)}
 """Of records that are handed on as they are, by type: the fields that stand for all."""
 
 
-def change_each(told: Any, path: str = "") -> Iterator[Change]:
+def change_each(record: Any, path: str = "") -> Iterator[Change]:
     """Copies of a record of the release, each with one of its values changed by one.
 
     A record inside of a record is changed likewise, and of records in a list the first one. A value
     that says nothing (None, or empty) is left alone: there is nothing in it to change.
     """
-    path = path or type(told).__name__
-    for name in _list_fields(told):
-        value = getattr(told, name)
+    path = path or type(record).__name__
+    for name in _list_fields(record):
+        value = getattr(record, name)
         for inner, other in _change_field(value, f"{path}.{name}"):
-            changed = copy.copy(told)
-            if isinstance(told, msgspec.Struct):
+            changed = copy.copy(record)
+            if isinstance(record, msgspec.Struct):
                 setattr(changed, name, other)
             else:
                 object.__setattr__(changed, name, other)  # it may be frozen

@@ -86,8 +86,11 @@ class PlainToy:
             case v.Schedule():
                 return self.plan()
             case v.Commit(sampled=sampled):
-                self.is_in_flight, said = False, {row.request_id: row.token_ids for row in sampled}
-                rows = [self.take(life, said[life.request.request_id]) for life in self.last]
+                self.is_in_flight, answers = (
+                    False,
+                    {row.request_id: row.token_ids for row in sampled},
+                )
+                rows = [self.take(life, answers[life.request.request_id]) for life in self.last]
                 return v.Outputs(tuple(row for row in rows if row is not None))
         raise EngineFault(f"not for this toy: {event!r}")
 
@@ -193,7 +196,7 @@ class UnannouncedToy(AbortingToy):
         return frozenset({Capability.ABORT})
 
 
-class TellsTwice(AbortingToy):
+class AnswersTwice(AbortingToy):
     """Answers somebody who was aborted in flight once more, and says so."""
 
     traits = EngineTraits(

@@ -34,8 +34,8 @@ class _Repaired(transformers_cb.Synchronous):
         scheduler.clear_cancelled_requests = clear_cancelled_requests
         return processor
 
-    def _deliver(self, told: Any) -> v.OutputRow:
-        row = super()._deliver(told)
+    def _deliver(self, state: Any) -> v.OutputRow:
+        row = super()._deliver(state)
         if row.finish_reason is not None and row.request_id in self.ending:
             self.ending.remove(row.request_id)
         return row

@@ -151,11 +151,11 @@ def read_resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run(
+        output = subprocess.run(
             [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert found, said
+    found = re.search(r"REG:(\d+) STACK:(\d+)", output)
+    assert found, output
     return int(found[1]), int(found[2])
 
 
@@ -481,5 +481,5 @@ def compile_all(which: str, *, every: bool = False) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     of = sys.argv[1]
-    said = count_variants() if of == "variants" else compile_all(of, every="--every" in sys.argv)
-    sys.stdout.write(json.dumps(said) + "\n")
+    result = count_variants() if of == "variants" else compile_all(of, every="--every" in sys.argv)
+    sys.stdout.write(json.dumps(result) + "\n")

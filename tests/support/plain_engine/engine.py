@@ -188,7 +188,7 @@ class PlainEngine:
             return problem
         self.frame = None
         failed = self._fail_loads(event.transfers, frame)
-        told = []
+        rows = []
         for row in frame.rows:
             text = row.text
             if text in failed or self.texts.get(text.name) is not text:
@@ -196,8 +196,8 @@ class PlainEngine:
             if row.load is not None and row.load is text.load:
                 self._settle(text)
             if answers[text.name]:
-                told.append(self._deliver(text, *answers[text.name]))
-        return v.Outputs((*told, *self._take_transfers(event.transfers, failed)))
+                rows.append(self._deliver(text, *answers[text.name]))
+        return v.Outputs((*rows, *self._take_transfers(event.transfers, failed)))
 
     def _take_transfersreported(self, event: v.TransfersReported) -> v.Observation:
         failed = self._fail_loads(event.transfers, None)
@@ -242,15 +242,15 @@ class PlainEngine:
     def _take_transfers(self, report: v.KVTransfers, failed: list[Text]) -> tuple[v.OutputRow, ...]:
         """End transfers, after the rows of a commit; return the rows of requests that fail by
         them."""
-        told = []
+        rows = []
         if self.config.kv_load_failure_policy is v.KVLoadFailurePolicy.FAIL:
             for text in failed:
                 self._end(text)
                 cached = max(text.num_cached_tokens, 0)
-                told.append(v.OutputRow(text.name, (), v.FinishReason.ERROR, None, cached))
+                rows.append(v.OutputRow(text.name, (), v.FinishReason.ERROR, None, cached))
         scheduler = self.scheduler
         scheduler.store.finish(report, list(filter(scheduler.store.is_loading, scheduler.skipped)))
-        return tuple(told)
+        return tuple(rows)
 
     def _deliver(self, text: Text, token: v.TokenId) -> v.OutputRow:
         reason = text.append(token, self.config.max_model_len)

@@ -15,7 +15,7 @@ class Planted:
     name: str
     plant: Callable[..., Any]
     """Plants it."""
-    says: str
+    pattern: str
     """A pattern that a headline matches which names the cause: written from the wrong decision, not
     from what is printed."""
     features: tuple[str, ...] = ()
@@ -23,18 +23,20 @@ class Planted:
     unseen: str = ""
     """Why no check of the release can meet it, so that no headline is measured; "" if one can."""
 
-    def is_named_by(self, told: str) -> bool:
+    def is_named_by(self, headline: str) -> bool:
         """Whether a headline names the cause."""
-        return re.search(self.says, told) is not None
+        return re.search(self.pattern, headline) is not None
 
 
 def make_list() -> tuple[list[Planted], Callable[..., Callable[[Callable[..., Any]], Any]]]:
     """An empty list, and a decorator that adds a function to it."""
     entries: list[Planted] = []
 
-    def planted(says: str, *features: str, unseen: str = "") -> Callable[[Callable[..., Any]], Any]:
+    def planted(
+        pattern: str, *features: str, unseen: str = ""
+    ) -> Callable[[Callable[..., Any]], Any]:
         def keep(plant: Callable[..., Any]) -> Callable[..., Any]:
-            entries.append(Planted(plant.__name__, plant, says, features, unseen))
+            entries.append(Planted(plant.__name__, plant, pattern, features, unseen))
             return plant
 
         return keep

@@ -143,11 +143,11 @@ def drafts_are_not_held_to_the_grammar(scheduler: Any) -> None:
 
 @planted("P22 |free_encoder_mm_hashes", "encoder")
 def evicted_items_are_not_told(scheduler: Any) -> None:
-    def tell_none(right: Any, _self: Any) -> list[str]:
+    def forget(right: Any, _self: Any) -> list[str]:
         right()
         return []
 
-    subclass(scheduler.encoder_cache_manager, get_freed_mm_hashes=tell_none)
+    subclass(scheduler.encoder_cache_manager, get_freed_mm_hashes=forget)
 
 
 @planted("P22 |P16 |free_encoder_mm_hashes|encoder .*free", "encoder")

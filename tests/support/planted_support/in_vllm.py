@@ -57,7 +57,7 @@ def run_check(entry: Planted) -> CheckResult:
     return check(options, place=InProcess(load=lambda _options: build_factory(entry)))
 
 
-def tell_first_line(entry: Planted) -> str:
+def make_first_line(entry: Planted) -> str:
     """Return the first line of the report of a check that meets the wrong decision."""
     result = run_check(entry)
     return (
@@ -227,9 +227,9 @@ def resumed_are_told_without_their_outputs(scheduler: Any) -> None:
     def make(right: Any, self: Any, running: Any, resumed: Any, *rest: Any) -> Any:
         data = right(running, resumed, *rest)
         for request in resumed:
-            told = data.all_token_ids.get(request.request_id)
-            if told is not None:
-                data.all_token_ids[request.request_id] = told[: request.num_prompt_tokens]
+            tokens = data.all_token_ids.get(request.request_id)
+            if tokens is not None:
+                data.all_token_ids[request.request_id] = tokens[: request.num_prompt_tokens]
         return data
 
     subclass(scheduler, _make_cached_request_data=make)
@@ -332,10 +332,10 @@ def items_are_never_let_go(scheduler: Any) -> None:
 @planted("P23 |bitmask", "grammar")
 def mask_lacks_its_last_row(scheduler: Any) -> None:
     def ask(right: Any, self: Any, output: Any) -> Any:
-        told = right(output)
-        if told is not None:
-            told.structured_output_request_ids = told.structured_output_request_ids[:-1]
-        return told
+        answer = right(output)
+        if answer is not None:
+            answer.structured_output_request_ids = answer.structured_output_request_ids[:-1]
+        return answer
 
     subclass(scheduler, get_grammar_bitmask=ask)
 

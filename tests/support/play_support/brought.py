@@ -375,7 +375,7 @@ def counted_wrong(step: Step) -> Step:
     return with_encoder(step, num_free=9)
 
 
-def held_by_nobody(step: Step) -> Step:
+def held_by_no_request(step: Step) -> Step:
     return with_entry(step, holders=("nobody",))
 
 
@@ -389,10 +389,10 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("encoder_cache_adds_up", encoding_and_answered, counted_wrong),
     ("encoder_cache_adds_up", ENCODER_RESET, counted_wrong),
     *[
-        ("only_running_requests_hold_items", play, held_by_nobody)
+        ("only_running_requests_hold_items", play, held_by_no_request)
         for play in (GIVEN_UP, EMPTIED, REPORTED)
     ],
-    ("only_running_requests_hold_items", encoding_and_answered, held_by_nobody),
+    ("only_running_requests_hold_items", encoding_and_answered, held_by_no_request),
     ("counters_grow_by_what_happened", OFFERED, counted),
     ("counters_grow_by_what_happened", ENCODER_RESET, counted),
     (

@@ -111,19 +111,19 @@ def changing(changes: Changes) -> Iterator[None]:
     compare = LockStep._compare
 
     def compare_all(
-        self: LockStep, event: Any, told: Any, expected: Any, seen: Any, after: Any
+        self: LockStep, event: Any, given: Any, expected: Any, seen: Any, after: Any
     ) -> Any:
         for field, other in change_each(seen):
             if changes.feature not in changes.features[field] and other != seen:
-                found = [*self._diverge(told, expected, other, self._comparable(after))]
+                found = [*self._diverge(given, expected, other, self._comparable(after))]
                 changes.note(field, bool(found))
                 if only_plan(other) == only_plan(expected):
                     changes.not_in_a_plan.add(field)
         for field, other in change_each(after):
             if changes.feature not in changes.features[field] and other != after:
-                found = [*self._diverge(told, expected, seen, self._comparable(other))]
+                found = [*self._diverge(given, expected, seen, self._comparable(other))]
                 changes.note(field, bool(found))
-        return compare(self, event, told, expected, seen, after)
+        return compare(self, event, given, expected, seen, after)
 
     with patch.object(LockStep, "_compare", compare_all):
         yield
@@ -203,7 +203,7 @@ def make_page(changes: Changes) -> str:
         lines.append("```")
     lines += ["", "## Not compared", "", "| field | where | why |", "| --- | --- | --- |"]
     lines += [
-        f"| `{owner}.{name}` | plan | {tell_why(name)} |"
+        f"| `{owner}.{name}` | plan | {explain_field(name)} |"
         for owner, name in sorted(changes.not_in_a_plan)
     ]
     lines.append("| all of a state | plan | an engine held to its plans need not show one |")
@@ -225,6 +225,6 @@ def is_in_a_plan(changes: Changes, field: Field) -> bool:
     return field not in changes.not_in_a_plan
 
 
-def tell_why(name: str) -> str:
+def explain_field(name: str) -> str:
     """Why a field is not compared where plans alone are."""
     return WHY_NOT.get(name, "which blocks they are is left free")

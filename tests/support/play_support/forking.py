@@ -50,7 +50,7 @@ def copied() -> Play:
     return forked().do(Schedule())
 
 
-def copied_beside_one_who_waits() -> Play:
+def copied_beside_a_waiting_one() -> Play:
     """There is one seat, and nothing is found again."""
     config = replace(FORKING, max_num_seqs=1, enable_prefix_caching=False)
     return Play(config).do(Submit(P), Schedule()).commit().do(Q, Schedule())
@@ -114,7 +114,7 @@ ALONE: list[Case] = [
     ),
     (
         "shared_block_is_not_written",
-        copied_beside_one_who_waits,
+        copied_beside_a_waiting_one,
         nothing,
         shared_and_written,
     ),

@@ -22,7 +22,7 @@ def going_on(config: Config = GROUPED) -> Play:
     return play
 
 
-def told_of_its_token(config: Config = GROUPED) -> Play:
+def with_its_token(config: Config = GROUPED) -> Play:
     """The token that A sampled at position 5 is committed."""
     return going_on(config).commit()
 

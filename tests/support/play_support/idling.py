@@ -9,7 +9,7 @@ from play_support.scenes import submitted
 __all__ = ["ALONE", "NAMES"]
 
 
-def planned_for_nobody() -> Play:
+def planned_for_no_request() -> Play:
     """Nothing was ever submitted, and nothing is left to do."""
     return Play().do(Schedule())
 
@@ -23,7 +23,7 @@ ALONE: list[Case] = [
     ),
     (
         "loop_sleeps_without_work",
-        planned_for_nobody,
+        planned_for_no_request,
         nothing,
         lambda s: after(s, has_work=True),
     ),

@@ -18,7 +18,7 @@ from blockstep.spec.vocabulary import (
 from play_support import forking, pinning
 from play_support.play import Bend, C, Case, Play, after, nothing, observed
 from play_support.tiering import closed
-from play_support.transferring import loading_for_nobody
+from play_support.transferring import loading_for_no_request
 
 LACKED = "disabled_features_leave_no_state"
 
@@ -36,12 +36,12 @@ def reset() -> Play:
     return Play().do(Reset())
 
 
-def telling(step: Step) -> Step:
+def with_an_event(step: Step) -> Step:
     """The log tells of a block, and nobody asked for one."""
     return observed(step, kv_events=(BlockStored((BlockKey(None, (8, 8)),), None, (8, 8), 2),))
 
 
-ALONE: list[Case] = [(LACKED, planned, nothing, loading_for_nobody)]
+ALONE: list[Case] = [(LACKED, planned, nothing, loading_for_no_request)]
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     *[(LACKED, play, closed) for play in (*pinning.OF_EACH, forking.forked)],
     *[
@@ -50,9 +50,9 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
             lambda s: after(s, encoder=EncoderSnapshot()),
             lambda s: after(s, transfers=TransfersSnapshot()),
             lambda s: after(s, pins=PinsSnapshot()),
-            telling,
+            with_an_event,
         )
     ],
-    (LACKED, reset, telling),
+    (LACKED, reset, with_an_event),
 ]
 """More that is wrong, of each kind of event and of each thing that may be lacking."""

@@ -27,27 +27,27 @@ LAST = request("D", *[6] * 14)
 """Of seven blocks, so that only one of another request is left."""
 
 
-def telling() -> Play:
+def storing() -> Play:
     """Two blocks of A are told."""
     return Play(replace(CONFIG, enable_kv_cache_events=True)).do(Submit(A), Schedule()).commit()
 
 
-def telling_more() -> Play:
+def storing_more() -> Play:
     """One block is told behind them."""
-    return telling().do(Schedule()).commit()
+    return storing().do(Schedule()).commit()
 
 
 def evicting() -> Play:
     """Blocks of A are needed for D, and told to be gone."""
-    return telling_more().run(1).do(Submit(LAST)).run(1).do(Schedule()).commit()
+    return storing_more().run(1).do(Submit(LAST)).run(1).do(Schedule()).commit()
 
 
-def telling_a_reset() -> Play:
+def resetting() -> Play:
     """A reset amid a plan in flight: what that stored is told, and that all is cleared."""
-    return telling().do(Submit(B), Schedule(), Reset(reset_running_requests=True))
+    return storing().do(Submit(B), Schedule(), Reset(reset_running_requests=True))
 
 
-def told(step: Step) -> tuple[KVEvent, ...]:
+def list_events(step: Step) -> tuple[KVEvent, ...]:
     assert isinstance(step.observation, Outputs | ResetDone)
     return step.observation.kv_events
 
@@ -59,7 +59,7 @@ def silent(step: Step) -> Step:
 
 def removing_another(step: Step) -> Step:
     """A block is told to be gone that was never there."""
-    return observed(step, kv_events=(BlockRemoved((NEVER,)), *told(step)))
+    return observed(step, kv_events=(BlockRemoved((NEVER,)), *list_events(step)))
 
 
 def stored_as(**fields: Any) -> Bend:
@@ -68,18 +68,18 @@ def stored_as(**fields: Any) -> Bend:
     def bend(step: Step) -> Step:
         events = [
             replace(event, **fields) if isinstance(event, BlockStored) else event
-            for event in told(step)
+            for event in list_events(step)
         ]
-        assert tuple(events) != told(step)
+        assert tuple(events) != list_events(step)
         return observed(step, kv_events=tuple(events))
 
     return bend
 
 
 ALONE: list[Case] = [
-    ("kv_events_rebuild_the_cache", telling, nothing, silent),
-    ("kv_events_remove_only_stored_blocks", telling, nothing, removing_another),
-    ("stored_events_match_their_blocks", telling, nothing, stored_as(token_ids=(1, 2, 3))),
+    ("kv_events_rebuild_the_cache", storing, nothing, silent),
+    ("kv_events_remove_only_stored_blocks", storing, nothing, removing_another),
+    ("stored_events_match_their_blocks", storing, nothing, stored_as(token_ids=(1, 2, 3))),
 ]
 
 
@@ -87,17 +87,17 @@ def out_of_order(step: Step) -> Step:
     """Blocks that are told together stand the wrong way round."""
     events = [
         replace(event, keys=event.keys[::-1]) if isinstance(event, BlockStored) else event
-        for event in told(step)
+        for event in list_events(step)
     ]
     return observed(step, kv_events=tuple(events))
 
 
 def together_with_nothing(step: Step) -> Step:
-    return observed(step, kv_events=(*told(step), BlockStored((), None, (), 2)))
+    return observed(step, kv_events=(*list_events(step), BlockStored((), None, (), 2)))
 
 
 def of_no_group(step: Step) -> Step:
-    (event,) = told(step)
+    (event,) = list_events(step)
     assert isinstance(event, BlockStored)
     first, *others = event.keys
     return observed(step, kv_events=(replace(event, keys=(first.in_group(3), *others)),))
@@ -105,18 +105,18 @@ def of_no_group(step: Step) -> Step:
 
 def stored_once_more(step: Step) -> Step:
     """A block that is told is told again, as if there were another copy."""
-    return observed(step, kv_events=(*told(step), *told(step)))
+    return observed(step, kv_events=(*list_events(step), *list_events(step)))
 
 
 def evicted_in_silence(step: Step) -> Step:
-    kept = [event for event in told(step) if not isinstance(event, BlockRemoved)]
-    assert len(kept) < len(told(step))
+    kept = [event for event in list_events(step) if not isinstance(event, BlockRemoved)]
+    assert len(kept) < len(list_events(step))
     return observed(step, kv_events=tuple(kept))
 
 
 def not_cleared(step: Step) -> Step:
-    kept = [event for event in told(step) if not isinstance(event, AllBlocksCleared)]
-    assert len(kept) < len(told(step))
+    kept = [event for event in list_events(step) if not isinstance(event, AllBlocksCleared)]
+    assert len(kept) < len(list_events(step))
     return observed(step, kv_events=tuple(kept))
 
 
@@ -126,21 +126,21 @@ def refused(step: Step) -> Step:
 
 
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
-    ("kv_events_rebuild_the_cache", telling, stored_once_more),
-    ("kv_events_rebuild_the_cache", telling_more, silent),
+    ("kv_events_rebuild_the_cache", storing, stored_once_more),
+    ("kv_events_rebuild_the_cache", storing_more, silent),
     ("kv_events_rebuild_the_cache", evicting, evicted_in_silence),
-    ("kv_events_rebuild_the_cache", telling_a_reset, silent),
-    ("kv_events_rebuild_the_cache", telling_a_reset, not_cleared),
-    ("kv_events_rebuild_the_cache", telling_a_reset, refused),
-    ("kv_events_remove_only_stored_blocks", telling_more, removing_another),
-    ("kv_events_remove_only_stored_blocks", telling_a_reset, removing_another),
-    ("stored_events_match_their_blocks", telling_more, stored_as(parent=None)),
-    ("stored_events_match_their_blocks", telling_more, stored_as(parent=NEVER)),
-    ("stored_events_match_their_blocks", telling, stored_as(block_size=4)),
-    ("stored_events_match_their_blocks", telling, stored_as(adapter="x")),
-    ("stored_events_match_their_blocks", telling, out_of_order),
-    ("stored_events_match_their_blocks", telling, together_with_nothing),
-    ("stored_events_match_their_blocks", telling, of_no_group),
-    ("stored_events_match_their_blocks", telling_a_reset, stored_as(token_ids=())),
+    ("kv_events_rebuild_the_cache", resetting, silent),
+    ("kv_events_rebuild_the_cache", resetting, not_cleared),
+    ("kv_events_rebuild_the_cache", resetting, refused),
+    ("kv_events_remove_only_stored_blocks", storing_more, removing_another),
+    ("kv_events_remove_only_stored_blocks", resetting, removing_another),
+    ("stored_events_match_their_blocks", storing_more, stored_as(parent=None)),
+    ("stored_events_match_their_blocks", storing_more, stored_as(parent=NEVER)),
+    ("stored_events_match_their_blocks", storing, stored_as(block_size=4)),
+    ("stored_events_match_their_blocks", storing, stored_as(adapter="x")),
+    ("stored_events_match_their_blocks", storing, out_of_order),
+    ("stored_events_match_their_blocks", storing, together_with_nothing),
+    ("stored_events_match_their_blocks", storing, of_no_group),
+    ("stored_events_match_their_blocks", resetting, stored_as(token_ids=())),
 ]
 """More that is wrong, of each kind of event and of each field."""

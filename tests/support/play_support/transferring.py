@@ -95,8 +95,8 @@ def settled() -> Play:
 def without_block(play: Play, index: int) -> Play:
     """The plan in flight is answered, and a block of A could not be loaded."""
     plan = play.plans[0]
-    told = KVTransfers(invalid_block_ids=(plan.kv_loads[0].block_ids[0][index],))
-    return play.do(Commit(plan.frame_id, play.worker.answer(plan.frame_id), told))
+    transfers = KVTransfers(invalid_block_ids=(plan.kv_loads[0].block_ids[0][index],))
+    return play.do(Commit(plan.frame_id, play.worker.answer(plan.frame_id), transfers))
 
 
 def void() -> Play:
@@ -238,7 +238,7 @@ def with_store(step: Step, **fields: Any) -> Step:
     return after(step, transfers=replace(step.after.transfers, **fields))
 
 
-def loading_for_nobody(step: Step) -> Step:
+def loading_for_no_request(step: Step) -> Step:
     return observed(step, kv_loads=(KVLoad("C", ((1,),), 0, 2),))
 
 

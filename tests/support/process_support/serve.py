@@ -25,7 +25,7 @@ from blockstep.spec import vocabulary as v
 EVENTS = {cls.__name__: cls for cls in v.EVENT_TYPES}
 
 
-def say(text: str) -> None:
+def write(text: str) -> None:
     """Write text to standard output at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -34,7 +34,7 @@ def say(text: str) -> None:
 def flood(_answer: str) -> None:
     """Write without an end and without a line feed."""
     while True:
-        say("x" * 65536)
+        write("x" * 65536)
 
 
 def close(_answer: str) -> None:
@@ -45,37 +45,40 @@ def close(_answer: str) -> None:
 
 def stop_within(answer: str) -> None:
     """End in the middle of a line."""
-    say(answer[:20])
+    write(answer[:20])
     os._exit(0)
 
 
 WRONGS: dict[str, tuple[str, Callable[[str], None]]] = {
-    "no-json": ("Schedule", lambda _: say('{"type":\n')),
-    "no-object": ("Schedule", lambda _: say("[1]\n")),
-    "unknown-type": ("Schedule", lambda _: say('{"type":"Step"}\n')),
-    "unknown-field": ("Schedule", lambda text: say(text[:-1] + ',"num_steps":1}\n')),
-    "wrong-type": ("Schedule", lambda text: say(text.replace('_id":0,', '_id":"f",') + "\n")),
-    "fault": ("Commit", lambda _: say('{"type":"Fault","detail":"lost a block"}\n')),
+    "no-json": ("Schedule", lambda _: write('{"type":\n')),
+    "no-object": ("Schedule", lambda _: write("[1]\n")),
+    "unknown-type": ("Schedule", lambda _: write('{"type":"Step"}\n')),
+    "unknown-field": ("Schedule", lambda text: write(text[:-1] + ',"num_steps":1}\n')),
+    "wrong-type": ("Schedule", lambda text: write(text.replace('_id":0,', '_id":"f",') + "\n")),
+    "fault": ("Commit", lambda _: write('{"type":"Fault","detail":"lost a block"}\n')),
     "silence": ("Schedule", lambda _: time.sleep(600)),
     "exit": ("Commit", lambda _: os._exit(3)),
     "signal": ("Commit", lambda _: os.kill(os.getpid(), signal.SIGSEGV)),
     "flood": ("Schedule", flood),
     "closed": ("Schedule", close),
-    "twice": ("Schedule", lambda text: say(f"{text}\n{text}\n")),
+    "twice": ("Schedule", lambda text: write(f"{text}\n{text}\n")),
     "half-a-line": ("Schedule", stop_within),
-    "decision": ("Schedule", lambda text: say(text.replace('"frame_id":0', '"frame_id":7') + "\n")),
-    "banner": ("Hello", lambda text: say(f"engine ready\n{text}\n")),
-    "version": ("Hello", lambda text: say(text.replace('"version":1', '"version":2') + "\n")),
-    "capability": ("Hello", lambda text: say(text.replace('"abort"', '"aborts"') + "\n")),
-    "refusal": ("Start", lambda _: say('{"type":"Fault","detail":"no such block size"}\n')),
-    "state": ("Snapshot", lambda _: say('{"type":"Snapshot","state":{"waiting":[]}}\n')),
+    "decision": (
+        "Schedule",
+        lambda text: write(text.replace('"frame_id":0', '"frame_id":7') + "\n"),
+    ),
+    "banner": ("Hello", lambda text: write(f"engine ready\n{text}\n")),
+    "version": ("Hello", lambda text: write(text.replace('"version":1', '"version":2') + "\n")),
+    "capability": ("Hello", lambda text: write(text.replace('"abort"', '"aborts"') + "\n")),
+    "refusal": ("Start", lambda _: write('{"type":"Fault","detail":"no such block size"}\n')),
+    "state": ("Snapshot", lambda _: write('{"type":"Snapshot","state":{"waiting":[]}}\n')),
 }
 
 
 def serve(name: str, wrong: str) -> None:
     """Answer the lines of standard input until it ends."""
     make_engine = load_engine(name)
-    kind, do_wrong = WRONGS.get(wrong, ("", say))
+    kind, do_wrong = WRONGS.get(wrong, ("", write))
     engine: Any = None
     for line in sys.stdin:
         raw = msgspec.json.decode(line)
@@ -92,7 +95,7 @@ def serve(name: str, wrong: str) -> None:
         if kind and msgspec.json.decode(line)["type"] == kind:
             do_wrong(text)
         else:
-            say(text + "\n")
+            write(text + "\n")
 
 
 def _hello(capabilities: frozenset[str]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ WHOLE_PARTS = frozenset(
 READERS = ("v1/core/**/*.py", "v1/request.py", "v1/outputs.py", "v1/structured_output/__init__.py")
 """The code whose reads count."""
 READ = re.compile(r"(\w+_config)\.(\w+)$")
-NOT_SAID = "-"
+NO_DEFAULT = "-"
 """The default of what is worked out, or must be given."""
 
 
@@ -48,9 +48,9 @@ def read_knobs(package: Path) -> Knobs:
     for reader in READERS:
         for path in sorted(package.glob(reader)):
             for name in _list_reads(ast.parse(path.read_text())):
-                found.setdefault(name, NOT_SAID)
+                found.setdefault(name, NO_DEFAULT)
     if '"VLLM_USE_V2_MODEL_RUNNER"' in (package / "envs.py").read_text():
-        found.setdefault("environment.VLLM_USE_V2_MODEL_RUNNER", NOT_SAID)
+        found.setdefault("environment.VLLM_USE_V2_MODEL_RUNNER", NO_DEFAULT)
     return dict(sorted(found.items()))
 
 
@@ -63,18 +63,18 @@ def _list_fields(package: Path) -> Iterator[tuple[str, str]]:
                 if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):
                     continue
                 if "ClassVar" not in ast.unparse(one.annotation):
-                    yield f"{node.name}.{one.target.id}", _tell_default(one.value)
+                    yield f"{node.name}.{one.target.id}", _format_default(one.value)
 
 
-def _tell_default(value: ast.expr | None) -> str:
+def _format_default(value: ast.expr | None) -> str:
     """Returns the default as it is written, without what only validates it."""
     if value is None:
-        return NOT_SAID
+        return NO_DEFAULT
     if isinstance(value, ast.Call) and ast.unparse(value.func) in ("Field", "field"):
         given = {word.arg: ast.unparse(word.value) for word in value.keywords}
         if "default_factory" in given:
             return f"{given['default_factory']}()"
-        return given.get("default", NOT_SAID)
+        return given.get("default", NO_DEFAULT)
     return ast.unparse(value)
 
 

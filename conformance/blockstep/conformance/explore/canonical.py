@@ -29,7 +29,7 @@ from blockstep.spec.features.groups import IN_DOUBT
 from blockstep.spec.features.kv_transfer.transfers import FRAME_LOADS, TRANSFERS
 from blockstep.spec.features.sessions import UPDATES
 from blockstep.spec.features.structured_output import GRAMMAR_READY, HAS_MASK, IS_CUT
-from blockstep.spec.features.structured_output.grammar import STAND
+from blockstep.spec.features.structured_output.grammar import GRAMMAR
 from blockstep.spec.releases.block_pool import WAS_REFUSED
 from blockstep.spec.releases.grammars import IS_STRUCTURED
 from blockstep.spec.releases.in_flight import list_reset_victims
@@ -225,8 +225,8 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         request.num_cached_tokens,
         GRAMMAR_READY.of(request),
         *_get_more(
-            STAND.of(request).state,
-            STAND.of(request).reasoning_ended,
+            GRAMMAR.of(request).state,
+            GRAMMAR.of(request).reasoning_ended,
             LONGEST_GROUP_HIT.of(request),
         ),
         *_get_more(request.has_unconfirmed_kv),

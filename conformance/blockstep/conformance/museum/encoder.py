@@ -13,10 +13,10 @@ from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.work import Step
 from blockstep.spec.features.encoder import (
     CLAIM,
+    add_items,
     limit_to_items,
     process_items_of_victim,
     process_items_refused,
-    tell_items,
 )
 from blockstep.spec.features.encoder.cache import ENCODER, Encoder, free_items, hold_entry
 from blockstep.spec.releases.encoder import reencoded_items_are_dropped
@@ -45,7 +45,7 @@ _LATE: Final = Part[tuple[str, ...]]("late", ())
     "P22 P9",
     wrong_fix_of="evicted-and-made-is-dropped",
 )
-@instead(tell_items)
+@instead(add_items)
 def drops_told_late(right: Right[Plan], step: Step, plan: Plan) -> Plan:
     """The items of this step are safe, but the next plan frees an item that it encodes."""
     plan = right()
@@ -126,8 +126,8 @@ def items_of_victim_are_made(rules: Rules, _config: Config) -> Rules:
         rules[process_items_of_victim](step, victim, had_row)
 
     def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
-        plan = rules[tell_items](step, rows, plan)
+        plan = rules[add_items](step, rows, plan)
         inputs = plan.scheduled_encoder_inputs + _OF_VICTIMS.of(step)
         return replace(plan, scheduled_encoder_inputs=inputs)
 
-    return rules.replacing(process_items_of_victim, withdraw).replacing(tell_items, tell)
+    return rules.replacing(process_items_of_victim, withdraw).replacing(add_items, tell)

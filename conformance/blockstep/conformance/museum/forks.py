@@ -25,13 +25,13 @@ from blockstep.spec.core.work import Step
 from blockstep.spec.features.admission_control import get_watermark
 from blockstep.spec.features.forks import (
     COPIES,
+    add_copies,
     compute_num_copies,
     count_common_tokens,
     get_branch,
     get_shared,
     is_shareable,
     list_copies,
-    tell_copies,
 )
 from blockstep.spec.features.full_isl import can_finish
 from blockstep.spec.vocabulary import (
@@ -229,9 +229,9 @@ def change_copies(rules: Rules, change: Callable[[Step, Plan], Plan]) -> Rules:
     """Return rules by which the copies in a plan are changed."""
 
     def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
-        return change(step, rules[tell_copies](step, rows, plan))
+        return change(step, rules[add_copies](step, rows, plan))
 
-    return rules.replacing(tell_copies, tell)
+    return rules.replacing(add_copies, tell)
 
 
 @PAGE.exhibit(

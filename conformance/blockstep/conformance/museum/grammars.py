@@ -22,7 +22,7 @@ from blockstep.spec.features.structured_output import (
     process_bitmask,
 )
 from blockstep.spec.features.structured_output.grammar import (
-    STAND,
+    GRAMMAR,
     get_next_state,
     get_states,
     holds,
@@ -119,7 +119,7 @@ def drafts_cut_at_a_preemption(rules: Rules, config: Config) -> Rules:
     def keep(before: RequestState, after: RequestState) -> RequestState:
         drafts, grammar = before.spec_token_ids, before.request.grammar
         assert grammar is not None
-        stands = get_states(config, grammar, STAND.of(before), drafts, get_next_state)
+        stands = get_states(config, grammar, GRAMMAR.of(before), drafts, get_next_state)
         return replace(after, spec_token_ids=drafts[: len(stands) - 1])
 
     return change_preempted(rules, keep)
@@ -131,7 +131,7 @@ def drafts_cut_at_a_preemption(rules: Rules, config: Config) -> Rules:
 def grammar_begins_anew(rules: Rules, _config: Config) -> Rules:
     """The request keeps its outputs, but the grammar state that they led to is lost."""
     return change_preempted(
-        rules, lambda _before, after: STAND.put(after, replace(STAND.of(after), state=0))
+        rules, lambda _before, after: GRAMMAR.put(after, replace(GRAMMAR.of(after), state=0))
     )
 
 
@@ -145,9 +145,9 @@ def tokens_behind_reasoning_lost(rules: Rules, config: Config) -> Rules:
 
     def read(state: State, row: FrameRow, request: RequestState, tokens: TokenIds) -> RequestState:
         after = rules[get_read](state, row, request, tokens)
-        stand = STAND.of(after)
-        is_begun = holds(config, stand) and not holds(config, STAND.of(request))
-        return STAND.put(after, replace(stand, state=0)) if is_begun else after
+        stand = GRAMMAR.of(after)
+        is_begun = holds(config, stand) and not holds(config, GRAMMAR.of(request))
+        return GRAMMAR.put(after, replace(stand, state=0)) if is_begun else after
 
     return rules.replacing(get_read, read)
 

@@ -22,7 +22,7 @@ from blockstep.spec.features.admission_control import (
     is_admission_closed,
     process_admission_control,
 )
-from blockstep.spec.features.offload import SAVES, get_save, process_saving, tell_saves
+from blockstep.spec.features.offload import SAVES, add_saves, get_save, process_saving
 from blockstep.spec.features.resets import process_forced_preemption
 from blockstep.spec.vocabulary import Config, KVSave, Plan, RequestId
 
@@ -116,7 +116,7 @@ _LATE: Final = Part[tuple[KVSave, ...]]("late_saves", ())
 
 
 @PAGE.exhibit("a victim's swap-out is sent with the next plan", SWAP, "P26 P15 P3")
-@instead(tell_saves)
+@instead(add_saves)
 def saved_with_the_plan_behind(right: Right[Plan], step: Step, plan: Plan) -> Plan:
     """The blocks are free by then, and other requests may have written to them."""
     plan, late = right(), _LATE.of(step)
@@ -148,11 +148,11 @@ def saved_by_a_reset(rules: Rules, _config: Config) -> Rules:
         return _LATE.put(state, tuple([save for save in saves if save is not None]))
 
     def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
-        plan, late = rules[tell_saves](step, rows, plan), _LATE.of(step)
+        plan, late = rules[add_saves](step, rows, plan), _LATE.of(step)
         _LATE.set(step, ())
         return replace(plan, kv_saves=late + plan.kv_saves)
 
-    return rules.replacing(process_forced_preemption, preempt).replacing(tell_saves, tell)
+    return rules.replacing(process_forced_preemption, preempt).replacing(add_saves, tell)
 
 
 # Several KV groups.

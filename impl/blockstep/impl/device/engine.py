@@ -124,29 +124,29 @@ class DeviceEngine(ArrayEngine[Frame]):
     def take_steps(
         self,
         num_plans: int,
-        told: Set[RequestId],
+        reported: Set[RequestId],
         ended: Sequence[tuple[int, RequestId]],
-        untold: Set[RequestId],
+        unreported: Set[RequestId],
         names: tuple[RequestId, ...],
     ) -> None:
         """Take note of `num_plans` steps that a loop without a host has planned and committed.
 
-        `told`: finished requests that its first plan listed. `ended`: indices and ids of requests
-        that finished in these steps; the next plan lists those in `untold`. `names`: requests of
-        the last plan.
+        `reported`: finished requests that its first plan listed. `ended`: indices and ids of
+        requests that finished in these steps; the next plan lists those in `unreported`. `names`:
+        requests of the last plan.
         """
         self.next_frame_id += num_plans
         self._previous_id = self.next_frame_id - 1
-        self._tell_no_more(told)
+        self._drop_reported(reported)
         for slot, name in ended:
             if self.inbox.slot_of.get(name) == slot:  # if not aborted meanwhile
                 self._forget(slot)
-        self._tell_no_more({name for _, name in ended} - untold)
+        self._drop_reported({name for _, name in ended} - unreported)
         self.previous_names = names
 
-    def _tell_no_more(self, told: Set[RequestId]) -> None:
+    def _drop_reported(self, reported: Set[RequestId]) -> None:
         """Leave these finished requests out of the next plan."""
-        for name in told:
+        for name in reported:
             self.finished_req_ids.pop(name, None)
 
     def _get_last_frame(self, slot: int) -> FrameId:

@@ -93,17 +93,17 @@ def read_outputs(inbox: Inbox, frame: Frame, answers: list[TokenIds]) -> tuple[O
     requests."""
     s, rows, ended = inbox.state, [], []
     record = s.record[:, : len(frame.slots)].tolist()
-    told = zip(frame.slots, frame.rows, answers, *record, strict=True)
-    for slot, name, tokens, delivered, verdict, cached in told:
+    records = zip(frame.slots, frame.rows, answers, *record, strict=True)
+    for slot, name, tokens, delivered, verdict, cached in records:
         if delivered == layout.NONE:
             continue
-        rows.append(tell_row(name, tokens, delivered, verdict, cached))
+        rows.append(build_output_row(name, tokens, delivered, verdict, cached))
         if verdict != layout.GOES_ON:
             ended.append(slot)
     return Outputs(tuple(rows)), ended
 
 
-def tell_row(
+def build_output_row(
     name: RequestId, tokens: TokenIds, delivered: int, verdict: int, cached: int
 ) -> OutputRow:
     """Return the output row of a record; `tokens` were sampled."""

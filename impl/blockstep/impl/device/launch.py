@@ -127,22 +127,24 @@ def launch_kernel(kernel: str, state: State, dims: Dims) -> None:
     _get_compiled(kernel, get_constants(dims), device)[1, 1, 1](state, dims)
 
 
-def warm_up(dims: Dims, told: Progress | None = None, kernels: Sequence[str] = GPU_KERNELS) -> None:
+def warm_up(
+    dims: Dims, progress: Progress | None = None, kernels: Sequence[str] = GPU_KERNELS
+) -> None:
     """Compile kernels for a GPU before the first step needs them; do nothing without a GPU.
 
     The first process compiles for some seconds per kernel; others read Triton's cache on disk.
 
     Args:
         dims: the dims of the scheduler that will run.
-        told: called before each kernel, and once when all are done.
+        progress: called before each kernel, and once when all are done.
         kernels: their names.
     """
     torch: Any = import_module("torch")
     if not torch.cuda.is_available() or import_module("triton").knobs.runtime.interpret:
         return
     for done, kernel in enumerate(kernels):
-        if told is not None:
-            told(kernel, done, len(kernels))
+        if progress is not None:
+            progress(kernel, done, len(kernels))
         _get_compiled(kernel, get_constants(dims), torch.cuda.current_device())
-    if told is not None:
-        told("", len(kernels), len(kernels))
+    if progress is not None:
+        progress("", len(kernels), len(kernels))

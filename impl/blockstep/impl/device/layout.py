@@ -90,11 +90,11 @@ ROW_MISSED: Final = 7
 ROW_COLUMNS: Final = 8
 
 # Columns of the record of a commit, each [rows] in the order of the frame.
-TOLD_DELIVERED: Final = 0
+RECORD_DELIVERED: Final = 0
 """Tokens delivered; NONE if the row delivers nothing at all (finished before, or no sample)."""
-TOLD_VERDICT: Final = 1
-TOLD_CACHED: Final = 2
-TOLD_COLUMNS: Final = 3
+RECORD_VERDICT: Final = 1
+RECORD_CACHED: Final = 2
+NUM_RECORD_COLUMNS: Final = 3
 
 # Numbers of `control`, the arguments of a launch.
 FRAME_ID: Final = 0
@@ -270,7 +270,7 @@ class State(NamedTuple):
     """Rows of the last plan whose requests were running before it."""
     num_preempted: Any
     """Number of requests that the last plan preempted, in `victims`."""
-    num_told: Any
+    num_record_rows: Any
     """Rows of the last record."""
     reset_done: Any
     """Whether the last RESET succeeded."""
@@ -317,7 +317,7 @@ class State(NamedTuple):
     answer_tokens: Any
     """[frames, rows, 1 + drafts], by place."""
     record: Any
-    """[TOLD_COLUMNS, rows]: of the last commit."""
+    """[NUM_RECORD_COLUMNS, rows]: of the last commit."""
 
     scratch: Any
     """[the longest of rows, table and num_blocks]"""
@@ -387,7 +387,7 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
         "plan_ids": (d.frames,),
         "answer_counts": (d.frames, d.rows),
         "answer_tokens": (d.frames, d.rows, 1 + d.drafts),
-        "record": (TOLD_COLUMNS, d.rows),
+        "record": (NUM_RECORD_COLUMNS, d.rows),
         "scratch": (max(d.rows, d.table, d.num_blocks),),
     }
     return shapes[name]

@@ -23,9 +23,9 @@ ROW_BIRTH = tl.constexpr(layout.ROW_BIRTH)
 ROW_SAMPLES = tl.constexpr(layout.ROW_SAMPLES)
 ROW_DRAFTS = tl.constexpr(layout.ROW_DRAFTS)
 ROW_COLUMNS = tl.constexpr(layout.ROW_COLUMNS)
-TOLD_DELIVERED = tl.constexpr(layout.TOLD_DELIVERED)
-TOLD_VERDICT = tl.constexpr(layout.TOLD_VERDICT)
-TOLD_CACHED = tl.constexpr(layout.TOLD_CACHED)
+RECORD_DELIVERED = tl.constexpr(layout.RECORD_DELIVERED)
+RECORD_VERDICT = tl.constexpr(layout.RECORD_VERDICT)
+RECORD_CACHED = tl.constexpr(layout.RECORD_CACHED)
 
 
 @triton.jit
@@ -210,10 +210,10 @@ def commit(s, d):
     roll_back(s, slot, drafts, counts, live, d)
     delivered, verdict = store_tokens(s, slot, answer, counts, live, d)
     cached = tl.load(s.cached + slot, mask=live, other=0)
-    tl.store(s.record + TOLD_DELIVERED * d.rows + row, tl.where(live, delivered, NONE))
-    tl.store(s.record + TOLD_VERDICT * d.rows + row, verdict)
-    tl.store(s.record + TOLD_CACHED * d.rows + row, cached)
-    tl.store(s.num_told, num_rows)
+    tl.store(s.record + RECORD_DELIVERED * d.rows + row, tl.where(live, delivered, NONE))
+    tl.store(s.record + RECORD_VERDICT * d.rows + row, verdict)
+    tl.store(s.record + RECORD_CACHED * d.rows + row, cached)
+    tl.store(s.num_record_rows, num_rows)
     if d.has_cache:
         name_filled(s, slot, delivered, live, d)
         if d.is_async:

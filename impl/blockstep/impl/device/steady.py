@@ -44,9 +44,9 @@ ROW_SAMPLES = tl.constexpr(layout.ROW_SAMPLES)
 ROW_DRAFTS = tl.constexpr(layout.ROW_DRAFTS)
 ROW_MISSED = tl.constexpr(layout.ROW_MISSED)
 ROW_COLUMNS = tl.constexpr(layout.ROW_COLUMNS)
-TOLD_DELIVERED = tl.constexpr(layout.TOLD_DELIVERED)
-TOLD_VERDICT = tl.constexpr(layout.TOLD_VERDICT)
-TOLD_CACHED = tl.constexpr(layout.TOLD_CACHED)
+RECORD_DELIVERED = tl.constexpr(layout.RECORD_DELIVERED)
+RECORD_VERDICT = tl.constexpr(layout.RECORD_VERDICT)
+RECORD_CACHED = tl.constexpr(layout.RECORD_CACHED)
 FIELD = tl.constexpr(0xFFFF)
 """Mask of one of the counts that are summed together: each has 16 bits."""
 
@@ -209,10 +209,10 @@ def write_record(s, slot, live, num_rows, d):
     """Write the record of a commit in which every row delivers a token and no request finishes."""
     row = tl.arange(0, d.rows)
     cached = tl.load(s.cached + slot, mask=live, other=0)
-    tl.store(s.record + TOLD_DELIVERED * d.rows + row, tl.where(live, 1, NONE))
-    tl.store(s.record + TOLD_VERDICT * d.rows + row, row * 0)
-    tl.store(s.record + TOLD_CACHED * d.rows + row, cached)
-    tl.store(s.num_told, num_rows)
+    tl.store(s.record + RECORD_DELIVERED * d.rows + row, tl.where(live, 1, NONE))
+    tl.store(s.record + RECORD_VERDICT * d.rows + row, row * 0)
+    tl.store(s.record + RECORD_CACHED * d.rows + row, cached)
+    tl.store(s.num_record_rows, num_rows)
 
 
 @triton.jit

@@ -174,8 +174,8 @@ class BurstMemory:
         plan: torch.Tensor = state.plans.index_select(0, place)[0, :, :width]
         plan = torch.where(live, plan, 0)
         slots, samples = plan[layout.ROW_SLOT], plan[layout.ROW_SAMPLES]
-        told = torch.stack((slots, plan[layout.ROW_TOKENS], samples))
-        lines[:, :PLAN_COLUMNS, :width].index_copy_(0, at, told[None])
+        columns = torch.stack((slots, plan[layout.ROW_TOKENS], samples))
+        lines[:, :PLAN_COLUMNS, :width].index_copy_(0, at, columns[None])
         self._note_record(lines, at)
         rows = place * d.rows + self.lanes[:width]
         state.answer_counts.view(-1).index_copy_(0, rows, samples)
@@ -186,11 +186,11 @@ class BurstMemory:
 
     def take_tokens(self, tokens: torch.Tensor, answers: Answers, lines: torch.Tensor) -> None:
         """Write sampled tokens [n] for the commit, for the next pass, and into the journal."""
-        told, state = tokens.int(), self.state
+        token_ids, state = tokens.int(), self.state
         first = state.answer_tokens.view(-1, state.answer_tokens.shape[2])[:, 0]
-        first.index_copy_(0, answers.rows, told)
+        first.index_copy_(0, answers.rows, token_ids)
         self.sampled.index_copy_(0, answers.feeds, tokens)
-        lines[:, TOKEN_COLUMN, : len(told)].index_copy_(0, answers.line, told[None])
+        lines[:, TOKEN_COLUMN, : len(token_ids)].index_copy_(0, answers.line, token_ids[None])
 
     def take_rows_tokens(
         self, tokens: torch.Tensor, now: Padded, following: Padded | None, *, is_alone: bool

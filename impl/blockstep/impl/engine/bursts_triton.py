@@ -39,7 +39,7 @@ ROW_TOKENS = tl.constexpr(layout.ROW_TOKENS)
 ROW_OUTPUTS = tl.constexpr(layout.ROW_OUTPUTS)
 ROW_SAMPLES = tl.constexpr(layout.ROW_SAMPLES)
 ROW_COLUMNS = tl.constexpr(layout.ROW_COLUMNS)
-TOLD_COLUMNS = tl.constexpr(layout.TOLD_COLUMNS)
+NUM_RECORD_COLUMNS = tl.constexpr(layout.NUM_RECORD_COLUMNS)
 COLUMNS = tl.constexpr(journal.COLUMNS)
 TOKEN_COLUMN = tl.constexpr(journal.TOKEN_COLUMN)
 RECORD_COLUMN = tl.constexpr(journal.RECORD_COLUMN)
@@ -121,9 +121,9 @@ def rows_kernel(
     tl.store(at, slot)
     tl.store(at + width, num_tokens)
     tl.store(at + 2 * width, samples)
-    for column in tl.static_range(TOLD_COLUMNS):
-        told = tl.load(record + column * rows + row)
-        tl.store(at + (RECORD_COLUMN + column) * width, told)
+    for column in tl.static_range(NUM_RECORD_COLUMNS):
+        value = tl.load(record + column * rows + row)
+        tl.store(at + (RECORD_COLUMN + column) * width, value)
     answer = place * rows + row
     tl.store(answer_counts + answer, samples)
     # the token
@@ -223,9 +223,9 @@ def end_kernel(
         at = lines + (line * COLUMNS + RECORD_COLUMN) * width
         for start in range(0, width, SIZE):
             row = start + tl.arange(0, SIZE)
-            for column in tl.static_range(TOLD_COLUMNS):
-                told = tl.load(record + column * rows + row, mask=row < width, other=0)
-                tl.store(at + column * width + row, told, mask=row < width)
+            for column in tl.static_range(NUM_RECORD_COLUMNS):
+                value = tl.load(record + column * rows + row, mask=row < width, other=0)
+                tl.store(at + column * width + row, value, mask=row < width)
     if IS_LAST:
         waiting = tl.zeros((SIZE,), tl.int32)
         for start in range(0, slots, SIZE):

@@ -137,8 +137,8 @@ class Connector:
         self._jobs.poll()
         events: list[Event] = [self._ask(self._lives[name]) for name in sorted(self._unknown)]
         if self._received or self._sent or self._invalid:
-            told = tuple(self._received), tuple(self._sent), tuple(self._invalid)
-            events.append(TransfersReported(KVTransfers(*told)))
+            reports = tuple(self._received), tuple(self._sent), tuple(self._invalid)
+            events.append(TransfersReported(KVTransfers(*reports)))
             self._saving.difference_update(self._sent)
             self._received, self._sent, self._invalid = [], [], []
         return events

@@ -86,8 +86,8 @@ class Detokenizer:
 
     def _decode_new(self) -> str:
         """Return the text that the tokens from `_read` on add to those before."""
-        told = self._decode(self._token_ids[self._first : self._read])
-        return self._decode(self._token_ids[self._first :])[len(told) :]
+        before = self._decode(self._token_ids[self._first : self._read])
+        return self._decode(self._token_ids[self._first :])[len(before) :]
 
     def _get_context(self, prompt: Sequence[int]) -> list[int]:
         """Return the last tokens of a prompt, as few as give whole characters."""

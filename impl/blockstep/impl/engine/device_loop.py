@@ -72,7 +72,7 @@ class Burst:
     first_frame_id: FrameId
     names: dict[int, RequestId]
     """The request at each request index."""
-    told: frozenset[RequestId]
+    reported: frozenset[RequestId]
     """Finished requests that its first plan lists."""
     before: Summary
     """The state's numbers before it, or bounds for them."""
@@ -112,7 +112,7 @@ class Resident:
         self._adapters = adapters
         self._sizes = get_graph_sizes(self.config.max_num_seqs)
         if self.device.type != "cpu":
-            warm_up(engine.inbox.dims, _tell)
+            warm_up(engine.inbox.dims, _log_progress)
         self._side = None
         if self.num_frames > 1 and self.device.type != "cpu":
             self._side = torch.cuda.Stream(priority=SIDE_PRIORITY)
@@ -329,7 +329,7 @@ class Resident:
         """Launch up to `num_plans` steps, and the commits after them."""
         inbox = self.engine.inbox
         names = {slot: request.request_id for slot, request in inbox.requests.items()}
-        told = frozenset(self.engine.finished_req_ids)
+        reported = frozenset(self.engine.finished_req_ids)
         numbers = np.zeros(layout.CONTROL_COLUMNS, np.int32)
         numbers[layout.FRAME_ID] = numbers[layout.FIRST_ID] = first_frame_id
         numbers[layout.PREVIOUS_ID] = first_frame_id - 1
@@ -349,7 +349,7 @@ class Resident:
         inbox.is_behind = True
         inbox.spare_nodes = before.num_free_nodes - self._get_nodes()
         self.num_bursts += 1
-        return Burst(width, num_plans, first_frame_id, names, told, before, Incoming(out))
+        return Burst(width, num_plans, first_frame_id, names, reported, before, Incoming(out))
 
     def _read(self, burst: Burst) -> list[StepRan]:
         """Wait for a burst; remove finished requests from the engine; return plans and commits."""
@@ -362,7 +362,7 @@ class Resident:
         reader = JournalReader(lines, burst.names, self.num_frames)
         steps = reader.read(burst.num_plans, burst.first_frame_id)
         self.engine.take_steps(
-            burst.num_plans, burst.told, reader.ended, reader.untold, reader.last_names
+            burst.num_plans, burst.reported, reader.ended, reader.unreported, reader.last_names
         )
         return steps
 
@@ -553,7 +553,7 @@ class Resident:
         launch_kernel(kernel, self.mirror.state, inbox.dims)
 
 
-def _tell(kernel: str, done: int, count: int) -> None:
+def _log_progress(kernel: str, done: int, count: int) -> None:
     log.info(
         "compiled %d of %d kernels of the scheduler %s",
         done,

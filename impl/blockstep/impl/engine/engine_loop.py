@@ -95,7 +95,7 @@ class Steps:
         """Plans that were dispatched and not committed, oldest first."""
         self._completions: dict[RequestId, Completion] = {}
         self._num_requests = 0
-        self._has_told_of_host = False
+        self._has_logged_host = False
         """Whether it was logged that requests are served step by step."""
         self._lock = RLock()
         self._start()
@@ -185,8 +185,8 @@ class Steps:
             unread = resident.take_unread()
             if unread:
                 return self._take_burst(unread)
-            self._tell_runner(resident.engine)
-        chunks = [] if self._connector is None else self._hear_of_store(self._connector)
+            self._update_runner(resident.engine)
+        chunks = [] if self._connector is None else self._take_store_events(self._connector)
         while len(self._frames) < self.config.max_frames_in_flight:
             plan = self._dispatch()
             has_rows = len(plan) if isinstance(plan, ArrayPlan) else len(plan.rows)
@@ -231,8 +231,8 @@ class Steps:
         if not resident.is_free:
             return False
         needs = next((needs for one in self._live.values() if (needs := one.needs_host)), "")
-        if needs and not self._has_told_of_host:
-            self._has_told_of_host = True
+        if needs and not self._has_logged_host:
+            self._has_logged_host = True
             log.warning(
                 "scheduler = 'device': a request asks for %s, so all requests are served step by "
                 "step by the host until it ends",
@@ -268,7 +268,7 @@ class Steps:
         )
         return self._deliver_all(Outputs(rows), {})
 
-    def _tell_runner(self, engine: DeviceEngine) -> None:
+    def _update_runner(self, engine: DeviceEngine) -> None:
         """Bring the runner's batch up to date: it has not seen the plans of bursts."""
         if not self._is_batch_old:
             return
@@ -280,7 +280,7 @@ class Steps:
             for live in [self._live[now.request_id]]
         )
 
-    def _hear_of_store(self, connector: Connector) -> list[Chunk]:
+    def _take_store_events(self, connector: Connector) -> list[Chunk]:
         """Pass the store's offers and reports to the scheduler; return chunks of finished
         requests."""
         answers = [self._apply(event) for event in connector.list_events()]
@@ -324,9 +324,9 @@ class Steps:
             rows.update(row for row, name in enumerate(names) if name in self._attended)
         batch = self._runner.batch
         index = batch.note_delivered(outputs.names.slots, outputs.num_cached_tokens)
-        told = sorted(rows)
-        batch.arrays.columns.num_late[index[told]] -= 1  # their outputs take the token below
-        made = {row: self._deliver(outputs.build_row(row), logprobs) for row in told}
+        in_order = sorted(rows)
+        batch.arrays.columns.num_late[index[in_order]] -= 1  # their outputs take the token below
+        made = {row: self._deliver(outputs.build_row(row), logprobs) for row in in_order}
         return StepChunks(outputs, made)
 
     def _catch_up(self, name: RequestId, output: Output) -> None:

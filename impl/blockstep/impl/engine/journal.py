@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from blockstep.impl.device import layout
-from blockstep.impl.device.frames import tell_row
+from blockstep.impl.device.frames import build_output_row
 from blockstep.impl.engine.errors import EngineError
 from blockstep.impl.engine.sampler import NO_TOKEN
 from blockstep.spec.vocabulary import FrameId, Outputs, RequestId, RowTokens
@@ -28,7 +28,7 @@ PLAN_COLUMNS = 3
 TOKEN_COLUMN = PLAN_COLUMNS
 RECORD_COLUMN = PLAN_COLUMNS + 1
 """The first column of the record of a commit."""
-COLUMNS = RECORD_COLUMN + layout.TOLD_COLUMNS
+COLUMNS = RECORD_COLUMN + layout.NUM_RECORD_COLUMNS
 
 
 class RowRan(NamedTuple):
@@ -85,7 +85,7 @@ class JournalReader:
         self.names, self._lines, self._num_frames = names, lines, num_frames
         self.ended: list[tuple[int, RequestId]] = []
         """Index and id of each request that finished."""
-        self.untold: set[RequestId] = set()
+        self.unreported: set[RequestId] = set()
         """Requests that finished after the last plan, so that no plan has listed them."""
         self.last_names: tuple[RequestId, ...] = ()
         """Requests of the last plan."""
@@ -106,7 +106,7 @@ class JournalReader:
             plan = self._plan(number, first_frame_id + number)
             steps.append(plan)
             is_empty = not plan.rows
-        self.untold.clear()
+        self.unreported.clear()
         while self._flight:
             steps.append(self._commit(num_plans))
             num_plans += 1
@@ -136,8 +136,8 @@ class JournalReader:
             tokens = (token,) if samples else ()
             sampled.append(RowTokens(name, tokens))
             if delivered != layout.NONE:
-                rows.append(tell_row(name, tokens, delivered, verdict, cached))
+                rows.append(build_output_row(name, tokens, delivered, verdict, cached))
                 if verdict != layout.GOES_ON:
                     self.ended.append((slot, name))
-                    self.untold.add(name)
+                    self.unreported.add(name)
         return CommitRan(frame.frame_id, tuple(sampled), Outputs(tuple(rows)))

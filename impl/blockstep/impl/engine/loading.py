@@ -127,8 +127,8 @@ def _expect_scheduler(settings: Settings, config: Config) -> None:
         raise SettingsError(f"scheduler = {name!r}: has no sessions; use host")
     problems = list_config_problems(config, capabilities)
     if problems:
-        told = "; ".join(f"{one.field}: {one.rule}; {one.fix}" for one in problems)
-        raise SettingsError(f"scheduler = {name!r}: {told}, or use host")
+        text = "; ".join(f"{one.field}: {one.rule}; {one.fix}" for one in problems)
+        raise SettingsError(f"scheduler = {name!r}: {text}, or use host")
 
 
 def make_connector(
@@ -140,14 +140,14 @@ def make_connector(
     caches: Sequence[PagedCache],
 ) -> Connector:
     """Build the connector between an engine of the models in `folders` and its store."""
-    told = [*map(identify_folder, folders), str(dtype), str(config.block_size)]
+    parts = [*map(identify_folder, folders), str(dtype), str(config.block_size)]
     modules = settings.lora_modules.items()
     return Connector(
         store,
         Mover(caches),
         ThreadJobs(),
         config.block_size,
-        sha256(" ".join(told).encode()).digest(),
+        sha256(" ".join(parts).encode()).digest(),
         {name: identify_folder(Path(adapter)) for name, adapter in modules},
         settings.kv_role,
         settings.enable_async_kv_loads,

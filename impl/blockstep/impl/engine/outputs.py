@@ -201,9 +201,9 @@ class Live:
         That is so for a stream or a session, for its text, or for log probabilities.
         """
         output = self.output
-        is_heard = self.chunks is not None or self.completions is not None
+        has_reader = self.chunks is not None or self.completions is not None
         is_read = output.detokenizer is not None and not output.reads_late
-        return is_heard or is_read or output.wanted.params.logprobs is not None
+        return has_reader or is_read or output.wanted.params.logprobs is not None
 
     @property
     def needs_host(self) -> str:
@@ -216,10 +216,10 @@ class Live:
 
     def complete(self, reason: FinishReason) -> Completion:
         """Return the completion; of an aborted request, add the last chunk of its stream, too."""
-        num_told = len(self.output.text)
+        num_sent = len(self.output.text)
         completion = self.output.complete(reason)
         if reason is FinishReason.ABORT and self.chunks is not None:
-            text = completion.text[num_told:]
+            text = completion.text[num_sent:]
             self.chunks.append(Chunk(completion.request_id, (), text, reason))
         return completion
 

@@ -67,8 +67,8 @@ def expect_adapter(name: object, known: Iterable[str]) -> None:
     """Raise `RequestError` unless `name` is None or one of the known adapters."""
     names = list(known)
     if name is not None and (not isinstance(name, str) or name not in names):
-        told = ", ".join(map(repr, names)) or "none"
-        raise RequestError(f"adapter = {name!r}: must be one of lora_modules: {told}")
+        listed = ", ".join(map(repr, names)) or "none"
+        raise RequestError(f"adapter = {name!r}: must be one of lora_modules: {listed}")
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -242,9 +242,9 @@ def _receive(client: socket.socket) -> Message:
     size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in parts)
     blocks = []
     for _ in range(num_blocks):
-        (told,) = _SIZE.unpack(_read(client, _SIZE.size))
-        if told != size:
-            raise ValueError(f"a block has {told} bytes instead of {size}")
+        (stored_size,) = _SIZE.unpack(_read(client, _SIZE.size))
+        if stored_size != size:
+            raise ValueError(f"a block has {stored_size} bytes instead of {size}")
         blocks.append(_split(_read(client, size), parts))
     return header, blocks
 

@@ -257,7 +257,7 @@ class Runner:
         """Return the result of a dispatched plan; waits for it."""
         self._settle(frame_id)
         if frame_id in self._settled:
-            self._answers[frame_id] = _tell_in_objects(self._settled.pop(frame_id))
+            self._answers[frame_id] = _build_answer(self._settled.pop(frame_id))
         return self._answers[frame_id]
 
     def collect(self, frame_id: FrameId) -> Answer:
@@ -430,7 +430,7 @@ def _get_logprobs(frame: Frame) -> dict[RequestId, Logprobs]:
     return found
 
 
-def _tell_in_objects(frame: ArrayFrame) -> Answer:
+def _build_answer(frame: ArrayFrame) -> Answer:
     """Return the result of a plan of objects that ran as arrays, without an observer."""
     tokens: list[TokenIds] = [()] * len(frame.request_ids)
     rows = range(len(tokens)) if frame.sampling is None else frame.sampling.tolist()

@@ -39,7 +39,7 @@ class AgentTurns:
     def take(self, event: Clock | PinEstimate) -> None:
         """Take the time, or how long a job's blocks stay pinned."""
         if isinstance(event, Clock):
-            self.pins.tell_time(event.now)
+            self.pins.set_time(event.now)
         else:
             self.pins.take_estimate(event)
 

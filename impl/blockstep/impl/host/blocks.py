@@ -50,11 +50,11 @@ def touch(s: State, block: int) -> None:
 
 
 @compiled
-def free_range(s: State, group: int, seat: int, begin: int, end: int) -> None:
+def free_range(s: State, group: int, batch_row: int, begin: int, end: int) -> None:
     """Free blocks of a table, last block first, so that its prefix is evicted last."""
     for place in range(begin, end):
         index = place if s.scalars[c.IS_LIFO] != 0 else end - 1 - (place - begin)
-        block = s.block_tables[group, seat, index]
+        block = s.block_tables[group, batch_row, index]
         if block != NULL_BLOCK:
             drop_hold(s, block)
 
@@ -62,7 +62,7 @@ def free_range(s: State, group: int, seat: int, begin: int, end: int) -> None:
 @compiled
 def free_blocks(s: State, slot: int) -> None:
     """Drop the block tables of a request, group by group."""
-    seat, is_first, has_fence = s.requests[slot, c.SEAT], True, is_fenced(s, slot)
+    batch_row, is_first, has_fence = s.requests[slot, c.BATCH_ROW], True, is_fenced(s, slot)
     s.scalars[c.NUM_MOVES] += 1
     s.requests[slot, c.QUIET] = 0
     for group in range(s.scalars[c.NUM_GROUPS]):
@@ -70,7 +70,7 @@ def free_blocks(s: State, slot: int) -> None:
         if has_fence:
             is_first = defer_range(s, slot, group, begin, end, is_first)
         else:
-            free_range(s, group, seat, begin, end)
+            free_range(s, group, batch_row, begin, end)
         for column in range(c.HOLDING_COLUMNS):
             s.holdings[slot, group, column] = 0
 
@@ -90,9 +90,9 @@ def is_fenced(s: State, slot: int) -> bool:
 def defer_range(s: State, slot: int, group: int, begin: int, end: int, is_first: bool) -> bool:
     """Free blocks of a table with the commit of the request's last frame; return whether none has
     been listed yet. The caller reserves room."""
-    seat = s.requests[slot, c.SEAT]
+    batch_row = s.requests[slot, c.BATCH_ROW]
     for index in range(begin, end):
-        block = s.block_tables[group, seat, index]
+        block = s.block_tables[group, batch_row, index]
         if block != NULL_BLOCK:
             at = s.scalars[c.NUM_DEFERRED]
             s.copies[at, 0], s.copies[at, 1] = s.requests[slot, c.LAST_FRAME], block
@@ -169,16 +169,16 @@ def publish(s: State, slot: int, computed: int, tokens: int) -> None:
 
 @compiled
 def _publish_group(s: State, slot: int, group: int, computed: int, full: int) -> None:
-    seat, links = s.requests[slot, c.SEAT], s.groups[group, c.LINKS]
+    batch_row, links = s.requests[slot, c.BATCH_ROW], s.groups[group, c.LINKS]
     first, kind = s.holdings[slot, group, c.PUBLISHED], c.STORED
     is_state = s.groups[group, c.KIND] >= c.IS_STATE
     computed_blocks = computed // s.groups[group, c.SIZE]
     for index in range(max(first, s.holdings[slot, group, c.LEFT]), full):
-        block = s.block_tables[group, seat, index]
+        block = s.block_tables[group, batch_row, index]
         if block == NULL_BLOCK:
             kind = c.STORED
             continue
-        node = s.node_tables[seat, (index + 1) * links - 1]
+        node = s.node_tables[batch_row, (index + 1) * links - 1]
         last = s.carriers[node, group, c.LAST_BLOCK]
         s.blocks[block, c.NODE], s.blocks[block, c.GROUP] = node, group
         s.blocks[block, c.PREVIOUS_SAME], s.blocks[block, c.NEXT_SAME] = last, c.NONE

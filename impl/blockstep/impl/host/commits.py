@@ -56,12 +56,12 @@ class Commits:
     ) -> ArrayOutputs | Rejected:
         """Commit the oldest frame, or change nothing if the model output does not fit it."""
         if self.masks.matchers:
-            lengths = frame.planned[c.TOLD_SAMPLES] if counts is None else counts
+            lengths = frame.planned[c.PLAN_SAMPLES] if counts is None else counts
             problem = self.masks.find_problem(frame_id, frame, token_ids, lengths)
             if problem is not None:
                 return bad_result(frame_id, problem)
         given = (token_ids, _NO_COUNTS if counts is None else counts, counts is not None)
-        self.requests.reserve_nodes(len(token_ids), frame.who.shape[1])
+        self.requests.reserve_nodes(len(token_ids), frame.owners.shape[1])
         last_answered = c.NONE
         if self.transfers is not None:
             s = self.requests.state
@@ -72,8 +72,8 @@ class Commits:
                     return bad_result(frame_id, frame.describe(code, detail, token_ids))
                 self._begin(self.transfers, frame_id, report)
             s.scalars[c.LAST_ANSWERED] = frame_id
-        code, detail, told, kept, num_rows, num_tokens, num_ended, ending = commit_step(
-            self.requests.state, frame.who, frame.planned, frame.ids, *given
+        code, detail, results, kept, num_rows, num_tokens, num_ended, ending = commit_step(
+            self.requests.state, frame.owners, frame.planned, frame.ids, *given
         )
         if code != FITS:
             self.requests.state.scalars[c.LAST_ANSWERED] = last_answered
@@ -81,20 +81,20 @@ class Commits:
         while ending != c.NONE:
             self.end_turn(ending)
             s = self.requests.state
-            ending = take_rows(s, frame.who, frame.planned, *given, told, kept)
+            ending = take_rows(s, frame.owners, frame.planned, *given, results, kept)
             numbers = s.scalars[[c.NUM_DELIVERING, c.NUM_DELIVERED, c.NUM_ENDED]]
             num_rows, num_tokens, num_ended = numbers.tolist()
         names, kept = frame.names, kept[:num_tokens]
-        if num_rows < told.shape[1]:
-            told = told[:, :num_rows]
-            names = names.take(told[0])
+        if num_rows < results.shape[1]:
+            results = results[:, :num_rows]
+            names = names.take(results[0])
         if self.masks.matchers:
-            self.masks.advance(frame_id, frame, told, kept)
-        lengths = None if len(kept) == num_rows else told[1]
-        outputs = ArrayOutputs(names, kept, lengths, told[2], {})
+            self.masks.advance(frame_id, frame, results, kept)
+        lengths = None if len(kept) == num_rows else results[1]
+        outputs = ArrayOutputs(names, kept, lengths, results[2], {})
         self.close(frame_id)
         if num_ended:
-            self.note_ends(frame, told, num_ended, outputs)
+            self.note_ends(frame, results, num_ended, outputs)
         return outputs
 
     def _begin(self, transfers: Transfers, frame_id: FrameId, report: KVTransfers) -> None:

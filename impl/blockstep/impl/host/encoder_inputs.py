@@ -37,7 +37,7 @@ class EncoderInputs:
         self._budget, self._num_undone = self.config.encoder_compute_budget, 0
         self._encodings.clear()
 
-    def tell(self, plan: ArrayPlan) -> None:
+    def add_to(self, plan: ArrayPlan) -> None:
         """Add to a plan the encoder inputs to compute, load and drop; release what is behind."""
         if self.cache.freed or self.cache.sizes_freed:
             plan.free_encoder_mm_hashes = self.cache.announce()

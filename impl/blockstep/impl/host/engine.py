@@ -250,17 +250,19 @@ class HostEngine(ArrayEngine[Frame]):
             self.turns.end_turn(slot)
         self._end(slot)
 
-    def _note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
+    def _note_ends(
+        self, frame: Frame, results: Int32s, num_ended: int, outputs: ArrayOutputs
+    ) -> None:
         """Record the requests that this commit has finished."""
         places = self.requests.state.scratch[:num_ended].copy()
-        rows, verdicts = places.tolist(), told[3].take(places).tolist()
-        outputs.ended = {row: _ENDS[told] for row, told in zip(rows, verdicts, strict=True)}
+        rows, verdicts = places.tolist(), results[3].take(places).tolist()
+        outputs.ended = {row: _ENDS[verdict] for row, verdict in zip(rows, verdicts, strict=True)}
         if BY_STOP_TOKEN in verdicts:
-            lasts = (told[1].cumsum() - 1).tolist()
+            lasts = (results[1].cumsum() - 1).tolist()
             for row, verdict in zip(rows, verdicts, strict=True):
                 if verdict == BY_STOP_TOKEN:
                     outputs.ended[row] = v.FinishReason.STOP, int(outputs.token_ids[lasts[row]])
-        slots = frame.who[0].take(told[0].take(places))
+        slots = frame.owners[0].take(results[0].take(places))
         if self.sessions.updates:
             stop = self.sessions.stop
             slots = np.array([slot for slot in slots.tolist() if not stop(slot)], np.int64)
@@ -272,7 +274,7 @@ class HostEngine(ArrayEngine[Frame]):
         if self.transfers is not None:
             self.transfers.loads.pop(frame_id, None)
 
-    def _tell(self) -> tuple[v.KVEvent, ...]:
+    def _take_kv_events(self) -> tuple[v.KVEvent, ...]:
         return self.take_events()
 
     def take_events(self) -> tuple[v.KVEvent, ...]:
@@ -388,7 +390,7 @@ class HostEngine(ArrayEngine[Frame]):
                 continue
             drafts = self.masks.cut(row)
             s.requests[slot, c.NUM_DRAFTS] = len(drafts)
-            s.drafts[s.requests[slot, c.SEAT], : len(drafts)] = drafts
+            s.drafts[s.requests[slot, c.BATCH_ROW], : len(drafts)] = drafts
             taken.append(row.request_id)
         return v.DraftsTaken(tuple(taken))
 

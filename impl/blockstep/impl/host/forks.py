@@ -49,7 +49,7 @@ class Forks:
         self._begin(parent, child, matcher)
         return Ack()
 
-    def tell(self, plan: ArrayPlan, num_running: int) -> None:
+    def add_to(self, plan: ArrayPlan, num_running: int) -> None:
         """Add to a plan the copies of shared blocks, and the outputs of new branches."""
         s = self.requests.state
         if not (plan.new_rows or s.scalars[c.NUM_COPIES]):

@@ -18,22 +18,22 @@ from blockstep.spec.vocabulary import MAX_INT, RequestId, RowTokens, TokenIds
 class Frame:
     """A plan in flight."""
 
-    who: Int64s
+    owners: Int64s
     """[2, rows]: request indices, and the births of their requests at the time."""
     names: SlotNames
     """[rows]: request ids."""
     planned: Int32s
-    """[TOLD_COLUMNS, rows]"""
+    """[PLAN_COLUMNS, rows]"""
     ids: Int32s
     """Draft token ids, row after row, at the end of the array."""
 
     def build_rows(self) -> dict[RequestId, TokenIds | None]:
         """Return the drafts of each row, None if it does not sample."""
-        drafts = RowDrafts(self.planned[c.TOLD_DRAFTS], self.ids)
+        drafts = RowDrafts(self.planned[c.PLAN_DRAFTS], self.ids)
         return {
             request_id: drafts.get(row, ()) if samples else None
             for row, (request_id, samples) in enumerate(
-                zip(self.names.tolist(), self.planned[c.TOLD_SAMPLES].tolist(), strict=True)
+                zip(self.names.tolist(), self.planned[c.PLAN_SAMPLES].tolist(), strict=True)
             )
         }
 

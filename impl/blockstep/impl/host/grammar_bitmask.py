@@ -40,14 +40,14 @@ class Masks:
         matcher = self.matchers.get(row.request_id)
         return row.token_ids if matcher is None else matcher.cut(row.token_ids)
 
-    def look_at(self, slots: Int64s, told: Int32s) -> tuple[bool, bool]:
+    def look_at(self, slots: Int64s, planned: Int32s) -> tuple[bool, bool]:
         """Return whether the bitmask of a new frame has rows, and whether some grammar is behind
         its row, as older frames have placeholders of its request."""
         requests = self.requests.state.requests
-        masked = (requests[slots, c.HAS_GRAMMAR] != 0) & (told[c.TOLD_SAMPLES] != 0)
+        masked = (requests[slots, c.HAS_GRAMMAR] != 0) & (planned[c.PLAN_SAMPLES] != 0)
         if not self.config.async_scheduling:
             return bool(masked.any()), False
-        own = 1 + told[c.TOLD_DRAFTS]
+        own = 1 + planned[c.PLAN_DRAFTS]
         return bool(masked.any()), bool((requests[slots, c.NUM_PROMISED] > own)[masked].any())
 
     def make_mask(self, event: v.GrammarBitmask) -> v.GrammarOutput | v.Rejected:
@@ -89,7 +89,7 @@ class Masks:
         self, frame_id: v.FrameId, frame: Frame, token_ids: Int32s, counts: Int32s
     ) -> str | None:
         """Return why a grammar forbids a model output, or None; malformed ones are not judged."""
-        if len(counts) != frame.who.shape[1] or (counts < 0).any():
+        if len(counts) != frame.owners.shape[1] or (counts < 0).any():
             return None
         masked = [*self._list_masked(frame)]
         if not masked or counts.sum() != len(token_ids):
@@ -104,25 +104,25 @@ class Masks:
                 return f"{name!r} has {tokens}: its grammar forbids one; sample by the mask"
         return None
 
-    def advance(self, frame_id: v.FrameId, frame: Frame, told: Int32s, kept: Int32s) -> None:
+    def advance(self, frame_id: v.FrameId, frame: Frame, results: Int32s, kept: Int32s) -> None:
         """Advance grammars by the delivered tokens, the last one included."""
-        cut, ends = self.verifiable.get(frame_id, {}), np.cumsum(told[1])
-        for place, row in enumerate(told[0].tolist()):
+        cut, ends = self.verifiable.get(frame_id, {}), np.cumsum(results[1])
+        for place, row in enumerate(results[0].tolist()):
             name = frame.names.get(row)
             if name not in self.matchers:
                 continue
-            tokens = kept[ends[place] - told[1, place] : ends[place]].tolist()
+            tokens = kept[ends[place] - results[1, place] : ends[place]].tolist()
             position = self.matchers[name].follow(tokens)
             assert position is not None, "a commit with forbidden tokens is rejected"
             self.matchers[name].position = position
             if name in cut:
-                left_out = int(frame.planned[c.TOLD_DRAFTS, row]) - len(cut[name])
+                left_out = int(frame.planned[c.PLAN_DRAFTS, row]) - len(cut[name])
                 self.requests.state.scalars[c.DRAFTS_SCHEDULED] -= left_out
 
     def _list_masked(self, frame: Frame) -> Iterator[tuple[int, v.RequestId]]:
         """Yield the sampling rows that are not discarded, of requests with a grammar."""
-        slots, births = frame.who
+        slots, births = frame.owners
         requests = self.requests.state.requests
         masked = (requests[slots, c.HAS_GRAMMAR] != 0) & (requests[slots, c.BIRTH] == births)
-        for row in (masked & (frame.planned[c.TOLD_SAMPLES] != 0)).nonzero()[0].tolist():
+        for row in (masked & (frame.planned[c.PLAN_SAMPLES] != 0)).nonzero()[0].tolist():
             yield row, frame.names.get(row)

@@ -50,13 +50,13 @@ def leave_blocks(s: State, slot: int) -> None:
         end = find_first_read(s, group, max(s.requests[slot, c.NUM_COMPUTED] - in_doubt, 0))
         begin = s.holdings[slot, group, c.LEFT]
         if end > begin:
-            seat = s.requests[slot, c.SEAT]
+            batch_row = s.requests[slot, c.BATCH_ROW]
             if b.is_fenced(s, slot):
                 b.defer_range(s, slot, group, begin, end, True)
             else:
-                b.free_range(s, group, seat, begin, end)
+                b.free_range(s, group, batch_row, begin, end)
             for index in range(begin, end):
-                s.block_tables[group, seat, index] = NULL_BLOCK
+                s.block_tables[group, batch_row, index] = NULL_BLOCK
             s.holdings[slot, group, c.LEFT] = end
 
 
@@ -93,8 +93,7 @@ def count_missing(
 
 @compiled
 def _is_apart(s: State, group: int, tokens: int, loaded: int) -> int:
-    """Return 1 if a state is loaded into another block than the one that the chunk writes, else
-    0."""
+    """Return 1 if a state is loaded into another block than the chunk writes, else 0."""
     is_before = count_blocks(s, group, loaded) < count_blocks(s, group, tokens)
     return int(loaded > 0 and is_before)
 
@@ -157,12 +156,12 @@ def take_needed(s: State, slot: int, end: int, slots: int, loaded: int) -> None:
         if missing > 0:
             if s.groups[group, c.KIND] == c.IS_ALIGNED:
                 if has_spare == 0 and _is_apart(s, group, end, loaded) != 0:
-                    s.block_tables[group, s.requests[slot, c.SEAT], held] = b.take_block(s)
+                    s.block_tables[group, s.requests[slot, c.BATCH_ROW], held] = b.take_block(s)
                     s.holdings[slot, group, c.HELD] = held + 1
                     missing -= 1
                 held = _move_spare(s, slot, group, count_blocks(s, group, end))
             for index in range(held, held + missing):
-                s.block_tables[group, s.requests[slot, c.SEAT], index] = b.take_block(s)
+                s.block_tables[group, s.requests[slot, c.BATCH_ROW], index] = b.take_block(s)
             s.holdings[slot, group, c.HELD] = held + missing
             s.lines[row, c.ROW_BLOCKS + c.ROW_NUMBERS * group + 1] = held + missing
 
@@ -175,17 +174,17 @@ def _move_spare(s: State, slot: int, group: int, end: int) -> int:
 
         one spare block    7 3    ->    7 3 4    ->    0 3 0 4 5    the last but one is the state
     """
-    seat, held = s.requests[slot, c.SEAT], s.holdings[slot, group, c.HELD]
+    batch_row, held = s.requests[slot, c.BATCH_ROW], s.holdings[slot, group, c.HELD]
     spare, place = s.groups[group, c.SPARE], s.holdings[slot, group, c.HELD]
     state = end - 1 - spare
     first = held - spare if s.holdings[slot, group, c.HAS_SPARE] != 0 else held
     s.holdings[slot, group, c.HAS_SPARE] = 1
     while place < state:
-        s.block_tables[group, seat, place] = NULL_BLOCK
+        s.block_tables[group, batch_row, place] = NULL_BLOCK
         place += 1
     for index in range(first, min(held, state)):
-        s.block_tables[group, seat, place] = s.block_tables[group, seat, index]
-        s.block_tables[group, seat, index] = NULL_BLOCK
+        s.block_tables[group, batch_row, place] = s.block_tables[group, batch_row, index]
+        s.block_tables[group, batch_row, index] = NULL_BLOCK
         place += 1
     return int(place)
 
@@ -207,7 +206,7 @@ def _find_shared(s: State, slot: int, group: int) -> int:
     computed, size = s.requests[slot, c.NUM_COMPUTED], s.groups[group, c.SIZE]
     if computed % size == 0:
         return c.NONE
-    block = s.block_tables[group, s.requests[slot, c.SEAT], computed // size]
+    block = s.block_tables[group, s.requests[slot, c.BATCH_ROW], computed // size]
     return int(computed // size) if s.blocks[block, c.REF_COUNT] > 1 else c.NONE
 
 
@@ -216,10 +215,10 @@ def _take_own(s: State, slot: int, group: int) -> None:
     """Copy the shared block that the next token is written to; others hold the source."""
     index = _find_shared(s, slot, group)
     if index != c.NONE:
-        seat, at = s.requests[slot, c.SEAT], s.scalars[c.NUM_COPIES]
-        source, own = s.block_tables[group, seat, index], b.take_block(s)
+        batch_row, at = s.requests[slot, c.BATCH_ROW], s.scalars[c.NUM_COPIES]
+        source, own = s.block_tables[group, batch_row, index], b.take_block(s)
         s.blocks[source, c.REF_COUNT] -= 1
-        s.block_tables[group, seat, index] = own
+        s.block_tables[group, batch_row, index] = own
         s.copies[at, 0], s.copies[at, 1], s.copies[at, 2] = slot, source, own
         s.scalars[c.NUM_COPIES] = at + 1
 
@@ -235,7 +234,7 @@ def mark_known(s: State, slot: int) -> None:
 
 
 @compiled
-def tell_all_blocks(s: State) -> None:
+def list_all_blocks(s: State) -> None:
     """Let the plan list all blocks of the next row, and not only its new ones."""
     for group in range(s.scalars[c.NUM_GROUPS]):
         s.lines[s.scalars[c.NUM_ROWS], c.ROW_BLOCKS + c.ROW_NUMBERS * group] = 0
@@ -243,8 +242,7 @@ def tell_all_blocks(s: State) -> None:
 
 @compiled
 def align(s: State, slot: int, computed: int, tokens: int) -> int:
-    """Return the length of a row, shortened so that its chunk ends at a block of states if
-    possible."""
+    """Return the length of a row, shortened to end its chunk at a block of states if possible."""
     known = s.requests[slot, c.NUM_KNOWN]
     if computed >= max(s.requests[slot, c.NUM_PROMPT], known - 1):
         return int(tokens)
@@ -354,7 +352,7 @@ def count_free(s: State) -> int:
 def adopt(s: State, slot: int, hit: int, start: int) -> None:
     """Hold the hits that are read behind the first `start` tokens, of all groups, before any group
     takes a new block: the head of the free queue could be a hit (upstream #33775)."""
-    seat, row = s.requests[slot, c.SEAT], s.scalars[c.NUM_ROWS]
+    batch_row, row = s.requests[slot, c.BATCH_ROW], s.scalars[c.NUM_ROWS]
     s.lines[row, c.ROW_LOOKS] = 1
     for group in range(s.scalars[c.NUM_GROUPS]):
         hits, first = hit // s.groups[group, c.SIZE], find_first_read(s, group, start)
@@ -364,7 +362,7 @@ def adopt(s: State, slot: int, hit: int, start: int) -> None:
             if index >= first:
                 block = _find(s, group, index)
                 b.touch(s, block)
-            s.block_tables[group, seat, index] = block
+            s.block_tables[group, batch_row, index] = block
         s.holdings[slot, group, c.HELD], s.holdings[slot, group, c.PUBLISHED] = held, hits
         s.holdings[slot, group, c.LEFT] = first
         at = c.ROW_BLOCKS + c.ROW_NUMBERS * group
@@ -376,18 +374,18 @@ def fits_behind(s: State, slot: int, tokens: int) -> bool:
     """Whether there are blocks for `tokens` tokens of a session or branch behind its computed ones,
     and for all of its known ones if its config asks for that (P7, P11, P15)."""
     computed, known = s.requests[slot, c.NUM_COMPUTED], s.requests[slot, c.NUM_KNOWN]
-    seat, free = s.requests[slot, c.SEAT], count_free(s)
+    batch_row, free = s.requests[slot, c.BATCH_ROW], count_free(s)
     needed, whole, end = count_copies(s, slot), 0, computed + tokens
     has_fence = b.is_fenced(s, slot)
     for group in range(s.scalars[c.NUM_GROUPS]):
         held, first = s.holdings[slot, group, c.HELD], find_first_read(s, group, computed)
         for index in range(s.holdings[slot, group, c.LEFT], 0 if has_fence else first):
-            free += s.blocks[s.block_tables[group, seat, index], c.REF_COUNT] == 1
+            free += s.blocks[s.block_tables[group, batch_row, index], c.REF_COUNT] == 1
         slots, has_spare = count_own(s, slot, group, end), s.holdings[slot, group, c.HAS_SPARE]
         needed += count_missing(s, group, held, has_spare, end, slots, 0)
         own = 0
         for index in range(first, held):
-            own += s.blocks[s.block_tables[group, seat, index], c.REF_COUNT] == 1
+            own += s.blocks[s.block_tables[group, batch_row, index], c.REF_COUNT] == 1
         if s.groups[group, c.KIND] == c.IS_CROSS:
             continue  # all its blocks are held already
         most = count_blocks(s, group, min(known, s.groups[group, c.MOST_SLOTS]))
@@ -416,7 +414,7 @@ def count_common(s: State, group: int) -> int:
     if running == 0 or s.groups[group, c.KIND] != c.IS_FULL or s.scalars[c.HAS_CACHE] == 0:
         return 0
     slot = s.lines[0, c.RUNNING]
-    held, seat = s.holdings[slot, group, c.HELD], s.requests[slot, c.SEAT]
+    held, batch_row = s.holdings[slot, group, c.HELD], s.requests[slot, c.BATCH_ROW]
     if running == 1:
         return int(held)
     if s.scalars[c.NUM_SESSIONS] + s.scalars[c.NUM_HOLDERS] > 0 or (
@@ -428,7 +426,7 @@ def count_common(s: State, group: int) -> int:
     if not known or s.groups[group, c.COMMON_MOVES] != moves:
         found = 0
         while found < held:
-            if s.blocks[s.block_tables[group, seat, found], c.REF_COUNT] != running:
+            if s.blocks[s.block_tables[group, batch_row, found], c.REF_COUNT] != running:
                 break
             found += 1
         s.groups[group, c.COMMON] = found
@@ -446,7 +444,7 @@ def _compare_tables(s: State, group: int) -> int:
             break
         slot, found = s.lines[position, c.RUNNING], 0
         common = min(common, s.holdings[slot, group, c.HELD])
-        one, other = s.requests[first, c.SEAT], s.requests[slot, c.SEAT]
+        one, other = s.requests[first, c.BATCH_ROW], s.requests[slot, c.BATCH_ROW]
         while found < common:
             if s.block_tables[group, one, found] != s.block_tables[group, other, found]:
                 break

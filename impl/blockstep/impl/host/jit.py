@@ -183,16 +183,16 @@ def compile_entries() -> None:
     shown = start = time.monotonic()
     is_new = sum(1 for _ in _find_cache().rglob("*.nbi")) < len(_ENTRIES)
     if is_new:
-        _tell("compiling the engine for this machine, once: about a minute of processor time")
+        _print("compiling the engine for this machine, once: about a minute of processor time")
     for number, function in enumerate(_ENTRIES):
         with _COMPILING:
             function.compile()
         if is_new and time.monotonic() - shown > SECONDS_BETWEEN_LINES:
             shown = time.monotonic()
-            _tell(f"{number + 1} of {len(_ENTRIES)} functions compiled, {shown - start:.0f} s")
+            _print(f"{number + 1} of {len(_ENTRIES)} functions compiled, {shown - start:.0f} s")
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     if sys.stderr is not None:
         sys.stderr.write(f"blockstep: {text}\n")
         sys.stderr.flush()

@@ -69,7 +69,7 @@ class Transfers:
 
     # A plan
 
-    def tell(self, plan: ArrayPlan) -> None:
+    def add_to(self, plan: ArrayPlan) -> None:
         """Add the loads of a step to its plan, and what of its preempted requests is saved."""
         s = self.requests.state
         if s.scalars[c.NUM_SAVES]:
@@ -88,9 +88,9 @@ class Transfers:
         name = self.requests.requests[slot].request_id
         return v.KVLoad(name, tables, num_hit, num_external, bool(is_async))
 
-    def _make_save(self, slot: int, seat: int, num_tokens: int) -> v.KVSave:
+    def _make_save(self, slot: int, batch_row: int, num_tokens: int) -> v.KVSave:
         pairs = zip(self.requests.state.block_tables, self.config.block_sizes, strict=True)
-        tables = [tuple(table[seat, : num_tokens // size].tolist()) for table, size in pairs]
+        tables = [tuple(table[batch_row, : num_tokens // size].tolist()) for table, size in pairs]
         return v.KVSave(self.requests.requests[slot].request_id, tuple(tables), num_tokens)
 
     def begin_anew(self, slot: int) -> tuple[Int64s, int]:
@@ -110,7 +110,7 @@ class Transfers:
         if num_deferred == s.scalars[c.NUM_DEFERRED]:
             for group, table in enumerate(s.block_tables):
                 left, held = s.holdings[slot, group, [c.LEFT, c.HELD]].tolist()
-                touch_list(s, np.ascontiguousarray(table[s.requests[slot, c.SEAT], left:held]))
+                touch_list(s, np.ascontiguousarray(table[s.requests[slot, c.BATCH_ROW], left:held]))
         s.scalars[c.NUM_DEFERRED] = num_deferred
         s.requests[slot, c.STATUS] = c.HAS_LOADED
         s.scalars[c.NUM_RECEIVED] += 1
@@ -126,8 +126,7 @@ class Transfers:
     # The end of a request
 
     def hold(self, slot: int) -> bool:
-        """Return whether a transfer still uses the blocks of a request that ends, and so holds
-        them."""
+        """Return whether a transfer still uses, and so holds, the blocks of a request that ends."""
         s, name = self.requests.state, self.requests.requests[slot].request_id
         offer = self.offers.pop(name, None)
         is_recving = bool(s.requests[slot, c.STATUS] == c.IS_LOADING)

@@ -57,8 +57,8 @@ def append_token(s: State, slot: int, token: int) -> None:
     s.requests[slot, c.LAST_NODE] = node
     if before != c.NONE:
         s.nodes[before, c.NUM_USES] -= 1  # now used through the new node
-    if s.requests[slot, c.SEAT] != c.NONE:
-        s.node_tables[s.requests[slot, c.SEAT], index] = node
+    if s.requests[slot, c.BATCH_ROW] != c.NONE:
+        s.node_tables[s.requests[slot, c.BATCH_ROW], index] = node
 
 
 @entry("state", "int", makes_arrays=True)
@@ -79,21 +79,21 @@ def get_tokens(s: State, slot: int) -> Int32s:
 
 
 @compiled
-def take_seat(s: State, slot: int) -> None:
+def take_batch_row(s: State, slot: int) -> None:
     """Give a request a batch row, unless it has one."""
-    if s.requests[slot, c.SEAT] != c.NONE:
+    if s.requests[slot, c.BATCH_ROW] != c.NONE:
         return
-    found = s.scalars[c.FREE_SEAT]
-    s.scalars[c.FREE_SEAT] = s.lines[found, c.NEXT_SEAT]
-    s.requests[slot, c.SEAT] = found
+    found = s.scalars[c.FREE_BATCH_ROW]
+    s.scalars[c.FREE_BATCH_ROW] = s.lines[found, c.NEXT_BATCH_ROW]
+    s.requests[slot, c.BATCH_ROW] = found
     full = s.requests[slot, c.NUM_FULL]
     b.list_nodes(s, s.requests[slot, c.LAST_NODE], full, s.node_tables[found])
 
 
 @compiled
-def seat(s: State, slot: int) -> None:
-    """Append a request to the running list, with a batch row (`seat`), unless it has one."""
-    take_seat(s, slot)
+def start_running(s: State, slot: int) -> None:
+    """Append a request to the running list, with a batch row, unless it has one."""
+    take_batch_row(s, slot)
     s.lines[s.scalars[c.NUM_RUNNING], c.RUNNING] = slot
     s.scalars[c.NUM_RUNNING] += 1
     s.requests[slot, c.STATUS] = c.IS_RUNNING
@@ -111,13 +111,13 @@ def _count_adapter(s: State, slot: int, change: int) -> None:
 
 
 @compiled
-def _unseat(s: State, slot: int) -> None:
+def _leave_batch(s: State, slot: int) -> None:
     """Free the blocks and the batch row of a request."""
     b.free_blocks(s, slot)
-    found = s.requests[slot, c.SEAT]
-    s.lines[found, c.NEXT_SEAT] = s.scalars[c.FREE_SEAT]
-    s.scalars[c.FREE_SEAT] = found
-    s.requests[slot, c.SEAT], s.requests[slot, c.MAY_SHARE] = c.NONE, 0
+    found = s.requests[slot, c.BATCH_ROW]
+    s.lines[found, c.NEXT_BATCH_ROW] = s.scalars[c.FREE_BATCH_ROW]
+    s.scalars[c.FREE_BATCH_ROW] = found
+    s.requests[slot, c.BATCH_ROW], s.requests[slot, c.MAY_SHARE] = c.NONE, 0
 
 
 @compiled
@@ -153,12 +153,12 @@ def preempt(s: State, slot: int) -> None:
     is delivered (P13). Blocks that were published for work of this step, which now does not run,
     are removed from the prefix cache (P4; upstream #43569).
     """
-    found = s.requests[slot, c.SEAT]
+    found = s.requests[slot, c.BATCH_ROW]
     for group in range(s.scalars[c.NUM_GROUPS]):
         first = s.requests[slot, c.NUM_COMPUTED] // s.groups[group, c.SIZE]
         for index in range(first, s.holdings[slot, group, c.HELD]):
             b.withdraw(s, s.block_tables[group, found, index])
-    _unseat(s, slot)
+    _leave_batch(s, slot)
     s.requests[slot, c.NUM_COMPUTED] = s.requests[slot, c.NUM_DRAFTS] = 0
     s.requests[slot, c.NEXT_ITEM] = s.requests[slot, c.FIRST_ITEM]
     s.requests[slot, c.UNSETTLED] = 0
@@ -184,8 +184,8 @@ def end_row(s: State, slot: int) -> None:
         _count_adapter(s, slot, -1)
     else:
         leave_queue(s, slot)
-    if s.requests[slot, c.SEAT] != c.NONE:
-        _unseat(s, slot)
+    if s.requests[slot, c.BATCH_ROW] != c.NONE:
+        _leave_batch(s, slot)
     s.scalars[c.NUM_RECEIVED] -= int(s.requests[slot, c.STATUS] == c.HAS_LOADED)
     b.release_node(s, s.requests[slot, c.LAST_NODE])
     _count_extras(s, slot, -1)
@@ -254,7 +254,7 @@ def _can_go_back(s: State, slot: int, computed: int, has_run_ahead: bool) -> boo
 @entry("state", "int")
 def take_back(s: State, slot: int) -> None:
     """Take the blocks from a request that does not run; it computes its tokens again later."""
-    _unseat(s, slot)
+    _leave_batch(s, slot)
     s.requests[slot, c.NUM_COMPUTED] = 0
     s.requests[slot, c.NEXT_ITEM] = s.requests[slot, c.FIRST_ITEM]
     if s.requests[slot, c.STATUS] == c.HAS_LOADED:
@@ -316,10 +316,10 @@ def store_input(s: State, slot: int, tokens: Int32s, extras: Int32s) -> None:
     _count_extras(s, slot, -1)
     store_prompt(s, slot, tokens, extras)
     b.release_node(s, before)
-    seated = s.requests[slot, c.SEAT]
-    if seated != c.NONE:
+    batch_row = s.requests[slot, c.BATCH_ROW]
+    if batch_row != c.NONE:
         full = s.requests[slot, c.NUM_FULL]
-        b.list_nodes(s, s.requests[slot, c.LAST_NODE], full, s.node_tables[seated])
+        b.list_nodes(s, s.requests[slot, c.LAST_NODE], full, s.node_tables[batch_row])
 
 
 # Branches: they hold the blocks of their parent
@@ -341,8 +341,8 @@ def branch(s: State, parent: int, child: int, common: int) -> None:
     )
     if tokens == 0:
         return
-    take_seat(s, child)
-    own, other = s.requests[child, c.SEAT], s.requests[parent, c.SEAT]
+    take_batch_row(s, child)
+    own, other = s.requests[child, c.BATCH_ROW], s.requests[parent, c.BATCH_ROW]
     for group in range(s.scalars[c.NUM_GROUPS]):
         held = min(count_blocks(s, group, tokens), s.holdings[parent, group, c.HELD])
         left = min(s.holdings[parent, group, c.LEFT], held)

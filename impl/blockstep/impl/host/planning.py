@@ -122,7 +122,7 @@ def _look(s: State, slot: int, tokens: int, position: int) -> int:
         num_copies = s.scalars[c.NUM_COPIES]
         g.take_needed(s, slot, computed + tokens, slots, 0)
         if s.scalars[c.NUM_COPIES] > num_copies:
-            g.tell_all_blocks(s)
+            g.list_all_blocks(s)
     if s.scalars[c.HAS_FORKS] != 0:
         s.requests[slot, c.MAY_SHARE] = 0
     publish(s, slot, computed, min(computed + tokens, known))
@@ -218,7 +218,7 @@ def _save(s: State, victim: int) -> None:
     tokens, at = settled // s.scalars[c.UNIT] * s.scalars[c.UNIT], s.scalars[c.NUM_SAVES]
     if tokens < s.scalars[c.SWAP_MIN] or s.requests[victim, c.UNSETTLED] != 0:
         return
-    s.loads[at, 0], s.loads[at, 1], s.loads[at, 2] = victim, s.requests[victim, c.SEAT], tokens
+    s.loads[at, 0], s.loads[at, 1], s.loads[at, 2] = victim, s.requests[victim, c.BATCH_ROW], tokens
     s.scalars[c.NUM_SAVES] = at + 1
 
 
@@ -383,13 +383,13 @@ def try_admit(s: State, slot: int, given: int) -> int:
     if has_loaded:
         lives.unpark(s, slot)
     s.requests[slot, c.WAS_PREEMPTED] = s.requests[slot, c.STATUS] == c.IS_PREEMPTED
-    lives.seat(s, slot)
+    lives.start_running(s, slot)
     if has_blocks:
         if has_loaded:
             publish(s, slot, start, min(start, known))
         g.leave_blocks(s, slot)
         g.mark_known(s, slot)
-        g.tell_all_blocks(s)  # the worker has forgotten it
+        g.list_all_blocks(s)  # the worker has forgotten it
     else:
         g.adopt(s, slot, hit, start)
         _count_hits(s, slot, hit, start, asks)
@@ -428,7 +428,7 @@ def _try_park(s: State, slot: int, hit: int, start: int, asks: bool) -> int:
     the blocks to load into. The request stays in its queue."""
     if not g.fits(s, slot, hit, start, 0):
         return REFUSED
-    lives.take_seat(s, slot)
+    lives.take_batch_row(s, slot)
     g.adopt(s, slot, hit, start)
     g.take_needed(s, slot, start, start, start)
     _count_hits(s, slot, hit, start, asks)
@@ -464,7 +464,7 @@ def _count_hits(s: State, slot: int, hit: int, start: int, asks: bool) -> None:
 # The plan
 
 PlanArrays: TypeAlias = tuple[Int64s, Int32s, Int32s, int, int, int, int, int, int, int]
-"""Slots and births [2, rows]; data of the rows [TOLD_COLUMNS, rows]; in one array the rows of new
+"""Slots and births [2, rows]; data of the rows [PLAN_COLUMNS, rows]; in one array the rows of new
 blocks, their ids, their groups if there are several, blocks to be zeroed, and ids of drafts; the
 number of new blocks, of those to be zeroed, of rows that sample, of rows that were running before,
 of those that the previous plan lacked, and of preempted requests (both are listed in `scratch`,
@@ -555,18 +555,19 @@ def issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanAr
             if s.scalars[c.HAS_STATES] != 0 and s.groups[group, c.KIND] < c.IS_STATE:
                 num_zeroed += s.lines[row, at + 1] - s.lines[row, at + 2]
         num_drafts += s.lines[row, c.ROW_DRAFTS]
-    who, told = np.empty((2, rows), np.int64), np.empty((c.TOLD_COLUMNS, rows), np.int32)
+    owners, planned = np.empty((2, rows), np.int64), np.empty((c.PLAN_COLUMNS, rows), np.int32)
     sections = 2 if groups == 1 else 3
     ids = np.empty(sections * num_blocks + num_zeroed + num_drafts, np.int32)
     if num_zeroed > 0:
         _list_zeroed(s, ids, sections * num_blocks)
     num_samples, num_missed = _fill_plan(
-        s, frame_id, previous_id, num_running, who, told, ids, num_blocks, len(ids) - num_drafts
-    )
+        s, frame_id, previous_id, num_running, owners, planned, ids, num_blocks,
+        len(ids) - num_drafts,
+    )  # fmt: skip
     if s.scalars[c.NUM_PLACEHOLDERS] > 0:
         _drop_unused_placeholders(s, frame_id)
     return (
-        who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
+        owners, planned, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
         int(s.scalars[c.NUM_PREEMPTED]), g.count_common(s, 0),
     )  # fmt: skip
 
@@ -582,9 +583,9 @@ def _list_zeroed(s: State, ids: Int32s, at: int) -> None:
             if s.lines[row, c.ROW_LOOKS] == 0:
                 continue
             slot = s.lines[row, c.ROW_SLOT]
-            seated, last = s.requests[slot, c.SEAT], c.ROW_BLOCKS + c.ROW_NUMBERS * group + 1
+            found, last = s.requests[slot, c.BATCH_ROW], c.ROW_BLOCKS + c.ROW_NUMBERS * group + 1
             for index in range(s.lines[row, last + 1], s.lines[row, last]):
-                ids[at] = s.block_tables[group, seated, index]
+                ids[at] = s.block_tables[group, found, index]
                 at += 1
 
 
@@ -594,8 +595,8 @@ def _fill_plan(
     frame_id: int,
     previous_id: int,
     num_running: int,
-    who: Int64s,
-    told: Int32s,
+    owners: Int64s,
+    planned: Int32s,
     ids: Int32s,
     num_blocks: int,
     at_draft: int,
@@ -605,37 +606,38 @@ def _fill_plan(
     at_block, num_samples, at_missed, row = 0, 0, s.scalars[c.NUM_PREEMPTED], -1
     while row + 1 < rows:
         first = row + 1
-        row, more = _fill_plain_rows(s, frame_id, previous_id, num_running, who, told, first)
+        row, more = _fill_plain_rows(s, frame_id, previous_id, num_running, owners, planned, first)
         num_samples += more
         if row == rows:
             break
         slot, drafts = s.lines[row, c.ROW_SLOT], s.lines[row, c.ROW_DRAFTS]
-        seated = s.requests[slot, c.SEAT]
-        who[0, row], who[1, row] = slot, s.requests[slot, c.BIRTH]
+        found = s.requests[slot, c.BATCH_ROW]
+        owners[0, row], owners[1, row] = slot, s.requests[slot, c.BIRTH]
         for group in range(groups if s.lines[row, c.ROW_LOOKS] != 0 else 0):
             first = c.ROW_BLOCKS + c.ROW_NUMBERS * group
             for index in range(s.lines[row, first], s.lines[row, first + 1]):
                 ids[at_block] = row
-                ids[num_blocks + at_block] = s.block_tables[group, seated, index]
+                ids[num_blocks + at_block] = s.block_tables[group, found, index]
                 if groups > 1:
                     ids[2 * num_blocks + at_block] = group
                 at_block += 1
         is_known = s.scalars[c.IS_ASYNC] == 0
         for index in range(drafts):
-            ids[at_draft] = s.drafts[seated, index] if is_known else DRAFT_PLACEHOLDER
+            ids[at_draft] = s.drafts[found, index] if is_known else DRAFT_PLACEHOLDER
             at_draft += 1
         if row < num_running and s.requests[slot, c.LAST_FRAME] != previous_id:
             s.scratch[at_missed] = row
             at_missed += 1
-        num_samples += _advance(s, slot, row, told)
+        num_samples += _advance(s, slot, row, planned)
         s.requests[slot, c.LAST_FRAME] = frame_id
     return num_samples, at_missed - s.scalars[c.NUM_PREEMPTED]
 
 
 @compiled
 def _fill_plain_rows(
-    s: State, frame_id: int, previous_id: int, num_running: int, who: Int64s, told: Int32s, row: int
-) -> tuple[int, int]:
+    s: State, frame_id: int, previous_id: int, num_running: int, owners: Int64s, planned: Int32s,
+    row: int,
+) -> tuple[int, int]:  # fmt: skip
     """Write rows without new blocks and drafts of requests that the worker knows, from `row` on;
     return the first other row, and the number of those that sample."""
     num_samples = 0
@@ -644,23 +646,23 @@ def _fill_plain_rows(
         has_more = s.lines[row, c.ROW_LOOKS] + s.lines[row, c.ROW_DRAFTS] != 0
         if has_more or s.requests[slot, c.LAST_FRAME] != previous_id:
             break
-        who[0, row], who[1, row] = slot, s.requests[slot, c.BIRTH]
-        num_samples += _advance(s, slot, row, told)
+        owners[0, row], owners[1, row] = slot, s.requests[slot, c.BIRTH]
+        num_samples += _advance(s, slot, row, planned)
         s.requests[slot, c.LAST_FRAME] = frame_id
         row += 1
     return row, num_samples
 
 
 @compiled
-def _advance(s: State, slot: int, row: int, told: Int32s) -> int:
+def _advance(s: State, slot: int, row: int, planned: Int32s) -> int:
     """Write a row's data, and advance its request; return whether the row samples."""
     computed, tokens = s.requests[slot, c.NUM_COMPUTED], s.lines[row, c.ROW_TOKENS]
     known = s.requests[slot, c.NUM_KNOWN] + s.requests[slot, c.NUM_PROMISED]
     drafts = s.lines[row, c.ROW_DRAFTS]
     samples = int(computed + tokens >= known)
-    told[c.TOLD_COMPUTED, row], told[c.TOLD_SCHEDULED, row] = computed, tokens
-    told[c.TOLD_OUTPUTS, row] = known - s.requests[slot, c.NUM_PROMPT]
-    told[c.TOLD_SAMPLES, row], told[c.TOLD_DRAFTS, row] = samples, drafts
+    planned[c.PLAN_COMPUTED, row], planned[c.PLAN_SCHEDULED, row] = computed, tokens
+    planned[c.PLAN_OUTPUTS, row] = known - s.requests[slot, c.NUM_PROMPT]
+    planned[c.PLAN_SAMPLES, row], planned[c.PLAN_DRAFTS, row] = samples, drafts
     s.requests[slot, c.NUM_COMPUTED] = computed + tokens
     s.requests[slot, c.IS_PREFILL] = 1 - samples
     if samples:
@@ -720,5 +722,5 @@ def plan_step(
         s.scalars[c.STOP_SLOT], part = admit_rows(s, oldest_id), ISSUE
     if part == ISSUE and s.scalars[c.STOPPED] == c.GOES_ON:
         return issue(s, frame_id, previous_id, at)
-    who, told = np.empty((2, 0), np.int64), np.empty((c.TOLD_COLUMNS, 0), np.int32)
-    return who, told, np.empty(0, np.int32), 0, 0, 0, at, 0, 0, 0
+    owners, planned = np.empty((2, 0), np.int64), np.empty((c.PLAN_COLUMNS, 0), np.int32)
+    return owners, planned, np.empty(0, np.int32), 0, 0, 0, at, 0, 0, 0

@@ -37,8 +37,7 @@ class Plans:
         self.steps = Steps(*parts) if any(part is not None for part in parts) else None
         """None if machine code plans without managers."""
         self._num_sections = 2 if len(self.config.kv_groups) == 1 else 3
-        """Numbers for each new block of a plan: its row, its id, and its group if there are
-        several."""
+        """Numbers for each new block of a plan: its row, its id and, if of several, its group."""
 
     def make(
         self,
@@ -55,27 +54,27 @@ class Plans:
         `plan_step`.
         """
         (
-            who, told, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
+            owners, planned, ids, num_blocks, num_zeroed, num_samples, num_running, num_missed,
             num_preempted, num_common,
         ) = (plan_step if self.steps is None else self.steps.plan_step)(
             self.requests.state, BEGIN, 0, c.NONE, frame_id, previous_id, oldest_id, budget, admits
         )  # fmt: skip
-        for kept in (who, told, ids):  # the frame keeps them, and machine code trusts them
+        for kept in (owners, planned, ids):  # the frame keeps them, and machine code trusts them
             kept.setflags(write=False)
-        slots, num_rows = who[0], who.shape[1]
+        slots, num_rows = owners[0], owners.shape[1]
         blocks_end = num_blocks * self._num_sections
         names = SlotNames(self.requests.lend_names(), slots)
         plan = ArrayPlan(
             frame_id,
             slots,
             names,
-            told[c.TOLD_COMPUTED],
-            told[c.TOLD_SCHEDULED],
-            told[c.TOLD_OUTPUTS],
-            None if num_samples == num_rows else told[c.TOLD_SAMPLES] != 0,
+            planned[c.PLAN_COMPUTED],
+            planned[c.PLAN_SCHEDULED],
+            planned[c.PLAN_OUTPUTS],
+            None if num_samples == num_rows else planned[c.PLAN_SAMPLES] != 0,
             ids[:num_blocks],
             ids[num_blocks : 2 * num_blocks],
-            RowDrafts(told[c.TOLD_DRAFTS], ids) if len(ids) > blocks_end + num_zeroed else {},
+            RowDrafts(planned[c.PLAN_DRAFTS], ids) if len(ids) > blocks_end + num_zeroed else {},
             {},
             {},
             [],
@@ -84,25 +83,25 @@ class Plans:
             (num_common,),
         )
         if self._num_sections > 2:
-            self._tell_groups(plan, ids[2 * num_blocks : blocks_end], num_common)
+            self._add_groups(plan, ids[2 * num_blocks : blocks_end], num_common)
         if num_zeroed:
             zeroed = ids[blocks_end : blocks_end + num_zeroed]
             plan.new_block_ids_to_zero = tuple(zeroed.tolist())
         if self.masks.matchers:
-            masked, behind = self.masks.look_at(slots, told)
+            masked, behind = self.masks.look_at(slots, planned)
             plan.has_structured_output_requests = masked
             plan.pending_structured_output_tokens = behind
         if self.encodings is not None:
-            self.encodings.tell(plan)
+            self.encodings.add_to(plan)
         if num_preempted or num_missed or num_running < num_rows:
-            self._tell_changes(plan, num_running, num_missed, num_preempted)
+            self._add_changes(plan, num_running, num_missed, num_preempted)
         if self.forks is not None:
-            self.forks.tell(plan, num_running)
+            self.forks.add_to(plan, num_running)
         if self.transfers is not None:
-            self.transfers.tell(plan)
-        return plan, Frame(who, names, told, ids)
+            self.transfers.add_to(plan)
+        return plan, Frame(owners, names, planned, ids)
 
-    def _tell_groups(self, plan: ArrayPlan, block_groups: Int32s, num_common: int) -> None:
+    def _add_groups(self, plan: ArrayPlan, block_groups: Int32s, num_common: int) -> None:
         """Add to a plan of several groups the group of each new block, and the common prefixes."""
         s = self.requests.state
         kinds = enumerate(self.config.kv_groups)
@@ -114,11 +113,10 @@ class Plans:
         plan.block_groups = block_groups
         plan.num_common_prefix_blocks = (num_common, *others)
 
-    def _tell_changes(
+    def _add_changes(
         self, plan: ArrayPlan, num_running: int, num_missed: int, num_preempted: int
     ) -> None:
-        """Add new, resumed and preempted requests to a plan, and tokens that the worker may
-        lack."""
+        """Add new, resumed and preempted requests to a plan, and tokens the worker may lack."""
         scratch = self.requests.state.scratch
         if num_preempted:
             names = self.requests.names[scratch[:num_preempted]].tolist()

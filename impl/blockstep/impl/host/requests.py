@@ -80,7 +80,7 @@ class Requests:
         self.names[slot] = request.request_id
         self.state.scalars[c.NUM_BORN] += 1
         self.state.scalars[c.NUM_SESSIONS] += request.resumable
-        self._reserve_seats()
+        self._reserve_batch_rows()
         tokens = np.array(request.prompt_token_ids, np.int32)
         self.reserve_nodes(len(tokens), 1 + len(self.state.nodes) // 8)  # called outside of a step
         extras = self._number_extras(request, len(tokens) // self.config.block_size)
@@ -146,7 +146,7 @@ class Requests:
     def list_tables(self, slot: int, column: int) -> BlockTables:
         """Return the block tables of a request, up to the number in a column of its holdings."""
         s, lengths = self.state, self.state.holdings[slot, :, column].tolist()
-        tables = s.block_tables[:, s.requests[slot, c.SEAT], : max(lengths)].tolist()
+        tables = s.block_tables[:, s.requests[slot, c.BATCH_ROW], : max(lengths)].tolist()
         return tuple([tuple(table[:length]) for table, length in zip(tables, lengths, strict=True)])
 
     def lend_names(self) -> NDArray[np.object_]:
@@ -178,7 +178,7 @@ class Requests:
             self.names = np.concatenate((self.names, np.full(slot, None, object)))
         return slot
 
-    def _reserve_seats(self) -> None:
+    def _reserve_batch_rows(self) -> None:
         """Make room for all requests that may hold blocks.
 
         Each but a branch has taken at least one block, so there are no more of them than blocks.
@@ -189,7 +189,7 @@ class Requests:
                 most = min(most, self.config.max_num_seqs + int(self.state.scalars[c.NUM_SESSIONS]))
             most = min(most, self.config.num_usable_blocks)
         while len(self.state.lines) < most:
-            self.state = c.grow_seats(self.state, 2 * len(self.state.lines))
+            self.state = c.grow_batch(self.state, 2 * len(self.state.lines))
 
     def _reserve_table(self, slot: int) -> None:
         """Make room for all blocks that a request may hold."""
@@ -224,7 +224,7 @@ class Requests:
         row[c.PRIORITY], row[c.ARRIVAL] = request.priority, request.arrival_time
         row[c.BIRTH], row[c.IS_SESSION] = self.state.scalars[c.NUM_BORN], request.resumable
         row[c.STATUS] = c.AWAITS_GRAMMAR if request.structured_output else c.IS_WAITING
-        for column in (c.NUM_CACHED_TOKENS, c.LAST_FRAME, c.LAST_SAMPLE, c.SEAT):
+        for column in (c.NUM_CACHED_TOKENS, c.LAST_FRAME, c.LAST_SAMPLE, c.BATCH_ROW):
             row[column] = c.NONE
         return row
 

@@ -19,7 +19,7 @@ FITS, NEGATIVE_TOKEN, WRONG_NUMBER, WRONG_COUNTS, WRONG_ROW, NO_SUCH_DRAFTS = ra
 BY_EOS, BY_STOP_TOKEN, BY_LENGTH, BY_REPETITION = range(1, 5)
 
 
-Told: TypeAlias = tuple[int, int, Int32s, Int32s, int, int, int, int]
+CommitResult: TypeAlias = tuple[int, int, Int32s, Int32s, int, int, int, int]
 """Error code; what is wrong, or where; [4, rows]: row, tokens, cached tokens and verdict of each
 row that delivers; the tokens; the number of rows that deliver, of tokens, and of rows that finish
 (the latter are listed in `scratch`); the request that Python ends before `take_rows` continues, or
@@ -29,34 +29,34 @@ NONE."""
 @entry(*("state", "int64 2", "int32 2", "int32 1", "int32 1", "int32 1", "bool"), makes_arrays=True)
 def commit_step(
     s: State,
-    who: Int64s,
+    owners: Int64s,
     planned: Int32s,
     ids: Int32s,
     tokens: Int32s,
     counts: Int32s,
     has_counts: bool,
-) -> Told:
+) -> CommitResult:
     """Commit a frame; if the model output does not fit, nothing changes.
 
     Args:
-        who: [2, rows] slots and births of the frame.
-        planned: [TOLD_COLUMNS, rows] data of the plan's rows.
+        owners: [2, rows] slots and births of the frame.
+        planned: [PLAN_COLUMNS, rows] data of the plan's rows.
         ids: draft token ids, row after row, at the end of the array.
         tokens: sampled tokens, row after row.
         counts: [rows], if `has_counts`: tokens of each row. Otherwise one for each that samples.
         has_counts: whether `counts` is used.
     """
     code, detail = check_answer(s, planned, ids, tokens, counts, has_counts)
-    told = np.empty((4, planned.shape[1] if code == FITS else 0), np.int32)
+    results = np.empty((4, planned.shape[1] if code == FITS else 0), np.int32)
     kept = np.empty(len(tokens) if code == FITS else 0, np.int32)
     if code != FITS:
-        return code, detail, told, kept, 0, 0, 0, c.NONE
+        return code, detail, results, kept, 0, 0, 0, c.NONE
     for column in range(c.AT_ROW, c.NUM_ENDED + 1):
         s.scalars[column] = 0
-    ending = take_rows(s, who, planned, tokens, counts, has_counts, told, kept)
+    ending = take_rows(s, owners, planned, tokens, counts, has_counts, results, kept)
     return (
-        code, detail, told, kept, int(s.scalars[c.NUM_DELIVERING]), int(s.scalars[c.NUM_DELIVERED]),
-        int(s.scalars[c.NUM_ENDED]), ending,
+        code, detail, results, kept, int(s.scalars[c.NUM_DELIVERING]),
+        int(s.scalars[c.NUM_DELIVERED]), int(s.scalars[c.NUM_ENDED]), ending,
     )  # fmt: skip
 
 
@@ -70,8 +70,8 @@ def check_answer(
         if token < 0:
             return NEGATIVE_TOKEN, 0
     for row in range(planned.shape[1]):
-        due += int(planned[c.TOLD_SAMPLES, row])
-        drafts += int(planned[c.TOLD_DRAFTS, row])
+        due += int(planned[c.PLAN_SAMPLES, row])
+        drafts += int(planned[c.PLAN_DRAFTS, row])
     if has_counts:
         return _check_counts(s, planned, ids, tokens, counts, len(ids) - drafts)
     return (FITS if len(tokens) == due else WRONG_NUMBER), due
@@ -87,8 +87,8 @@ def _check_counts(
     if len(counts) != planned.shape[1] or total != len(tokens):
         return WRONG_COUNTS, 0
     for row in range(len(counts)):
-        count, drafts = int(counts[row]), int(planned[c.TOLD_DRAFTS, row])
-        least = int(planned[c.TOLD_SAMPLES, row])
+        count, drafts = int(counts[row]), int(planned[c.PLAN_DRAFTS, row])
+        least = int(planned[c.PLAN_SAMPLES, row])
         if count < least or count > (1 + drafts) * least:
             return WRONG_ROW, row
         if s.scalars[c.IS_ASYNC] == 0:  # otherwise drafts are placeholders
@@ -103,12 +103,12 @@ def _check_counts(
 @entry(*("state", "int64 2", "int32 2", "int32 1", "int32 1", "bool", "out int32 2", "out int32 1"))
 def take_rows(
     s: State,
-    who: Int64s,
+    owners: Int64s,
     planned: Int32s,
     tokens: Int32s,
     counts: Int32s,
     has_counts: bool,
-    told: Int32s,
+    results: Int32s,
     kept: Int32s,
 ) -> int:
     """Store, deliver and finish, row after row from `AT_ROW` on; return the request behind whose
@@ -120,24 +120,24 @@ def take_rows(
         row += 1
         if not has_counts:
             plain = _take_plain_rows(
-                s, who, planned, tokens[start:], told[:, num_rows:], kept[num_tokens:], row
+                s, owners, planned, tokens[start:], results[:, num_rows:], kept[num_tokens:], row
             )
             row, start = row + plain, start + plain
             num_rows, num_tokens = num_rows + plain, num_tokens + plain
             if row == planned.shape[1]:
                 break
-        samples, drafts = int(planned[c.TOLD_SAMPLES, row]), int(planned[c.TOLD_DRAFTS, row])
+        samples, drafts = int(planned[c.PLAN_SAMPLES, row]), int(planned[c.PLAN_DRAFTS, row])
         count = int(counts[row]) if has_counts else samples
         first = start
         start += count
-        slot = who[0, row]
-        if s.requests[slot, c.BIRTH] != who[1, row] or samples == 0:
+        slot = owners[0, row]
+        if s.requests[slot, c.BIRTH] != owners[1, row] or samples == 0:
             continue  # aborted meanwhile, or still in prefill
         _roll_back(s, slot, drafts, count)
         delivered, verdict = _accept(s, slot, tokens, first, start)
-        told[0, num_rows], told[1, num_rows] = row, delivered
-        told[2, num_rows] = s.requests[slot, c.NUM_CACHED_TOKENS]
-        told[3, num_rows] = verdict
+        results[0, num_rows], results[1, num_rows] = row, delivered
+        results[2, num_rows] = s.requests[slot, c.NUM_CACHED_TOKENS]
+        results[3, num_rows] = verdict
         num_rows += 1
         for index in range(delivered):
             kept[num_tokens] = tokens[first + index]
@@ -168,20 +168,21 @@ def take_rows(
 
 @compiled
 def _take_plain_rows(
-    s: State, who: Int64s, planned: Int32s, tokens: Int32s, told: Int32s, kept: Int32s, first: int
-) -> int:
+    s: State, owners: Int64s, planned: Int32s, tokens: Int32s, results: Int32s, kept: Int32s,
+    first: int,
+) -> int:  # fmt: skip
     """Store and deliver rows whose token fills no block and ends no request, from `first` on, up to
     the first other row; return their number. It does what the loop around it does, with fewer
     variables, so that they fit into registers."""
     row, at, size, is_async = first, 0, s.scalars[c.BLOCK_SIZE], s.scalars[c.IS_ASYNC]
     while row < planned.shape[1]:
-        slot = who[0, row]
+        slot = owners[0, row]
         known = s.requests[slot, c.NUM_KNOWN]
         within = known - s.requests[slot, c.NUM_FULL] * size
         if (
-            planned[c.TOLD_SAMPLES, row] == 0
-            or planned[c.TOLD_DRAFTS, row] != 0
-            or s.requests[slot, c.BIRTH] != who[1, row]
+            planned[c.PLAN_SAMPLES, row] == 0
+            or planned[c.PLAN_DRAFTS, row] != 0
+            or s.requests[slot, c.BIRTH] != owners[1, row]
             or within + 1 == size
             or known >= s.requests[slot, c.NUM_CERTAIN]
             or tokens[at] == s.requests[slot, c.EOS]
@@ -191,8 +192,8 @@ def _take_plain_rows(
         s.tails[slot, within] = kept[at] = tokens[at]
         s.requests[slot, c.NUM_KNOWN] = known + 1
         s.requests[slot, c.NUM_PROMISED] -= is_async
-        told[0, at], told[1, at] = row, 1
-        told[2, at], told[3, at] = s.requests[slot, c.NUM_CACHED_TOKENS], c.GOES_ON
+        results[0, at], results[1, at] = row, 1
+        results[2, at], results[3, at] = s.requests[slot, c.NUM_CACHED_TOKENS], c.GOES_ON
         row, at = row + 1, at + 1
     return at
 

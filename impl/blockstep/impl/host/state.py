@@ -1,6 +1,6 @@
 """State: all state of the compiled functions, as arrays of integers.
 
-A request has an index, its `slot`; a running one also has a batch row, called `seat` in the code,
+A request has an index, its `slot`; a running one also has a batch row (`BATCH_ROW`)
 in the tables that grow with its length. Contents of full blocks are *nodes* of a tree, each with
 one block's tokens and the node of the content before it; equal contents are one node. So a
 request's tokens are a path of nodes and a tail that fills no block yet, and a prefix hit is a node
@@ -38,8 +38,8 @@ NUM_FREE: Final = 12
 FREE_NODE: Final = 13
 """Unused nodes are a list, linked by `NEXT_NODE`."""
 NUM_FREE_NODES, NUM_NODES_BORN = range(14, 16)
-FREE_SEAT: Final = 16
-"""Unused batch rows are a list, linked by `NEXT_SEAT`."""
+FREE_BATCH_ROW: Final = 16
+"""Unused batch rows are a list, linked by `NEXT_BATCH_ROW`."""
 # the queues: waiting, skipped, and skipped in this step; the first and the last of each,
 QUEUES: Final = 17
 WAITING, SKIPPED, PASSED = range(3)
@@ -147,7 +147,7 @@ NUM_FULL: Final = 10
 """Number of blocks that its known tokens fill."""
 NUM_CERTAIN: Final = 11
 """Known tokens up to which only `EOS` can end it."""
-NUM_CACHED_TOKENS, SEAT, STATUS = range(12, 15)
+NUM_CACHED_TOKENS, BATCH_ROW, STATUS = range(12, 15)
 EOS: Final = 15
 """NONE if it has none; no token equals that."""
 # then those that some steps read.
@@ -289,7 +289,7 @@ HOLDING_COLUMNS: Final = 4
 # Lines: three independent lists, none longer than the number of batch rows.
 RUNNING: Final = 0
 """Slots in running order."""
-NEXT_SEAT: Final = 1
+NEXT_BATCH_ROW: Final = 1
 ROW_SLOT: Final = 2
 """Rows of the step, from this column on."""
 ROW_TOKENS, ROW_DRAFTS = range(3, 5)
@@ -310,7 +310,7 @@ REMOVED, CLEARED = range(2, 4)
 LOG_COLUMNS: Final = 3
 
 # Data of each row of a plan, in int32.
-TOLD_COMPUTED, TOLD_SCHEDULED, TOLD_OUTPUTS, TOLD_SAMPLES, TOLD_DRAFTS, TOLD_COLUMNS = range(6)
+PLAN_COMPUTED, PLAN_SCHEDULED, PLAN_OUTPUTS, PLAN_SAMPLES, PLAN_DRAFTS, PLAN_COLUMNS = range(6)
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -428,10 +428,10 @@ def make_state(config: Config) -> State:
         np.zeros((0, 4), np.int64),
         np.zeros(0, np.int32),
     )
-    seats = min(config.max_num_seqs, config.num_usable_blocks)
-    seats = max(min(seats, TABLE_ENTRIES // (len(groups) * longest)), 1)
+    num_rows = min(config.max_num_seqs, config.num_usable_blocks)
+    num_rows = max(min(num_rows, TABLE_ENTRIES // (len(groups) * longest)), 1)
     num_nodes = 1 << config.num_blocks.bit_length()
-    return grow_nodes(grow_seats(grow_slots(state, _SLOTS), seats), num_nodes)
+    return grow_nodes(grow_batch(grow_slots(state, _SLOTS), num_rows), num_nodes)
 
 
 def count_longest(config: Config, num_tokens: int) -> int:
@@ -483,7 +483,7 @@ def _make_scalars(config: Config, groups: Int64s) -> Int64s:
     scalars[HAS_FORKS], scalars[NUM_KEPT_FREE] = config.enable_forks, config.watermark_blocks
     scalars[IS_LIFO] = config.pool_order is PoolOrder.LIFO
     scalars[NUM_FREE] = config.num_blocks - 1
-    scalars[FREE_NODE] = scalars[FREE_SEAT] = NONE
+    scalars[FREE_NODE] = scalars[FREE_BATCH_ROW] = NONE
     for queue in (WAITING, SKIPPED, PASSED):
         scalars[QUEUES + 2 * queue : QUEUES + 2 * queue + 2] = NONE
     return scalars
@@ -569,15 +569,15 @@ def _fill_lines(num_columns: int) -> int:
     return -(-num_columns * 8 // LINE_BYTES) * LINE_BYTES // 8
 
 
-def grow_seats(state: State, count: int) -> State:
+def grow_batch(state: State, count: int) -> State:
     """Return the state with room for `count` running requests."""
     first = len(state.lines)
     lines, copies = lengthen(state.lines, count), state.copies
     if state.scalars[HAS_FORKS]:
         copies = np.zeros((count * len(state.groups), 3), np.int32)
-    lines[first:-1, NEXT_SEAT] = np.arange(first + 1, count)
-    lines[-1, NEXT_SEAT] = state.scalars[FREE_SEAT]
-    state.scalars[FREE_SEAT] = first
+    lines[first:-1, NEXT_BATCH_ROW] = np.arange(first + 1, count)
+    lines[-1, NEXT_BATCH_ROW] = state.scalars[FREE_BATCH_ROW]
+    state.scalars[FREE_BATCH_ROW] = first
     state = state._replace(drafts=lengthen(state.drafts, count), lines=lines, copies=copies)
     return resize_tables(state, count, state.node_tables.shape[1])
 

@@ -128,11 +128,11 @@ class View:
         is_wide = tables.shape[2] > WIDE
         updates, matchers, shown = self.sessions.updates, self.masks.matchers, self._shown
         for name, slot in sorted(self.requests.slot_of.items()):
-            row, held, seat = rows[slot], holdings[slot], rows[slot, c.SEAT]
-            table = tables[:, seat, : held[:, c.HELD].max()] if is_wide else tables[:, seat]
+            row, held, place = rows[slot], holdings[slot], rows[slot, c.BATCH_ROW]
+            table = tables[:, place, : held[:, c.HELD].max()] if is_wide else tables[:, place]
             known: tuple[object, ...] = row.tobytes(), held.tobytes(), table.tobytes()
             if row[c.NUM_DRAFTS]:
-                known += (s.drafts[seat].tobytes(),)
+                known += (s.drafts[place].tobytes(),)
             if name in updates:
                 known += (len(updates[name]),)
             if name in matchers:
@@ -151,7 +151,7 @@ class View:
         row = s.requests[slot].tolist()
         drafts: v.TokenIds = (v.DRAFT_PLACEHOLDER,) * row[c.NUM_DRAFTS]
         if drafts and not self.doors.config.async_scheduling:
-            drafts = tuple(s.drafts[row[c.SEAT], : row[c.NUM_DRAFTS]].tolist())
+            drafts = tuple(s.drafts[row[c.BATCH_ROW], : row[c.NUM_DRAFTS]].tolist())
         return v.RequestSnapshot(
             request_id=request.request_id,
             status=STATUSES[row[c.STATUS]],

@@ -112,8 +112,8 @@ class Meter:
         match event, seen:
             case StreamingUpdate(request=chunk), Ack() if chunk.request_id in self._lives:
                 self._lives[chunk.request_id].chunks.append(chunk)
-            case ((Commit(transfers=told) | TransfersReported(told)), Outputs()) if (
-                told.invalid_block_ids
+            case ((Commit(transfers=transfers) | TransfersReported(transfers)), Outputs()) if (
+                transfers.invalid_block_ids
             ):
                 for request in after.requests:
                     life = self._lives.get(request.request_id)

@@ -126,7 +126,7 @@ class StepTrace:
         records: list[StepRecord] = []
         if isinstance(seen, Plan):
             hits = self._find_hits(before, seen)
-            records = [self._see(before), *hits, self._tell(seen)]
+            records = [self._see(before), *hits, self._make_decision(seen)]
             self._step += 1
         if len(self._requests) != len(after.requests):
             left = {request.request_id for request in after.requests}
@@ -190,7 +190,7 @@ class StepTrace:
             load_kv_async=load is not None and load.is_async,
         )
 
-    def _tell(self, plan: Plan) -> StepDecision:
+    def _make_decision(self, plan: Plan) -> StepDecision:
         return StepDecision(
             step=self._step,
             scheduled_new_req_ids=[row.request_id for row in plan.new],

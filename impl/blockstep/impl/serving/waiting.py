@@ -12,9 +12,10 @@ from blockstep.impl.host.planning import REFUSED, try_admit
 from blockstep.impl.host.requests import Requests
 from blockstep.impl.host.results import append_outputs
 from blockstep.impl.host.state import (
+    BATCH_ROW,
     BUDGET,
     FIRST_BLOCK,
-    FREE_SEAT,
+    FREE_BATCH_ROW,
     HAS_EVENTS,
     HAS_SPARE,
     HELD,
@@ -25,8 +26,8 @@ from blockstep.impl.host.state import (
     LEFT,
     LINKS,
     MAY_SHARE,
+    NEXT_BATCH_ROW,
     NEXT_ITEM,
-    NEXT_SEAT,
     NONE,
     NUM_COMPUTED,
     NUM_FREE,
@@ -37,9 +38,8 @@ from blockstep.impl.host.state import (
     PUBLISHED,
     REF_COUNT,
     RESERVES_WHOLE,
-    SEAT,
     State,
-    grow_seats,
+    grow_batch,
 )
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
@@ -78,7 +78,7 @@ def explain_waiting(
     for name in _list_in_line(config, state, requests):
         asked = requests[name]
         reason = _find_own(shown[name]) or _find_remote(state, shown[name], asked)
-        if reason is None and _lacks_seat(config, asked.adapter, adapters):
+        if reason is None and _lacks_lora_slot(config, asked.adapter, adapters):
             reason = WaitingReason.ADAPTER
         if is_closed:
             reason = WaitingReason.CLOSED
@@ -151,7 +151,7 @@ def _find_offer(state: Snapshot, name: RequestId) -> KVOffer:
     return next((offer for offer in offers if offer.request_id == name), KVOffer(name))
 
 
-def _lacks_seat(config: Config, adapter: str | None, in_use: set[str | None]) -> bool:
+def _lacks_lora_slot(config: Config, adapter: str | None, in_use: set[str | None]) -> bool:
     """Return whether the request needs a LoRA slot and none is free."""
     if not config.max_loras or adapter is None or adapter in in_use:
         return False
@@ -195,7 +195,7 @@ def _imitate(
     requests.reserve_nodes(len(outputs), 1)
     if not append_outputs(requests.state, slot, outputs):
         raise AssertionError(f"{request.request_id!r} waits, although its outputs have ended it")
-    s = requests.state = grow_seats(requests.state, 1 + len(requests.state.lines))
+    s = requests.state = grow_batch(requests.state, 1 + len(requests.state.lines))
     s.scalars[BUDGET], s.scalars[HAS_EVENTS] = config.max_num_batched_tokens, False
     s.scalars[NUM_RUNNING] = bool(state.running)
     row, offer = s.requests[slot], _find_offer(state, request.request_id)
@@ -226,12 +226,15 @@ def _show_cached(requests: Requests, state: Snapshot, slot: int) -> None:
 
 def _show_tables(s: State, request: RequestSnapshot, slot: int) -> None:
     """Let a request hold its blocks."""
-    seat = int(s.scalars[FREE_SEAT])
-    s.scalars[FREE_SEAT] = s.lines[seat, NEXT_SEAT]
-    s.requests[slot, SEAT], s.requests[slot, NUM_COMPUTED] = seat, request.num_computed_tokens
+    batch_row = int(s.scalars[FREE_BATCH_ROW])
+    s.scalars[FREE_BATCH_ROW] = s.lines[batch_row, NEXT_BATCH_ROW]
+    s.requests[slot, BATCH_ROW], s.requests[slot, NUM_COMPUTED] = (
+        batch_row,
+        request.num_computed_tokens,
+    )
     pairs = zip(request.block_tables, request.num_cached_blocks, strict=True)
     for group, (table, published) in enumerate(pairs):
-        s.block_tables[group, seat, : len(table)] = table
+        s.block_tables[group, batch_row, : len(table)] = table
         s.holdings[slot, group, HELD], s.holdings[slot, group, LEFT] = (
             len(table),
             _count_left(table),

@@ -207,15 +207,15 @@ class WireWriter:
         return write_batch(Batch(now, [to_wire(event) for event in kv_events], self._rank))
 
     def _to_map(self, event: KVEvent) -> WireEvent:
-        told = msgspec.structs.asdict(self._to_array(event))
+        fields = msgspec.structs.asdict(self._to_array(event))
         match event:
             case BlockStored(keys=keys):
                 group = keys[0].group
                 kind, window = self._kinds[group] if group < len(self._kinds) else (None, None)
-                told["kv_cache_spec_kind"], told["kv_cache_spec_sliding_window"] = kind, window
-                return StoredMap(**told, group_idx=group)
+                fields["kv_cache_spec_kind"], fields["kv_cache_spec_sliding_window"] = kind, window
+                return StoredMap(**fields, group_idx=group)
             case BlockRemoved(keys=keys):
-                return RemovedMap(**told, group_idx=keys[0].group)
+                return RemovedMap(**fields, group_idx=keys[0].group)
             case AllBlocksCleared():
                 return ClearedMap()
             case _:

@@ -127,7 +127,7 @@ def cdiv(a: Any, b: Any) -> Any:
     return divide(a + b - 1, b)
 
 
-def _told(value: Any) -> Any:
+def _to_result(value: Any) -> Any:
     """Return the result of a reduction: a vector, or a scalar."""
     if isinstance(value, np.ndarray):
         return value
@@ -141,17 +141,17 @@ def _of(value: Any) -> Any:
 
 def reduce_sum(value: Any, axis: Any = None) -> Any:
     """Do `tl.sum`."""
-    return _told(np.add.reduce(value, axis, _of(value)))
+    return _to_result(np.add.reduce(value, axis, _of(value)))
 
 
 def reduce_max(value: Any, axis: Any = None) -> Any:
     """Do `tl.max`."""
-    return _told(np.maximum.reduce(value, axis))
+    return _to_result(np.maximum.reduce(value, axis))
 
 
 def reduce_min(value: Any, axis: Any = None) -> Any:
     """Do `tl.min`."""
-    return _told(np.minimum.reduce(value, axis))
+    return _to_result(np.minimum.reduce(value, axis))
 
 
 def argmax(value: Any, axis: Any) -> Any:

@@ -65,8 +65,8 @@ def process_passed_over(step: Step) -> None:
 
 def has_room(step: Step) -> bool:
     """Whether tokens and a running slot are left. Source: seed 001 "Unified Token Budget"; P9."""
-    num_seats = step.state.rules[count_running_slots](step)
-    return step.budget > 0 and num_seats < step.state.config.max_num_seqs
+    num_slots = step.state.rules[count_running_slots](step)
+    return step.budget > 0 and num_slots < step.state.config.max_num_seqs
 
 
 def count_running_slots(step: Step) -> int:

@@ -131,6 +131,6 @@ def take_changes(state: State) -> tuple[State, Changes]:
     Source: P20.
     """
     changes: Changes = ()
-    for take in state.rules.hooks.tells:
+    for take in state.rules.hooks.answers:
         state, changes = state.rules[take](state)
     return state, changes

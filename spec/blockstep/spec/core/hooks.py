@@ -72,7 +72,7 @@ Close: TypeAlias = "Callable[[Step], bool]"
 """Returns whether no request is admitted in a step, after its running phase."""
 OfVictim: TypeAlias = "Callable[[Step, RequestState, bool], None]"
 """Updates a step for a request that it preempts, and whether it had a row in the step."""
-Tell: TypeAlias = "Callable[[Step, Sequence[FrameRow], Plan], Plan]"
+AddFields: TypeAlias = "Callable[[Step, Sequence[FrameRow], Plan], Plan]"
 """Returns the plan with the fields of a feature."""
 Fill: TypeAlias = "Callable[[Step, Scheduled, FrameRow], FrameRow]"
 """Returns a row of a frame with what a feature must know until its commit."""
@@ -144,7 +144,7 @@ class Hooks:
     """A preemption, before the request loses its blocks."""
     rows: tuple[Fill, ...] = ()
     """A row of a step, once all are planned."""
-    fields: tuple[Tell, ...] = ()
+    fields: tuple[AddFields, ...] = ()
     """A plan: all rows are in it."""
     frames: tuple[FillFrame, ...] = ()
     """A frame, once the plan is made."""
@@ -156,7 +156,7 @@ class Hooks:
     """A commit, for each row that delivers."""
     stops: tuple[Stop, ...] = ()
     """A commit, for each request that it ends, in the order of the rows."""
-    tells: tuple[Take, ...] = ()
+    answers: tuple[Take, ...] = ()
     """The answer to a commit, a reset or a report."""
     leaves: tuple[Leave, ...] = ()
     """Each request that finishes for whatever reason."""

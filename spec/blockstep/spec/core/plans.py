@@ -66,8 +66,8 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         finished_req_ids=step.state.finished_req_ids,
         preempted_req_ids=step.state.rules[list_preempted](step),
     )
-    for tell in step.state.rules.hooks.fields:
-        plan = step.state.rules[tell](step, frame_rows, plan)
+    for add in step.state.rules.hooks.fields:
+        plan = step.state.rules[add](step, frame_rows, plan)
     return plan
 
 

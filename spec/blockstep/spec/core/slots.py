@@ -286,8 +286,8 @@ def publish_slots(
         if len(keys) != len(block_ids):
             keys = tuple([k for k, b in zip(keys, fresh, strict=True) if b != NULL_BLOCK])
         changes: Changes = ()
-        for tell in rules.hooks.publishes:
-            changes += rules[tell](config, request, group, fresh, settled[group])
+        for publish in rules.hooks.publishes:
+            changes += rules[publish](config, request, group, fresh, settled[group])
         pool = publish_blocks(pool, block_ids, keys, changes)
         holdings.append(Holding(holding.block_table, max(settled[group], num_full)))
     return pool, replace(request, holdings=tuple(holdings))

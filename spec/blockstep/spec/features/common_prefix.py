@@ -16,7 +16,7 @@ from blockstep.spec.core.work import Step
 from blockstep.spec.vocabulary import BlockId, Plan
 
 
-def tell_common_prefix(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+def add_common_prefix(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with the number of common blocks of each group. Source: P26."""
     counts = step.state.rules[get_num_common_prefix_blocks](step)
     return replace(plan, num_common_prefix_blocks=counts)
@@ -58,4 +58,4 @@ def count_common_blocks(tables: Sequence[tuple[BlockId, ...]]) -> int:
     return num_common
 
 
-FEATURE: Final = Feature("common_prefix", is_always, Hooks(fields=(tell_common_prefix,)))
+FEATURE: Final = Feature("common_prefix", is_always, Hooks(fields=(add_common_prefix,)))

@@ -33,7 +33,7 @@ from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Step
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.structured_output import GRAMMAR_READY, get_advanced
-from blockstep.spec.features.structured_output.grammar import STAND, get_first_state
+from blockstep.spec.features.structured_output.grammar import GRAMMAR, get_first_state
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Ack,
@@ -123,8 +123,8 @@ def get_branch(state: State, fork: Fork) -> RequestState | None:
     if row.finish_reason is not None:
         return None
     if asked.grammar is not None:
-        stand = get_first_state(config, asked.prompt_token_ids)
-        advanced = get_advanced(state, STAND.put(branch, stand), outputs)
+        grammar_state = get_first_state(config, asked.prompt_token_ids)
+        advanced = get_advanced(state, GRAMMAR.put(branch, grammar_state), outputs)
         if advanced is None:
             return None
         branch = advanced
@@ -246,7 +246,7 @@ def note_copies(step: Step, request: RequestState) -> None:
         step.rows[-1] = replace(step.rows[-1], new_blocks=tables)
 
 
-def tell_copies(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+def add_copies(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with blocks to be copied, and with the requests whose tables change by that.
 
     A new request may have outputs already. Source: seed 002 "The COW Mechanism"
@@ -276,7 +276,7 @@ FEATURE: Final = Feature(
     "forks",
     has_forks,
     Hooks(
-        needs=(compute_num_copies,), owns=(get_own,), grants=(note_copies,), fields=(tell_copies,)
+        needs=(compute_num_copies,), owns=(get_own,), grants=(note_copies,), fields=(add_copies,)
     ),
     events={Fork: process_fork},
 )

@@ -56,7 +56,7 @@ def take_events(pool: Pool) -> tuple[Pool, Changes]:
     return (replace(pool, journal=()), pool.journal) if pool.journal else (pool, ())
 
 
-def tell_changes(state: State) -> tuple[State, Changes]:
+def report_events(state: State) -> tuple[State, Changes]:
     """Return the KV events since the last answer. Source: vLLM 0.19.1 `take_events`; P20."""
     pool, changes = state.rules[take_events](state.pool)
     return (state if pool is state.pool else replace(state, pool=pool)), changes
@@ -75,5 +75,5 @@ def has_events(config: Config) -> bool:
 FEATURE: Final = Feature(
     "kv_events",
     has_events,
-    Hooks(creates=(get_state_with_journal,), publishes=(get_stored,), tells=(tell_changes,)),
+    Hooks(creates=(get_state_with_journal,), publishes=(get_stored,), answers=(report_events,)),
 )

@@ -198,7 +198,7 @@ HAD: Final = Note[Mapping[RequestId, BlockTables]]("had", {})
 """The tables of requests that the step admits, without the blocks that they take."""
 
 
-def tell_zeroes(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+def add_zeroed_blocks(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with the blocks to be zeroed. Source: upstream #48481; P3."""
     return replace(plan, new_block_ids_to_zero=get_blocks_to_zero(step))
 
@@ -284,6 +284,6 @@ def has_states(config: Config) -> bool:
 FEATURE: Final = Feature(
     "mamba",
     has_states,
-    Hooks(admits=(note_had,), limits=(limit_to_states,), fields=(tell_zeroes,)),
+    Hooks(admits=(note_had,), limits=(limit_to_states,), fields=(add_zeroed_blocks,)),
     instead={admission.get_findable_pool: get_findable_pool},
 )

@@ -83,7 +83,7 @@ def process_saving(step: Step, victim: RequestState, had_row: bool) -> None:
         SAVES.set(step, (*SAVES.of(step), save))
 
 
-def tell_saves(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+def add_saves(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with the KV to save. Source: P17, P26."""
     return replace(plan, kv_saves=SAVES.of(step))
 
@@ -94,6 +94,4 @@ def may_save(config: Config) -> bool:
     return config.swap_min_tokens > 0
 
 
-FEATURE: Final = Feature(
-    "offload", may_save, Hooks(victims=(process_saving,), fields=(tell_saves,))
-)
+FEATURE: Final = Feature("offload", may_save, Hooks(victims=(process_saving,), fields=(add_saves,)))

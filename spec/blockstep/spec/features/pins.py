@@ -58,7 +58,7 @@ PINS: Final = Part("pins", NO_PINS)
 # What events say.
 
 
-def tell_time(pins: Pins, now: int) -> Pins:
+def set_time(pins: Pins, now: int) -> Pins:
     """Set the time to `now`, unless that is earlier. Source: architecture D12; P18."""
     return replace(pins, now=max(pins.now, now))
 
@@ -171,7 +171,7 @@ def process_clock(state: State, clock: Clock) -> tuple[State, Ack]:
     """
     if not state.config.has_pins:
         return state, Ack()
-    return PINS.put(state, tell_time(PINS.of(state), clock.now)), Ack()
+    return PINS.put(state, set_time(PINS.of(state), clock.now)), Ack()
 
 
 def process_estimate(state: State, estimate: PinEstimate) -> tuple[State, Ack]:

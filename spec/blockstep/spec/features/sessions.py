@@ -35,7 +35,7 @@ from blockstep.spec.core.work import Step, Verdict
 from blockstep.spec.features.groups.kinds import compute_num_skipped_blocks
 from blockstep.spec.features.reclaim import without_blocks
 from blockstep.spec.features.structured_output import drop_row
-from blockstep.spec.features.structured_output.grammar import STAND, get_first_state
+from blockstep.spec.features.structured_output.grammar import GRAMMAR, get_first_state
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     SESSION_FIELDS,
@@ -209,7 +209,7 @@ def get_continued(
         block_keys=request.block_keys[:num_keys],
     )
     if asked.grammar is not None:
-        after = STAND.put(after, get_first_state(config, asked.prompt_token_ids))
+        after = GRAMMAR.put(after, get_first_state(config, asked.prompt_token_ids))
     return get_keyed(config, after, rules)
 
 

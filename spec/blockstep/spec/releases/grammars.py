@@ -15,7 +15,7 @@ from blockstep.spec.features import structured_output as masks
 from blockstep.spec.features.sessions import UPDATES, get_num_kept
 from blockstep.spec.features.structured_output import grammar as automaton
 from blockstep.spec.features.structured_output.grammar import (
-    STAND,
+    GRAMMAR,
     Follow,
     GrammarState,
     get_states,
@@ -37,10 +37,10 @@ def forbidden_draft_unmasks_later_positions(rules: Rules, _config: Config) -> Ru
     """Positions after a draft that the grammar forbids have a full mask."""
 
     def get_mask(
-        config: Config, grammar: Grammar, stand: GrammarState, drafts: TokenIds, follow: Follow
+        config: Config, grammar: Grammar, current: GrammarState, drafts: TokenIds, follow: Follow
     ) -> tuple[TokenIds | None, ...]:
-        allowed = rules[automaton.get_mask](config, grammar, stand, drafts, follow)
-        num_read = len(get_states(config, grammar, stand, drafts, follow))
+        allowed = rules[automaton.get_mask](config, grammar, current, drafts, follow)
+        num_read = len(get_states(config, grammar, current, drafts, follow))
         return (*allowed[:num_read], *[None] * (len(allowed) - num_read))
 
     return rules.replacing(automaton.get_mask, get_mask)
@@ -82,12 +82,12 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
     Nor do these tokens advance the grammar.
     """
 
-    def get_next_stand(
-        config: Config, grammar: Grammar, stand: GrammarState, token: TokenId
+    def get_next(
+        config: Config, grammar: Grammar, current: GrammarState, token: TokenId
     ) -> GrammarState | None:
-        if not holds(config, stand):
-            return stand
-        return rules[automaton.get_next_state](config, grammar, stand, token)
+        if not holds(config, current):
+            return current
+        return rules[automaton.get_next_state](config, grammar, current, token)
 
     def get_read(
         state: State, row: FrameRow, request: RequestState, tokens: TokenIds
@@ -95,16 +95,14 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
         after = rules[masks.get_read](state, row, request, tokens)
         return _get_reasoned(state.config, after, tokens) if masks.HAS_MASK.of(row) else after
 
-    return rules.replacing(automaton.get_next_state, get_next_stand).replacing(
-        masks.get_read, get_read
-    )
+    return rules.replacing(automaton.get_next_state, get_next).replacing(masks.get_read, get_read)
 
 
 def _get_reasoned(config: Config, request: RequestState, tokens: TokenIds) -> RequestState:
     """Return the request with its reasoning ended, if one of these tokens ends it."""
-    if holds(config, STAND.of(request)) or config.reasoning_end_token_id not in tokens:
+    if holds(config, GRAMMAR.of(request)) or config.reasoning_end_token_id not in tokens:
         return request
-    return STAND.put(request, GrammarState(STAND.of(request).state, reasoning_ended=True))
+    return GRAMMAR.put(request, GrammarState(GRAMMAR.of(request).state, reasoning_ended=True))
 
 
 def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
@@ -118,13 +116,15 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
         seen = _list_seen(request, request.all_token_ids)
         after = _get_reasoned(config, request, seen) if is_stepwise else request
         is_seen = holds(config, before) or config.reasoning_end_token_id in seen
-        return after if is_seen else STAND.put(after, before)
+        return after if is_seen else GRAMMAR.put(after, before)
 
     def get_read(
         state: State, row: FrameRow, request: RequestState, tokens: TokenIds
     ) -> RequestState:
         after = masks.get_read(state, row, request, tokens)
-        return get_seen(state.config, after, STAND.of(request)) if masks.HAS_MASK.of(row) else after
+        return (
+            get_seen(state.config, after, GRAMMAR.of(request)) if masks.HAS_MASK.of(row) else after
+        )
 
     def process_bitmask(
         state: State, bitmask: GrammarBitmask
@@ -140,7 +140,7 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
             request = requests.get(name)
             if request is None or not rows[name].draft_token_ids or not request.request.grammar:
                 continue
-            requests = requests.having(name, get_seen(state.config, request, STAND.of(request)))
+            requests = requests.having(name, get_seen(state.config, request, GRAMMAR.of(request)))
         state = replace(state, requests=requests)
         masked = [masks.get_mask_row(state, rows[row.request_id]) for row in output.rows]
         return state, GrammarOutput(tuple(masked))
@@ -173,7 +173,7 @@ def reasoning_end_is_searched_in_the_next_input(rules: Rules, _config: Config) -
     def get_read(
         state: State, row: FrameRow, request: RequestState, tokens: TokenIds
     ) -> RequestState:
-        config, before = state.config, STAND.of(request)
+        config, before = state.config, GRAMMAR.of(request)
         chunk = next(iter(UPDATES.of(request)), None)
         is_last = not masks.HAS_MASK.of(row) or chunk is None or not chunk.resumable
         if is_last or holds(config, before):
@@ -186,7 +186,7 @@ def reasoning_end_is_searched_in_the_next_input(rules: Rules, _config: Config) -
             return rules[masks.get_read](state, row, request, tokens)
         text = request.all_token_ids[: rules[get_num_kept](request)] + chunk.prompt_token_ids
         is_seen = config.reasoning_end_token_id in _list_seen(request, text)
-        return STAND.put(request, GrammarState(before.state, is_seen))
+        return GRAMMAR.put(request, GrammarState(before.state, is_seen))
 
     return rules.replacing(masks.get_read, get_read)
 

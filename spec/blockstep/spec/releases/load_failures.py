@@ -111,7 +111,7 @@ def failed_request_reports_minus_one_cached_tokens(rules: Rules, _config: Config
     ) -> tuple[State, tuple[OutputRow, ...]]:
         after, rows = rules[kv_transfer.get_reported](state, transfers, failed)
         nums_cached = [state.requests[row.request_id].num_cached_tokens for row in rows]
-        told = zip(rows, nums_cached, strict=True)
-        return after, tuple([replace(row, num_cached_tokens=num) for row, num in told])
+        pairs = zip(rows, nums_cached, strict=True)
+        return after, tuple([replace(row, num_cached_tokens=num) for row, num in pairs])
 
     return rules.replacing(kv_transfer.get_reported, get_reported)

@@ -67,12 +67,12 @@ def get_open_queue(step: Step) -> list[RequestId]:
 def idle_sessions_keep_running_slots(rules: Rules, _config: Config) -> Rules:
     """An idle session occupies a running slot."""
 
-    def count_seats(step: Step) -> int:
+    def count_with_idle(step: Step) -> int:
         resting = Status.WAITING_FOR_STREAMING_REQ
         num_resting = sum([request.status is resting for request in step.requests.values()])
         return rules[admission.count_running_slots](step) + num_resting
 
-    return rules.replacing(admission.count_running_slots, count_seats)
+    return rules.replacing(admission.count_running_slots, count_with_idle)
 
 
 def skipped_requests_return_reversed(rules: Rules, _config: Config) -> Rules:

@@ -14,7 +14,7 @@ from blockstep.spec.core.rules import Rules
 from blockstep.spec.core.work import Step
 from blockstep.spec.features import common_prefix, reclaim, sessions
 from blockstep.spec.features.kv_transfer.transfers import TRANSFERS
-from blockstep.spec.features.structured_output.grammar import STAND
+from blockstep.spec.features.structured_output.grammar import GRAMMAR
 from blockstep.spec.releases import block_pool as memory
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.vocabulary import (
@@ -60,7 +60,7 @@ def sessions_keep_their_grammar(rules: Rules, _config: Config) -> Rules:
         config: Config, request: RequestState, update: Request, within: Rules
     ) -> RequestState:
         after = rules[sessions.get_continued](config, request, update, within)
-        return STAND.put(after, STAND.of(request))
+        return GRAMMAR.put(after, GRAMMAR.of(request))
 
     return rules.replacing(sessions.get_continued, get_continued)
 

@@ -127,8 +127,8 @@ class BlockKey:
 
     def __repr__(self) -> str:
         names = ("adapter", "cache_salt", "items", "group", "embeds")
-        told = [(name, getattr(self, name)) for name in names]
-        extras = "".join(f", {name}={value!r}" for name, value in told if value)
+        values = [(name, getattr(self, name)) for name in names]
+        extras = "".join(f", {name}={value!r}" for name, value in values if value)
         return f"BlockKey(index={self.index}, token_ids={self.token_ids!r}{extras})"
 
     @property

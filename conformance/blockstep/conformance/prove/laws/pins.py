@@ -19,8 +19,8 @@ from blockstep.spec.features.pins import (
     list_expired,
     list_givers,
     select_cold_victim,
+    set_time,
     take_estimate,
-    tell_time,
     without_pins,
 )
 from blockstep.spec.frozen_map import FrozenMap
@@ -78,7 +78,7 @@ def pin_is_freed_with_its_last_holder(
 def check_pin_expires_at_its_end(now: int, told: int, end: int) -> None:
     """The latest time counts, even if an earlier one arrives after it."""
     assert 0 <= now and 0 <= told and 0 <= end
-    pins = tell_time(Pins(now, (Pin("x", (TABLE,), end),)), told)
+    pins = set_time(Pins(now, (Pin("x", (TABLE,), end),)), told)
     assert bool(list_expired(pins)) == (end <= now or end <= told)
 
 

@@ -252,7 +252,7 @@ def process_items_read(step: Step, rows: Sequence[FrameRow]) -> None:
     ENCODER.set(step, cache.end_step(encoder, step.state.config.encoder_compute_budget))
 
 
-def tell_items(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+def add_items(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with the items to encode and to load, in the order of the rows, and those to
     drop. Source: vLLM 0.19.1 `schedule`; P22."""
     made: dict[RequestId, list[int]] = {}
@@ -306,7 +306,7 @@ FEATURE: Final = Feature(
         refusals=(process_items_refused,),
         grants=(process_items_taken,),
         victims=(process_items_of_victim,),
-        fields=(tell_items,),
+        fields=(add_items,),
         sent=(process_items_read,),
         leaves=(let_go_of_items,),
     ),

@@ -191,7 +191,7 @@ def publish_loaded(
     return publish_slots(config, pool, request, nums_full, rules)
 
 
-def tell_transfers(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
+def add_loads(step: Step, _: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with the loads of the step. Source: P19, P26."""
     return replace(plan, kv_loads=LOADS.of(step)) if LOADS.of(step) else plan
 
@@ -550,7 +550,7 @@ FEATURE: Final = Feature(
         hits=(look_in_store,),
         stuck=(process_received_behind,),
         admits=(process_admitted,),
-        fields=(tell_transfers,),
+        fields=(add_loads,),
         frames=(fill_loads,),
     ),
     instead={

@@ -11,7 +11,7 @@ from blockstep.spec.features.kv_transfer.transfers import FRAME_LOADS, TRANSFERS
 from blockstep.spec.vocabulary import NULL_BLOCK, KVOffer, Status
 
 
-def is_every_load_of_who_is_parked(state: State) -> bool:
+def is_every_load_of_a_parked_request(state: State) -> bool:
     """Exactly the requests that wait for an asynchronous load have one, with blocks. Source:
     P17."""
     parked = sorted(TRANSFERS.of(state).parked)
@@ -46,7 +46,7 @@ def is_every_load_unpublished(state: State) -> bool:
     return True
 
 
-def is_every_hold_of_somebody_gone(state: State) -> bool:
+def is_every_hold_of_a_finished_request(state: State) -> bool:
     """Blocks are held only for finished requests, by a read or a write. Source: P17."""
     return all(
         name == entry.request_id
@@ -78,9 +78,9 @@ def is_every_deferred_free_of_a_frame_in_flight(state: State) -> bool:
 
 
 INVARIANTS: Final[tuple[Callable[[State], bool], ...]] = (
-    is_every_load_of_who_is_parked,
+    is_every_load_of_a_parked_request,
     is_every_load_unpublished,
-    is_every_hold_of_somebody_gone,
+    is_every_hold_of_a_finished_request,
     is_every_offer_of_an_unfinished_request,
     is_every_deferred_free_of_a_frame_in_flight,
 )

@@ -44,7 +44,7 @@ class Load:
     """Whether the load has ended."""
 
 
-NOBODY_PARKED: Final[FrozenMap[RequestId, Load]] = FrozenMap()
+NONE_PARKED: Final[FrozenMap[RequestId, Load]] = FrozenMap()
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Transfers:
 
     offers: FrozenMap[RequestId, KVOffer] = NO_OFFERS
     """Offers for unfinished requests, without those equal to `KVOffer(request_id)`."""
-    parked: FrozenMap[RequestId, Load] = NOBODY_PARKED
+    parked: FrozenMap[RequestId, Load] = NONE_PARKED
     """Asynchronous loads, by request."""
     held: FrozenMap[RequestId, HeldBlocks] = NOTHING_HELD_BACK
     """Holds on blocks of finished requests."""

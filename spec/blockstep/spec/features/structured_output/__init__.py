@@ -22,7 +22,7 @@ from blockstep.spec.core.requests import Frame, FrameRow, RequestState
 from blockstep.spec.core.state import State
 from blockstep.spec.core.work import Scheduled, Step, Verdict
 from blockstep.spec.features.structured_output.grammar import (
-    STAND,
+    GRAMMAR,
     get_first_state,
     get_mask,
     get_next_state,
@@ -71,7 +71,7 @@ def get_structured_entry(state: State, entry: RequestState) -> RequestState:
         entry = replace(entry, status=COMPILING)
     if asked.grammar is None:
         return entry
-    return STAND.put(entry, get_first_state(state.config, asked.prompt_token_ids))
+    return GRAMMAR.put(entry, get_first_state(state.config, asked.prompt_token_ids))
 
 
 def process_grammar_gate(step: Step, request: RequestState) -> Verdict | None:
@@ -177,8 +177,8 @@ def process_bitmask(
     if frame is None:
         detail = f"frame {bitmask.frame_id} is not in flight; ask between its plan and its commit"
         return Rejected(RejectCode.UNKNOWN_FRAME, detail)
-    told = {row.request_id: row.token_ids for row in bitmask.drafts}
-    problem = get_told_problem(state.config, bitmask)
+    sent = {row.request_id: row.token_ids for row in bitmask.drafts}
+    problem = get_draft_problem(state.config, bitmask)
     if problem:
         return Rejected(RejectCode.BAD_DRAFTS, problem)
     masked = state.rules[list_masked](state, frame)
@@ -187,7 +187,7 @@ def process_bitmask(
         detail = f"{behind!r} samples in a frame before {frame.frame_id}; commit that first"
         return Rejected(RejectCode.GRAMMAR_BEHIND, detail)
     # select
-    rows = {row.request_id: get_cut(state, row, told) for row in masked}
+    rows = {row.request_id: get_cut(state, row, sent) for row in masked}
     # observe
     frame_after = replace(frame, rows=tuple([rows.get(row.request_id, row) for row in frame.rows]))
     frames = tuple([frame_after if one is frame else one for one in state.frames])
@@ -195,7 +195,7 @@ def process_bitmask(
     return replace(state, frames=frames), answer
 
 
-def get_told_problem(config: Config, bitmask: GrammarBitmask) -> str:
+def get_draft_problem(config: Config, bitmask: GrammarBitmask) -> str:
     """Return why drafts cannot be sent with a mask; "" if they can. Source: S7; P18."""
     names = [row.request_id for row in bitmask.drafts]
     if names and not config.async_scheduling:
@@ -227,7 +227,7 @@ def get_behind(
     return None
 
 
-def get_cut(state: State, row: FrameRow, told: Mapping[RequestId, TokenIds]) -> FrameRow:
+def get_cut(state: State, row: FrameRow, sent: Mapping[RequestId, TokenIds]) -> FrameRow:
     """Return a row of a frame with the drafts that the grammar accepts, then placeholders.
 
     Source: vLLM 0.19.1 `update_draft_token_ids_in_output`; P23, P24.
@@ -235,7 +235,7 @@ def get_cut(state: State, row: FrameRow, told: Mapping[RequestId, TokenIds]) -> 
     if not state.config.async_scheduling:
         return row
     num_drafts = len(row.draft_token_ids)
-    drafts = told.get(row.request_id, row.draft_token_ids)[:num_drafts]
+    drafts = sent.get(row.request_id, row.draft_token_ids)[:num_drafts]
     accepted = get_accepted_drafts(state, state.requests[row.request_id], drafts)
     padding = (DRAFT_PLACEHOLDER,) * (num_drafts - len(accepted))
     return IS_CUT.put(replace(row, draft_token_ids=accepted + padding), True)
@@ -251,7 +251,7 @@ def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
     assert grammar is not None, "a mask has rows of requests with a grammar"
     rules, drafts = state.rules, row.draft_token_ids
     follow = rules[get_next_state]
-    allowed = rules[get_mask](state.config, grammar, STAND.of(request), drafts, follow)
+    allowed = rules[get_mask](state.config, grammar, GRAMMAR.of(request), drafts, follow)
     return GrammarRow(row.request_id, allowed, drafts)
 
 
@@ -264,7 +264,7 @@ def get_accepted_drafts(state: State, request: RequestState, drafts: TokenIds) -
     if grammar is None:
         return drafts
     follow = state.rules[get_next_state]
-    return drafts[: len(get_states(state.config, grammar, STAND.of(request), drafts, follow)) - 1]
+    return drafts[: len(get_states(state.config, grammar, GRAMMAR.of(request), drafts, follow)) - 1]
 
 
 def get_forbidden(state: State, frame: Frame, commit: Commit) -> str:
@@ -277,8 +277,8 @@ def get_forbidden(state: State, frame: Frame, commit: Commit) -> str:
         request = state.requests.get(row.request_id) if row.request_id in held else None
         if request is not None and get_advanced(state, request, row.token_ids) is None:
             return (
-                f"{row.request_id!r}: its grammar, in state {STAND.of(request).state}, forbids one "
-                f"of {row.token_ids}; sample by the mask (GrammarBitmask)"
+                f"{row.request_id!r}: its grammar, in state {GRAMMAR.of(request).state}, forbids "
+                f"one of {row.token_ids}; sample by the mask (GrammarBitmask)"
             )
     return ""
 
@@ -291,8 +291,8 @@ def get_advanced(state: State, request: RequestState, tokens: TokenIds) -> Reque
     grammar = request.request.grammar
     assert grammar is not None, "a mask has rows of requests with a grammar"
     follow = state.rules[get_next_state]
-    stand = get_state_after(state.config, grammar, STAND.of(request), tokens, follow)
-    return None if stand is None else STAND.put(request, stand)
+    after = get_state_after(state.config, grammar, GRAMMAR.of(request), tokens, follow)
+    return None if after is None else GRAMMAR.put(request, after)
 
 
 def get_read(state: State, row: FrameRow, request: RequestState, tokens: TokenIds) -> RequestState:
@@ -306,7 +306,7 @@ def get_read(state: State, row: FrameRow, request: RequestState, tokens: TokenId
     return advanced
 
 
-def tell_masks(step: Step, frame_rows: Sequence[FrameRow], plan: Plan) -> Plan:
+def add_masks(step: Step, frame_rows: Sequence[FrameRow], plan: Plan) -> Plan:
     """Return the plan with whether a grammar constrains some of its rows, and whether tokens in
     flight come before. Source: vLLM 0.19.1 `pending_structured_output_tokens`; P23, P26.
     """
@@ -327,7 +327,7 @@ FEATURE: Final = Feature(
         arrives=(get_structured_entry,),
         gates=(process_grammar_gate,),
         rows=(fill_mask,),
-        fields=(tell_masks,),
+        fields=(add_masks,),
         disputes=(get_forbidden,),
         reads=(get_read,),
         accepts=(get_accepted_drafts,),
@@ -340,8 +340,8 @@ FEATURE: Final = Feature(
     },
     shows_of_request={
         "grammar_ready": GRAMMAR_READY.of,
-        "grammar_state": lambda request: STAND.of(request).state,
-        "reasoning_ended": lambda request: STAND.of(request).reasoning_ended,
+        "grammar_state": lambda request: GRAMMAR.of(request).state,
+        "reasoning_ended": lambda request: GRAMMAR.of(request).reasoning_ended,
     },
     invariants=INVARIANTS,
 )

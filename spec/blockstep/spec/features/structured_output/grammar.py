@@ -24,19 +24,19 @@ class GrammarState:
     reasoning_ended: bool = False
 
 
-STAND: Final = Part("grammar", GrammarState())
+GRAMMAR: Final = Part("grammar", GrammarState())
 """The state of a request's grammar after its outputs, if it has one (P23)."""
 Follow: TypeAlias = Callable[[Config, Grammar, GrammarState, TokenId], GrammarState | None]
 """Returns the grammar state after one more token; None if the grammar does not accept it."""
 
 
-def holds(config: Config, stand: GrammarState) -> bool:
+def holds(config: Config, current: GrammarState) -> bool:
     """Whether the grammar applies: not while the model reasons, unless `enable_in_reasoning`.
 
     Source: vLLM 0.19.1 `should_fill_bitmask`; P23.
     """
     has_reasoning = config.reasoning_end_token_id is not None and not config.enable_in_reasoning
-    return stand.reasoning_ended or not has_reasoning
+    return current.reasoning_ended or not has_reasoning
 
 
 def get_first_state(config: Config, prompt: TokenIds) -> GrammarState:
@@ -58,41 +58,41 @@ def is_terminated(grammar: Grammar, state: int) -> bool:
     return not grammar.edges[state]
 
 
-def get_allowed(config: Config, grammar: Grammar, stand: GrammarState) -> TokenIds | None:
+def get_allowed(config: Config, grammar: Grammar, current: GrammarState) -> TokenIds | None:
     """Return the tokens that may follow, sorted; None if all may.
 
     Source: vLLM 0.19.1 `fill_bitmask`; P23.
     """
-    if not holds(config, stand) or is_terminated(grammar, stand.state):
+    if not holds(config, current) or is_terminated(grammar, current.state):
         return None
-    return tuple([token for token, _ in grammar.edges[stand.state]])
+    return tuple([token for token, _ in grammar.edges[current.state]])
 
 
 def get_next_state(
-    config: Config, grammar: Grammar, stand: GrammarState, token: TokenId
+    config: Config, grammar: Grammar, current: GrammarState, token: TokenId
 ) -> GrammarState | None:
     """Return the grammar state after a token; None if the grammar does not accept it.
 
     The token that ends the reasoning is the last unconstrained one: the grammar applies after it,
     also within one step. Source: upstream #44006; P23.
     """
-    if not holds(config, stand):
-        return GrammarState(stand.state, token == config.reasoning_end_token_id)
-    for allowed, state in grammar.edges[stand.state]:
+    if not holds(config, current):
+        return GrammarState(current.state, token == config.reasoning_end_token_id)
+    for allowed, state in grammar.edges[current.state]:
         if allowed == token:
-            return GrammarState(state, stand.reasoning_ended)
+            return GrammarState(state, current.reasoning_ended)
     return None
 
 
 def get_states(
-    config: Config, grammar: Grammar, stand: GrammarState, drafts: TokenIds, follow: Follow
+    config: Config, grammar: Grammar, current: GrammarState, drafts: TokenIds, follow: Follow
 ) -> tuple[GrammarState, ...]:
     """Return the grammar state before each draft, and after the last accepted one.
 
     The longest accepted prefix has one draft fewer than there are states. A placeholder is not
     accepted. Source: vLLM 0.19.1 `validate_tokens`; P23, P24.
     """
-    found = [stand]
+    found = [current]
     for token in drafts:
         after = None if token == DRAFT_PLACEHOLDER else follow(config, grammar, found[-1], token)
         if after is None:
@@ -102,24 +102,24 @@ def get_states(
 
 
 def get_state_after(
-    config: Config, grammar: Grammar, stand: GrammarState, tokens: TokenIds, follow: Follow
+    config: Config, grammar: Grammar, current: GrammarState, tokens: TokenIds, follow: Follow
 ) -> GrammarState | None:
     """Return the grammar state after sampled tokens; None if one of them is forbidden.
 
     A complete output keeps its state, whatever follows. Source: vLLM 0.19.1 `accept_tokens`; P23.
     """
     for token in tokens:
-        if holds(config, stand) and is_terminated(grammar, stand.state):
-            return stand
-        after = follow(config, grammar, stand, token)
+        if holds(config, current) and is_terminated(grammar, current.state):
+            return current
+        after = follow(config, grammar, current, token)
         if after is None:
             return None
-        stand = after
-    return stand
+        current = after
+    return current
 
 
 def get_mask(
-    config: Config, grammar: Grammar, stand: GrammarState, drafts: TokenIds, follow: Follow
+    config: Config, grammar: Grammar, current: GrammarState, drafts: TokenIds, follow: Follow
 ) -> tuple[TokenIds | None, ...]:
     """Return the tokens allowed at the position of each draft, and after the last.
 
@@ -129,6 +129,6 @@ def get_mask(
     After a placeholder draft nothing is sampled, because it cannot be accepted. So that no position
     is unmasked, the mask before it is repeated. Source: vLLM 0.19.1 `grammar_bitmask`; P24.
     """
-    stands = get_states(config, grammar, stand, drafts, follow)
-    allowed = [get_allowed(config, grammar, found) for found in stands]
-    return (*allowed, *allowed[-1:] * (len(drafts) + 1 - len(stands)))
+    states = get_states(config, grammar, current, drafts, follow)
+    allowed = [get_allowed(config, grammar, found) for found in states]
+    return (*allowed, *allowed[-1:] * (len(drafts) + 1 - len(states)))

@@ -9,7 +9,7 @@ from blockstep.spec.core.requests import list_rows_in_flight
 from blockstep.spec.core.speculation import get_verifiable_drafts
 from blockstep.spec.core.state import State
 from blockstep.spec.features.structured_output.grammar import (
-    STAND,
+    GRAMMAR,
     get_first_state,
     get_next_state,
     get_state_after,
@@ -31,14 +31,14 @@ def is_every_grammar_in_step(state: State) -> bool:
             continue
         first = get_first_state(config, asked.prompt_token_ids)
         outputs = request.output_token_ids
-        if get_state_after(config, grammar, first, outputs, get_next_state) != STAND.of(request):
+        if get_state_after(config, grammar, first, outputs, get_next_state) != GRAMMAR.of(request):
             return False
         rows = list_rows_in_flight(state.frames, request.request_id)
         mine = [state.rules[get_verifiable_drafts](row) for row in rows if row.samples]
         for drafts in (request.spec_token_ids, *mine[:1]):
             known = tuple([token for token in drafts if token != DRAFT_PLACEHOLDER])
-            stands = get_states(config, grammar, STAND.of(request), known, get_next_state)
-            if len(stands) <= len(known):
+            states = get_states(config, grammar, GRAMMAR.of(request), known, get_next_state)
+            if len(states) <= len(known):
                 return False
     return True
 
