@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks._pages import get_commit
 
 from blockstep.conformance.museum import EXHIBITS
-from blockstep.conformance.museum.trial import describe, name_standing, tabulate, tell_fall
+from blockstep.conformance.museum.trial import describe, format_fall, name_standing, tabulate
 
 CELLS = Path(__file__).with_name("results") / "museum.json"
 
@@ -32,7 +32,7 @@ def main(files: Sequence[str]) -> int:
     for file in files:
         for row in json.loads(Path(file).read_text(encoding="utf-8")):
             column = kept["columns"].setdefault(name_standing(row), {"runs": [], "cells": {}})
-            column["cells"][row["exhibit"]] = tell_fall(row)
+            column["cells"][row["exhibit"]] = format_fall(row)
             run = f"{datetime.now(tz=UTC).date().isoformat()} at commit {get_commit()}"
             if run not in column["runs"]:
                 column["runs"].append(run)

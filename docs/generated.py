@@ -76,10 +76,10 @@ def make_timings(part: str) -> str:
 
 def make_laws() -> str:
     """Return the page on what is proved, with the solvers of the run."""
-    told = read_last("prove")
+    record = read_last("prove")
     day = max(RESULTS.glob("*-prove.json")).name[:10]
-    solvers = ", ".join(f"{name} {number}" for name, number in told["solvers"].items())
-    return f"Run of {day} with {solvers}.\n\n" + laws_page(told, LAWS)
+    solvers = ", ".join(f"{name} {number}" for name, number in record["solvers"].items())
+    return f"Run of {day} with {solvers}.\n\n" + laws_page(record, LAWS)
 
 
 def make_options() -> str:

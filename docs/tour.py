@@ -27,30 +27,30 @@ def make_tour() -> str:
     """Return the page: the entry, each module of the core with its functions, and the features."""
     parts: list[str] = []
     for name in ("transition", *[f"core.{name}" for name in list_order()]):
-        parts += tell_module(name, import_module(f"blockstep.spec.{name}"))
+        parts += describe_module(name, import_module(f"blockstep.spec.{name}"))
     parts.append("## Features\n\nIn the order in which they take part at every moment.\n")
-    return "\n".join([*parts, *map(tell_feature, FEATURES), ""])
+    return "\n".join([*parts, *map(describe_feature, FEATURES), ""])
 
 
-def tell_feature(feature: Feature) -> str:
+def describe_feature(feature: Feature) -> str:
     """Return the line of a feature: its moments, its events, and the functions of the core that it
     replaces."""
     moments = [one.name for one in fields(feature.hooks) if getattr(feature.hooks, one.name)]
-    told = f"- {feature.name}: " + (", ".join(f"`{moment}`" for moment in moments) or "no moment")
+    line = f"- {feature.name}: " + (", ".join(f"`{moment}`" for moment in moments) or "no moment")
     events = ", ".join(f"`{kind.__name__}`" for kind in feature.events)
-    told += f"; events {events}" if events else ""
+    line += f"; events {events}" if events else ""
     replaced = ", ".join(f"`{one.__name__}`" for one in feature.instead)
-    return told + (f"; in the place of {replaced}." if replaced else ".")
+    return line + (f"; in the place of {replaced}." if replaced else ".")
 
 
-def tell_module(name: str, module: ModuleType) -> Iterator[str]:
+def describe_module(name: str, module: ModuleType) -> Iterator[str]:
     """Yield the section of a module: what it says of itself, and its functions in order."""
     title, _, rest = inspect.cleandoc(module.__doc__ or "").partition("\n\n")
     yield f"## {name}\n"
     yield " ".join(title.split()) + "\n"
     for paragraph in filter(None, rest.split("\n\n")):
         yield f"```\n{paragraph}\n```\n" if paragraph.startswith("  ") else f"{paragraph}\n"
-    yield from [tell_function(one) for one in list_functions(module)]
+    yield from [describe_function(one) for one in list_functions(module)]
     yield ""
 
 
@@ -61,7 +61,7 @@ def list_functions(module: ModuleType) -> list[FunctionType]:
     return sorted(own, key=lambda one: one.__code__.co_firstlineno)
 
 
-def tell_function(function: FunctionType) -> str:
+def describe_function(function: FunctionType) -> str:
     """Return the line of a function: what it returns, and the moments at which it asks features."""
     summary = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0]
     summary = " ".join(SOURCE.sub("", summary).split())

@@ -53,6 +53,16 @@ def test_a_text_that_breaks_a_rule_is_found(text: str, rules: list[str]) -> None
     assert all(rule in name for rule, name in zip(rules, found, strict=True))
 
 
+def test_a_name_that_says_nothing_is_found() -> None:
+    text = (
+        "class RowTold:\n    def tell(self, who):\n        self.whole = said = retold = who\n"
+        "        return [saying for nobody_x in ()]\n"
+    )
+    texts = LINT.read_names(text, "spec/blockstep/spec/a.py")
+    found = [hit.excerpt for hit in LINT.find_hits(texts)]
+    assert sorted(found) == ["Row_Told", "nobody_x", "said", "tell", "who"]
+
+
 def test_a_page_is_read_in_paragraphs_without_its_code() -> None:
     page = "# A\n\nOne.\n\n```\nnobody\n```\n\nTwo lines\nof nobody.\n"
     texts = list(LINT.read_page(page, "docs/a.md"))

@@ -244,7 +244,7 @@ def test_where_a_plan_is_declined_the_oldest_frame_is_answered() -> None:
     )
     for action in (Submit(Request("A", (1, 2, 3), max_tokens=3)), Drain()):
         assert run.perform(action) == []
-    assert len(run.said["A"]) == 2
+    assert len(run.delivered["A"]) == 2
     assert run.plans == []
 
 

@@ -97,7 +97,7 @@ def test_its_position_runs_again_and_one_token_is_delivered() -> None:
     assert run.witnesses[GOAL] == 1
     delivered = [it.seen.rows for it in run.exchanges if isinstance(it.seen, v.Outputs)]
     assert [len(rows) for rows in delivered] == [0, 1]
-    assert len(run.said["A"]) == 1
+    assert len(run.delivered["A"]) == 1
 
 
 def test_the_specification_does_not_resume_before_the_token_is_there() -> None:

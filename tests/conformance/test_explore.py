@@ -18,7 +18,7 @@ from blockstep.conformance.explore.canonical import LEFT_OUT, Canonicaliser
 from blockstep.conformance.explore.cycles import find_cycles, get_no_progress
 from blockstep.conformance.explore.packing import Copies
 from blockstep.conformance.explore.shard import OUT_OF_NOTHING, Task
-from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN, list_worlds, tell_program
+from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN, format_program, list_worlds
 from blockstep.conformance.explore.transition_checks import (
     JUDGED_WITNESSES,
     get_history,
@@ -496,7 +496,7 @@ def test_loads_that_starve_each_other_or_come_again_for_ever_are_cycles(
     profile = Profile("", frozenset(quirks))
     walked = walk(Task(WORLDS[world], profile, properties=False, stalls=True))
     way, circle = (
-        [line.split()[0] for line in tell_program(steps)] for steps in (walked.path, walked.cycle)
+        [line.split()[0] for line in format_program(steps)] for steps in (walked.path, walked.cycle)
     )
     assert ", ".join(sorted(way)) == kinds
     assert ", ".join(circle) == cycle

@@ -28,7 +28,7 @@ from blockstep.conformance.engines.adapters.vllm_releases import (
 )
 from blockstep.conformance.judge.checks import PROPERTIES
 from blockstep.conformance.judge.worker import Worker
-from blockstep.conformance.lockstep.driver import put_causes_first, tell_divergence
+from blockstep.conformance.lockstep.driver import describe_divergence, put_causes_first
 from blockstep.conformance.lockstep.exchange import fault_of
 from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.compare import find_subjects
@@ -52,8 +52,8 @@ from blockstep.conformance.report.jsonform import finding_to_json
 from blockstep.conformance.search.check import (
     CheckResult,
     check,
+    is_consequence,
     play_program,
-    says_little,
     shrink_first,
 )
 from blockstep.conformance.search.episodes import run_episode
@@ -251,9 +251,9 @@ def test_a_vague_difference_comes_after_a_specific_one() -> None:
 def test_divergence_is_named_by_its_first_field() -> None:
     one = Difference("rows A num_scheduled_tokens", "2", "1")
     text = "after schedule, rows A num_scheduled_tokens is 1, the spec has 2"
-    assert tell_divergence(v.Schedule(), [one]) == text
-    assert tell_divergence(v.Schedule(), [one, one]) == f"{text}, and 1 more field differs"
-    assert tell_divergence(v.Schedule(), [one] * 3) == f"{text}, and 2 more fields differ"
+    assert describe_divergence(v.Schedule(), [one]) == text
+    assert describe_divergence(v.Schedule(), [one, one]) == f"{text}, and 1 more field differs"
+    assert describe_divergence(v.Schedule(), [one] * 3) == f"{text}, and 2 more fields differ"
 
 
 class Ahead(SpecEngine):
@@ -297,8 +297,8 @@ def test_assertion_without_a_text_is_named_by_its_condition() -> None:
         error.args = ()
         finding = fault_of(error)
     assert make_headline(finding) == "the engine raised AssertionError: assert EPISODES < 0"
-    assert says_little(finding)
-    assert not says_little(fault_of(ValueError("cannot get 1 free block")))
+    assert is_consequence(finding)
+    assert not is_consequence(fault_of(ValueError("cannot get 1 free block")))
 
 
 def test_admission_of_a_request_that_is_not_ready_is_in_the_headline() -> None:

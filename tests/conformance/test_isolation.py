@@ -20,7 +20,11 @@ from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.search.check import CheckResult, check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.isolation import Isolation, LostError
-from blockstep.conformance.search.isolation.call_journal import JOURNAL_BYTES, Journal, say
+from blockstep.conformance.search.isolation.call_journal import (
+    JOURNAL_BYTES,
+    Journal,
+    describe_call,
+)
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.verdict_requirements import CANARY
 from blockstep.spec.vocabulary import Config, Event, Observation, Request, Reset, Schedule, Submit
@@ -183,7 +187,7 @@ def play(options: CheckOptions, episode: int) -> list[str]:
 
     class Recording(SpecEngine):
         def apply(self, event: Event) -> Observation:
-            events.append(say(event))
+            events.append(describe_call(event))
             return super().apply(event)
 
     play_episode(options, episode, Recording)

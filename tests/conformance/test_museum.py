@@ -65,7 +65,7 @@ def change_nothing(rules: Rules, _config: Config) -> Rules:
 
 IDLE = SeededBug("nothing-is-wrong", "nothing", "nowhere", ("P1",), change_nothing)
 SHOWN, HIDDEN = STANDINGS[1:]
-UNSEEN = [name for name, entry in EXHIBITS.items() if HIDDEN.tell_invisible(entry)]
+UNSEEN = [name for name, entry in EXHIBITS.items() if HIDDEN.why_invisible(entry)]
 
 
 def blockstep(*args: object) -> Result:
@@ -327,7 +327,7 @@ def test_what_survives_unlisted_and_what_is_found_though_listed_are_reported(
 
 def test_what_only_the_state_shows_is_to_be_found_where_it_is_shown() -> None:
     entry = EXHIBITS["stale-frame-rolls-back"]
-    assert [bool(standing.tell_invisible(entry)) for standing in STANDINGS] == [False, False, True]
+    assert [bool(standing.why_invisible(entry)) for standing in STANDINGS] == [False, False, True]
     result = run_trial([entry], Trial((0,), 30_000, standing=SHOWN, shrinks=False))
     assert not result[0].problem
 
@@ -409,6 +409,6 @@ def test_a_changed_token_would_be_seen() -> None:
 def test_what_is_invisible_names_what_it_is_a_matter_of() -> None:
     assert UNSEEN
     for name in UNSEEN:
-        assert re.match(r"(policy|efficiency|books): \w", HIDDEN.tell_invisible(EXHIBITS[name]))
+        assert re.match(r"(policy|efficiency|books): \w", HIDDEN.why_invisible(EXHIBITS[name]))
         if name != "nulls-freed":  # the null block is nobody's, so it cannot leak
             assert "P1" not in EXHIBITS[name].properties  # a leak is never invisible

@@ -854,10 +854,10 @@ def test_each_sentence_is_asked_at_safety_or_has_a_reason_why_not() -> None:
     asked.add("rejected_event_changes_nothing")
     named = SENTENCES.keys() | OUTSIDE.keys()
     for name, each in SENTENCES.items():
-        assert (name in asked) is not bool(each.fixes or each.said_by), name
-        assert not (each.fixes and each.said_by), name
-        assert not each.said_by or each.said_by in named, name
-        assert each.said_by not in SENTENCES or each.said_by in asked, name
+        assert (name in asked) is not bool(each.fixes or each.covered_by), name
+        assert not (each.fixes and each.covered_by), name
+        assert not each.covered_by or each.covered_by in named, name
+        assert each.covered_by not in SENTENCES or each.covered_by in asked, name
     assert asked <= SENTENCES.keys()
     assert len(asked) == 54
 

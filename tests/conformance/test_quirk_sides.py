@@ -13,10 +13,10 @@ from blockstep.conformance.lockstep.quirks import (
     FEATURE_OF,
     OF_ANOTHER,
     UNMET,
+    get_quirk_title,
     list_goals,
     name_applied,
     name_spared,
-    tell_goal,
 )
 from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.features import BY_NAME
@@ -129,7 +129,9 @@ def test_what_is_not_required_is_of_quirks_that_there_are() -> None:
     assert {*UNMET} <= {*list_goals(every)}
     assert all(UNMET.values())
     assert {*FEATURE_OF.values()} <= {*BY_NAME}
-    assert {tell_goal(goal) for goal in list_goals(every)} == {story.title for story in QUIRKS}
+    assert {get_quirk_title(goal) for goal in list_goals(every)} == {
+        story.title for story in QUIRKS
+    }
     assert len(list_goals(find_profile("vllm-0.19.1"))) == 2 * len(
         find_profile("vllm-0.19.1").quirks
     )

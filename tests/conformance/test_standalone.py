@@ -20,7 +20,7 @@ from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program
 from blockstep.conformance.protocol.story import Script, Story, UnwritableError, show_call
 from blockstep.conformance.search.options import CheckOptions, find_profile, load
-from blockstep.conformance.search.standalone import tell_story, verify
+from blockstep.conformance.search.standalone import make_script, verify
 from blockstep.conformance.search.suppressions import KnownCause, SuppressionKind
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Quirk
@@ -70,7 +70,7 @@ def get_forgiven(path: Path, make_engine: EngineFactory) -> frozenset[KnownCause
 def write(path: Path, engine: str, forgiven: frozenset[KnownCause] | None = None) -> Script:
     options = CheckOptions(engine=engine)
     program: Program = read_program(path)
-    script = tell_story(options, load(options), program, "TITLE", forgiven)
+    script = make_script(options, load(options), program, "TITLE", forgiven)
     assert isinstance(script, Script), script
     assert "blockstep" not in script.source.lower()
     return script

@@ -214,7 +214,7 @@ def test_it_is_an_engine_that_declares_what_it_lacks() -> None:
     has["common prefix"] = RELEASE.has_common_prefix
     has["events"] = RELEASE.has_events
     has["transfers"] = RELEASE.follows_store
-    has["work"] = RELEASE.tells_work
+    has["work"] = RELEASE.shows_work
     always = {"rejection", "statistics", "late drafts", "pins", "forks", "tiers", "cadence"}
     lacks = always | {name for name in has if not has[name]}
     assert ALL_CAPABILITIES - engine.capabilities() == lacks

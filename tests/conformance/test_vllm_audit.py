@@ -59,7 +59,7 @@ def rekey(key: v.BlockKey, **fields: Any) -> v.BlockKey:
 def test_a_key_that_is_not_what_was_hashed_is_found(
     lie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = take("vllm_names")
+    names = take("vllm_block_keys")
     compute = names.compute_block_key
     monkeypatch.setattr(names, "compute_block_key", lambda *a, **k: KEYS[lie](compute(*a, **k)))
     engine = take("vllm").VllmEngine(CONFIG)
@@ -75,7 +75,7 @@ def test_a_key_that_is_not_what_was_hashed_is_found(
 def test_an_embedding_that_is_not_named_is_found(
     start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = take("vllm_names")
+    names = take("vllm_block_keys")
     compute = names.compute_block_key
 
     def forget(

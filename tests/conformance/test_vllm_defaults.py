@@ -17,9 +17,9 @@ from blockstep.conformance.engines.adapters.vllm_defaults import (
     DEVIATIONS,
     FOLLOWS,
     LEFT,
+    format_table,
     is_known,
     list_settings,
-    tell_table,
 )
 from blockstep.conformance.engines.adapters.vllm_releases import TRIED
 from blockstep.conformance.engines.adapters.vllm_runner import (
@@ -149,7 +149,7 @@ def test_the_page_has_the_table() -> None:
     begin, end = "<!-- defaults: begin -->\n", "<!-- defaults: end -->"
     page = PAGE.read_text()
     assert page.count(begin) == page.count(end) == 1
-    assert page.partition(begin)[2].partition(end)[0].strip() == tell_table(TRIED)
+    assert page.partition(begin)[2].partition(end)[0].strip() == format_table(TRIED)
 
 
 # Plans of Model Runner V2, without vLLM.

@@ -378,7 +378,7 @@ def test_states_of_a_request_that_is_gone_are_found(field: str) -> None:
 
 
 needs_events = needs(RELEASE.has_events, "no KV events are read of it")
-needs_groups_in_events = needs(RELEASE.has_told_groups, "its KV events do not name a group")
+needs_groups_in_events = needs(RELEASE.has_event_groups, "its KV events do not name a group")
 
 
 @needs_groups_in_events

@@ -373,7 +373,7 @@ def test_a_request_that_skips_reading_is_loaded_nothing_where_the_release_does_s
     engine.apply(v.Submit(replace(REQUEST, skip_reading_prefix_cache=True)))
     engine.apply(v.KVOffer("A", num_tokens=4))
     plan = schedule(engine)
-    assert bool(plan.kv_loads) is not RELEASE.ignores_offers_of_who_skips
+    assert bool(plan.kv_loads) is not RELEASE.ignores_offers_without_cache_reads
     assert engine.snapshot() is not None
 
 

@@ -418,7 +418,7 @@ def test_a_request_that_comes_back_under_its_old_id_may_end_again(
 def test_every_field_of_a_tried_release_is_known() -> None:
     if VERSION not in TRIED:
         pytest.skip(f"vLLM {VERSION} was not tried")
-    assert importlib.import_module(f"{ADAPTERS}.vllm_leftovers").NOTE is None
+    assert importlib.import_module(f"{ADAPTERS}.vllm_unaccounted").NOTE is None
 
 
 def has_capability(name: str) -> bool:

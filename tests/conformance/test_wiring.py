@@ -210,7 +210,7 @@ def test_the_worker_is_given_commits_and_resets(traits: EngineTraits) -> None:
     run, findings = run_program(Program(CONFIG, (A, *STEP, *STEP, reset, *STEP, Drain())), engine)
     assert findings == []
     assert run.live == {}
-    assert run.worker._hears_more_than_plans
+    assert run.worker._gets_commits
 
 
 # Sentences are asked of states, and know what was before.

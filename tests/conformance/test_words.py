@@ -171,7 +171,7 @@ def test_until_then_its_commit_delivers() -> None:
     actions = (v.Submit(v.Request("A", PROMPT, 4)), v.Schedule(), v.Abort(("A",)), Answer())
     run, findings = run_program(Program(CONFIG, actions), Shown)
     assert findings == []
-    assert (list(run.live), len(run.said["A"])) == (["A"], 1)
+    assert (list(run.live), len(run.delivered["A"])) == (["A"], 1)
     assert run.perform(v.Schedule()) == []
     assert run.live == {}
     assert run.perform(Drain()) == []

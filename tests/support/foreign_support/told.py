@@ -115,5 +115,5 @@ def _list_fields(value: Any) -> tuple[str, ...]:
     if known is not None:
         return tuple(known)
     module = type(value).__module__
-    is_ours = module.endswith(("vllm_store", "vllm_offers"))
+    is_ours = module.endswith(("vllm_store", "vllm_ec_connector"))
     return tuple(vars(value)) if is_ours else ()

@@ -126,7 +126,7 @@ def masked_with_drafts() -> Play:
     play.worker.acceptance = (1,)
     play.do(Submit(HELD), GrammarReady("A"), Schedule(), Schedule()).commit()
     frame_id = play.plans[0].frame_id
-    play.do(GrammarBitmask(frame_id, play.worker.tell_drafts(frame_id)))
+    play.do(GrammarBitmask(frame_id, play.worker.list_drafts(frame_id)))
     (row,) = masks_of(play.step)
     assert row.draft_token_ids[0] > 0 > row.draft_token_ids[1]
     return play

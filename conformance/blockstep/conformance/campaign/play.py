@@ -47,7 +47,7 @@ from blockstep.conformance.search.episodes import (
     EpisodeResult,
     fit_config,
     play_episode,
-    tell_episode,
+    summarize_episode,
 )
 from blockstep.conformance.search.isolation import LostError
 from blockstep.conformance.search.isolation.executor import lose_episode
@@ -264,7 +264,7 @@ def play_part(
                 config, _ = fit_config(programs[place].config, make_engine)
                 program = replace(programs[place], config=config)
                 run, findings = run_program(program, make_engine, profile)
-        episode = tell_episode(index, run, program, findings)
+        episode = summarize_episode(index, run, program, findings)
         episode = replace(episode, skipped=plain(episode.skipped))
         rare = () if findings else counts.find_rare(list_reached(run), lines)
         kept = None

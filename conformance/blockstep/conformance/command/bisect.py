@@ -14,7 +14,7 @@ from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program, write_program
 from blockstep.conformance.report.bisect import bisection_to_json, render_bisection, render_step
-from blockstep.conformance.search.bisect import Bisection, Step, bisect, tell_finding
+from blockstep.conformance.search.bisect import Bisection, Step, bisect, name_finding
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.isolation import EVENT_SECONDS
 from blockstep.conformance.search.options import CheckOptions
@@ -86,7 +86,7 @@ def bisect_command(
     console.write_json(json_path, bisection_to_json(found))
     if save is not None:
         question = found.question
-        note = f"{tell_finding(question.finding)}: {question.finding.message}"
+        note = f"{name_finding(question.finding)}: {question.finding.message}"
         console.write(save, write_program(question.program, note))
     raise typer.Exit(found.exit_code)
 

@@ -16,12 +16,12 @@ from blockstep.conformance.explore.engine_walk import walk_alone
 from blockstep.conformance.explore.shard import MAX_STATES, Task
 from blockstep.conformance.explore.tables import (
     find_shortest,
+    format_program,
     join_worlds,
     list_worlds,
     museum_rows,
     quirk_rows,
     render_table,
-    tell_program,
 )
 from blockstep.conformance.explore.transition_checks import JUDGED_WITNESSES, OF_THE_PAST
 from blockstep.conformance.explore.walk import LostShardError, Walked, get_obstacle, walk
@@ -253,7 +253,7 @@ def _show_witness(
         {
             "witness": witness,
             "preset": shortest.world if shortest.found else None,
-            "program": tell_program(shortest.path),
+            "program": format_program(shortest.path),
         },
     )
     raise typer.Exit(ExitCode.CONFORMS if shortest.found else ExitCode.HARNESS)

@@ -29,7 +29,7 @@ from blockstep.conformance.search.film import Picture, make_film
 from blockstep.conformance.search.isolation import Isolation, LostError, RefusedError
 from blockstep.conformance.search.known import find_programs
 from blockstep.conformance.search.options import CheckOptions, find_profile, load
-from blockstep.conformance.search.standalone import tell_story, verify
+from blockstep.conformance.search.standalone import make_script, verify
 from blockstep.conformance.search.suppressions import KnownCause
 from blockstep.spec.vocabulary import ConfigError
 
@@ -251,7 +251,7 @@ def save_script(
 ) -> None:
     """Write a program as a script of the engine alone, once it has shown the finding without us."""
     try:
-        script = call(tell_story, options, program, make_headline(first), forgiven)
+        script = call(make_script, options, program, make_headline(first), forgiven)
     except LostError as lost:
         script = lost.loss.message
     why = script if isinstance(script, str) else verify(script, options.path)

@@ -244,7 +244,7 @@ def _weigh_rare_resets(weight: int, view: View) -> int:
         return weight * 40
     if not may_have_sessions:
         return 0
-    is_last = any(list_ending(plan, now.live, now.said) for plan in now.plans)
+    is_last = any(list_ending(plan, now.live, now.delivered) for plan in now.plans)
     return weight * (16 if is_last else 4)
 
 

@@ -47,7 +47,7 @@ class Memory(Protocol):
         ...
 
     @property
-    def said(self) -> dict[v.RequestId, v.TokenIds]:
+    def delivered(self) -> dict[v.RequestId, v.TokenIds]:
         """Return the outputs delivered to unfinished requests."""
         ...
 
@@ -125,8 +125,8 @@ def list_frames(client: Memory) -> list[v.FrameId]:
 def list_ending(
     plan: v.Plan,
     live: Mapping[v.RequestId, v.Request],
-    said: Mapping[v.RequestId, v.TokenIds],
+    delivered: Mapping[v.RequestId, v.TokenIds],
 ) -> list[v.RequestId]:
     """Return the requests of a plan in flight that finish with their next token."""
     names = [row.request_id for row in plan.rows if row.request_id in live]
-    return [name for name in names if len(said.get(name, ())) + 1 >= live[name].max_tokens]
+    return [name for name in names if len(delivered.get(name, ())) + 1 >= live[name].max_tokens]

@@ -514,7 +514,7 @@ def detect(path: Path, text: str) -> WorkloadFormat:
             return spec.format
     rule = f"a workload is one of {', '.join(FORMATS)}"
     fix = "convert the file, or name the format that it has"
-    raise TraceError(path, 1, _tell_nearest(names, text), rule, fix)
+    raise TraceError(path, 1, _describe_nearest(names, text), rule, fix)
 
 
 def refuse_pointer(path: Path, text: str) -> None:
@@ -538,7 +538,7 @@ def _list_fields(text: str) -> list[str]:
     return []
 
 
-def _tell_nearest(names: list[str], text: str) -> str:
+def _describe_nearest(names: list[str], text: str) -> str:
     """Say which fields were recognized, and which the nearest format lacks."""
     known = {
         spec.format: [name for name in names if name in spec.columns] for spec in FORMATS.values()
@@ -547,10 +547,10 @@ def _tell_nearest(names: list[str], text: str) -> str:
     found = known[nearest.format]
     if not found:
         return f"a first line of no known format, {shown(text)}"
-    told = ", ".join(f"{nearest.columns[name].role.value} ({name})" for name in found)
+    found_columns = ", ".join(f"{nearest.columns[name].role.value} ({name})" for name in found)
     missing = nearest.find_missing(names, nearest.needs | nearest.signs)
     lacks = ", ".join(f"{column.role.value} ({name})" for name, column in missing.items())
-    return f"a first line with {told}, and without {lacks} as {nearest.format} has"
+    return f"a first line with {found_columns}, and without {lacks} as {nearest.format} has"
 
 
 # Rows.

@@ -178,8 +178,8 @@ def draw_prompt(
     Or continue the tokens of an earlier request, whose blocks may still be cached.
     """
     if texts and draw.chance(15):
-        said = draw.choice(texts)[: limit - 1]
-        return said + draw.tokens(1, swarm.vocabulary_size)
+        text = draw.choice(texts)[: limit - 1]
+        return text + draw.tokens(1, swarm.vocabulary_size)
     config = swarm.config
     length = draw.integer(1, limit)
     if draw.chance(60):

@@ -295,8 +295,8 @@ def _refuse_unknown(hello: Hello) -> None:
         "config_fields": (hello.config_fields or (), CONFIG_FIELDS),
         "request_fields": (hello.request_fields or (), REQUEST_FIELDS),
     }
-    for field, (said, names) in known.items():
-        for name in said:
+    for field, (given, names) in known.items():
+        for name in given:
             if name not in names:
                 raise BadEngineError(
                     f"{field} of its Hello names {name!r}, which is none of {', '.join(names)}"

@@ -142,14 +142,14 @@ class CheckFailedError(Exception):
         super().__init__(self.findings, num_events)
 
     def __str__(self) -> str:
-        told = [f"at event {self.num_events}"]
+        lines = [f"at event {self.num_events}"]
         for found in self.findings:
             fields = "; ".join(
                 f"{one.field}: expected {one.expected}, seen {one.seen}"
                 for one in found.differences
             )
-            told.append(f"{found.property_id} {found.sentence}: {found.message} {fields}".strip())
-        return "\n".join(told)
+            lines.append(f"{found.property_id} {found.sentence}: {found.message} {fields}".strip())
+        return "\n".join(lines)
 
 
 class ServingChecker:
@@ -253,7 +253,7 @@ class ServingWorker(Worker):
     """A worker that samples what a model sampled, with tagged shadows of the model's caches."""
 
     def __init__(self, config: v.Config) -> None:
-        super().__init__(config, _nobody_asks)
+        super().__init__(config, _no_next_token)
         self.shadows = {is_draft: Shadow(config) for is_draft in (False, True)}
         """One shadow for the draft model (True) and one for the model (False)."""
         self.adapter_numbers: dict[str, int] = {}
@@ -428,5 +428,5 @@ def _rows(array: ArrayLike) -> list[Any]:
     return values
 
 
-def _nobody_asks(text: Sequence[int]) -> int:
+def _no_next_token(text: Sequence[int]) -> int:
     raise AssertionError(f"the token after {len(text)} tokens comes from the model")

@@ -128,29 +128,29 @@ class SyncPointChecker:
         if differences:
             self._complain(what, differences)
 
-    def _plan(self, told: ReportedPlan) -> None:
+    def _plan(self, reported: ReportedPlan) -> None:
         plan = self.oracle.schedule()
         # Only a loop has its rows in running order; that order is checked in the states.
         expected = sorted((row.request_id, row.num_scheduled_tokens) for row in plan.rows)
-        seen = sorted((row.request_id, row.num_tokens) for row in told.rows)
-        if (plan.frame_id, expected) != (told.frame_id, seen):
-            names = f"rows of plan {plan.frame_id}", f"rows of plan {told.frame_id}"
+        seen = sorted((row.request_id, row.num_tokens) for row in reported.rows)
+        if (plan.frame_id, expected) != (reported.frame_id, seen):
+            names = f"rows of plan {plan.frame_id}", f"rows of plan {reported.frame_id}"
             differs = Difference("rows", f"{names[0]}: {expected}", f"{names[1]}: {seen}")
             self._complain("the plan of a step between two fences", (differs,))
         self._orders[plan.frame_id] = [row.request_id for row in plan.rows]
 
-    def _commit(self, told: ReportedCommit) -> None:
-        sampled = {row.request_id: row for row in told.sampled}
-        order = self._orders.pop(told.frame_id, [])
+    def _commit(self, reported: ReportedCommit) -> None:
+        sampled = {row.request_id: row for row in reported.sampled}
+        order = self._orders.pop(reported.frame_id, [])
         if sorted(order) != sorted(sampled):
             differs = Difference("rows", str(sorted(order)), str(sorted(sampled)))
-            self._complain(f"the requests that answer {told.frame_id} is for", (differs,))
+            self._complain(f"the requests that answer {reported.frame_id} is for", (differs,))
         rows = tuple(sampled[name] for name in order)
-        answer = self.oracle.apply(v.Commit(told.frame_id, rows))
+        answer = self.oracle.apply(v.Commit(reported.frame_id, rows))
         if isinstance(answer, v.Rejected):
             differs = Difference("sampled", answer.detail, str(rows))
             self._complain("what a step between two fences sampled", (differs,))
-        delivered = observation_differences(_sort(answer), _sort(told.outputs))
+        delivered = observation_differences(_sort(answer), _sort(reported.outputs))
         if delivered:
             self._complain("what a step between two fences delivered", delivered)
 

@@ -107,8 +107,8 @@ class Canonicaliser:
             _NO_KEY if key is None else self._content(key)
             for key in (pool.block_keys[block_id] for block_id in places)
         ]
-        told = pool.journal or ()
-        contents += [self._content(key) for event in told for key in _get_keys(event)]
+        events = pool.journal or ()
+        contents += [self._content(key) for event in events for key in _get_keys(event)]
         frames: Form = tuple(
             tuple(
                 (labels[row.request_id], row.draft_token_ids, *_get_flags(frame, row))
@@ -132,7 +132,7 @@ class Canonicaliser:
             *_encoder_form(ENCODER.of(state), labels),
             *_transfers_form(state, labels, places),
             *chain.from_iterable(scope.get_form(state, places) for scope in self._scopes),
-            *((type(event).__name__, len(_get_keys(event))) for event in told),
+            *((type(event).__name__, len(_get_keys(event))) for event in events),
         )
 
     def _label(self, state: State) -> dict[RequestId, tuple[int, int]]:

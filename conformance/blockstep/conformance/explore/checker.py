@@ -23,7 +23,7 @@ HINTS = {"detail", "num_external_tokens"}
 """Fields that are not compared: wording, and a hint."""
 
 
-def say(what: object, stream: TextIO = sys.stdout) -> None:
+def print_line(what: object, stream: TextIO = sys.stdout) -> None:
     """Write a line."""
     stream.write(f"{what}\n")
 
@@ -138,25 +138,25 @@ def main(folder: Path, command: list[str]) -> int:
     try:
         index = read_index(folder)
         if not command:
-            say(f"{len(index['files'])} files are as index.json says")
+            print_line(f"{len(index['files'])} files are as index.json says")
             return 0
         engine, total = Engine(command), 0
         for file in index["files"]:
             missing = sorted({*file["needs"]} - engine.capabilities)
             if missing:
-                say(f"{file['path']}: not tried: needs {', '.join(missing)}")
+                print_line(f"{file['path']}: not tried: needs {', '.join(missing)}")
                 continue
             count, where = play(engine, folder / file["path"], index["defaults"])
             if where is not None:
-                say(f"{file['path']}: DIFFERS: {where}")
+                print_line(f"{file['path']}: DIFFERS: {where}")
                 return 1
             total += count
-            say(f"{file['path']}: conforms: {count} events")
+            print_line(f"{file['path']}: conforms: {count} events")
     except UnusableError as error:
-        say(error, sys.stderr)
+        print_line(error, sys.stderr)
         return 2
     except (OSError, KeyError, TypeError, ValueError) as error:
-        say(f"the engine gave no answer: {type(error).__name__}: {error}")
+        print_line(f"the engine gave no answer: {type(error).__name__}: {error}")
         return 1
     return 0 if total else 5
 

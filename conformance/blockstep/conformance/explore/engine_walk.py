@@ -76,7 +76,7 @@ def walk_alone(
                     following.append((*program, deed))
                     findings = run.perform(Drain()) if task.properties else []
                 if findings and not walked.found:
-                    walked.found = tuple(map(_tell, findings))
+                    walked.found = tuple(map(_format_finding, findings))
                     walked.path = _get_path(run)
         level = following
         on_progress(states, transitions, depth)
@@ -122,9 +122,13 @@ def _list_deeds(world: World, run: LockStep, walked: Walked) -> Iterator[Deed]:
 def _list_forks(world: World, run: LockStep) -> Iterator[v.Fork]:
     """Yield the forks of each unfinished request into each request that is not live."""
     if world.forks:
-        said = {name: run.said.get(name, ()) for name in run.live}
-        forks = get_forks(world, said)
-        yield from (fork for fork in forks if fork.request_id in said and fork.child_id not in said)
+        delivered = {name: run.delivered.get(name, ()) for name in run.live}
+        forks = get_forks(world, delivered)
+        yield from (
+            fork
+            for fork in forks
+            if fork.request_id in delivered and fork.child_id not in delivered
+        )
 
 
 def _list_answers(world: World, run: LockStep) -> Iterator[v.Commit]:
@@ -156,10 +160,10 @@ def _get_key(run: LockStep) -> object:
         state, requests=requests, frames_in_flight=(), next_frame_id=0, stats=v.Stats(), cached={}
     )
     plans = tuple(replace(plan, frame_id=0) for plan in run.plans)
-    return repr(shown), plans, tuple(run.live.items()), tuple(run.said.items())
+    return repr(shown), plans, tuple(run.live.items()), tuple(run.delivered.items())
 
 
-def _tell(finding: Finding) -> str:
+def _format_finding(finding: Finding) -> str:
     return f"{finding.property_id or finding.kind} {finding.sentence}: {finding.message}"
 
 

@@ -68,7 +68,7 @@ def pack(
     worlds: Sequence[World],
     max_states: int,
     schema: object,
-    tell: Callable[[World], OnProgress] = lambda _world: lambda *_: None,
+    get_on_progress: Callable[[World], OnProgress] = lambda _world: lambda *_: None,
 ) -> tuple[PackedFile, ...]:
     """Write the package of these worlds into a folder, which is made, and return its files.
 
@@ -77,7 +77,7 @@ def pack(
     """
     try:
         (folder / "vectors").mkdir(parents=True, exist_ok=True)
-        files = tuple(_fill(folder, worlds, max_states, tell))
+        files = tuple(_fill(folder, worlds, max_states, get_on_progress))
         index = {
             "format": FORMAT,
             "version": VERSION,
@@ -92,8 +92,8 @@ def pack(
         for name, value in (("index.json", index), ("schema.json", schema)):
             text = msgspec.json.format(msgspec.json.encode(value), indent=1)
             (folder / name).write_bytes(text + b"\n")
-        said = {"version": version("blockstep"), "package": VERSION, "vectors": VECTORS_VERSION}
-        (folder / "README.md").write_text(README.format(**said), "utf-8")
+        values = {"version": version("blockstep"), "package": VERSION, "vectors": VECTORS_VERSION}
+        (folder / "README.md").write_text(README.format(**values), "utf-8")
         (folder / "check.py").write_bytes(Path(checker.__file__).read_bytes())
     except OSError as error:
         found = f"cannot be written ({error.strerror or error})"
@@ -102,11 +102,14 @@ def pack(
 
 
 def _fill(
-    folder: Path, worlds: Sequence[World], max_states: int, tell: Callable[[World], OnProgress]
+    folder: Path,
+    worlds: Sequence[World],
+    max_states: int,
+    get_on_progress: Callable[[World], OnProgress],
 ) -> Iterator[PackedFile]:
     for world in worlds:
         path = folder / "vectors" / f"{world.name}.jsonl"
-        filled = fill(path, world, max_states, tell(world))
+        filled = fill(path, world, max_states, get_on_progress(world))
         yield PackedFile(
             f"vectors/{path.name}",
             world.name,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 
 from blockstep.conformance.explore.shard import sketch
-from blockstep.conformance.explore.tables import tell_event
+from blockstep.conformance.explore.tables import format_event
 from blockstep.conformance.explore.walk import Walked
 from blockstep.spec.profiles import initial_state
 
@@ -47,7 +47,7 @@ def get_graph(walked: Walked) -> Graph:
             numbers[edge.target] = len(nodes)
             nodes.append(Node(nodes[source].depth + 1, tuple(edge.sketch.split("\n"))))
         if edge.source != edge.target:
-            ways[source, numbers[edge.target]][tell_event(edge.event)] = None
+            ways[source, numbers[edge.target]][format_event(edge.event)] = None
     return Graph(tuple(nodes), {ends: tuple(events) for ends, events in ways.items()})
 
 

@@ -63,14 +63,14 @@ def _find_in_passing(best: Shortest, tasks: Sequence[Task], jobs: int, limit: in
     return best
 
 
-def tell_event(event: Event) -> str:
+def format_event(event: Event) -> str:
     """Return an event as one line."""
     return describe_event(event) if isinstance(event, Commit | Drafts) else describe(event)
 
 
-def tell_program(path: Sequence[PathStep]) -> list[str]:
+def format_program(path: Sequence[PathStep]) -> list[str]:
     """Return a line for each event."""
-    return [tell_event(step.event) for step in path]
+    return [format_event(step.event) for step in path]
 
 
 def list_worlds(worlds: Iterable[World]) -> list[dict[str, object]]:
@@ -146,7 +146,7 @@ def museum_rows(
                 "events": shortest.length or NOWHERE,
                 "world": shortest.world,
                 "first difference": _sentence(shortest),
-                "program": "; ".join(tell_program(shortest.path)),
+                "program": "; ".join(format_program(shortest.path)),
             }
         )
     return rows

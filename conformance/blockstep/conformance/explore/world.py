@@ -228,8 +228,8 @@ def get_events(world: World, state: State) -> Iterator[v.Event]:
             for tokens in world.proposals:
                 yield v.Drafts((v.RowTokens(request_id, tokens),))
     if world.forks:
-        said = {name: request.output_token_ids for name, request in state.requests.items()}
-        yield from get_forks(world, said)
+        delivered = {name: request.output_token_ids for name, request in state.requests.items()}
+        yield from get_forks(world, delivered)
     if any(request.grammar is not None for request in world.requests):
         for frame in state.frames:
             yield from get_masks(world, frame)
@@ -245,19 +245,19 @@ def get_events(world: World, state: State) -> Iterator[v.Event]:
     yield v.Commit(state.next_frame_id, ())
 
 
-def get_forks(world: World, said: Mapping[v.RequestId, v.TokenIds]) -> Iterator[v.Fork]:
+def get_forks(world: World, delivered: Mapping[v.RequestId, v.TokenIds]) -> Iterator[v.Fork]:
     """Yield forks of each unfinished request: after each of its outputs, or with another token
     there.
 
-    `said` has the outputs of the unfinished requests. For an id in use there is one fork, which
-    must be rejected.
+    `delivered` has the outputs of the unfinished requests. For an id in use there is one fork,
+    which must be rejected.
     """
-    for name, outputs in said.items():
+    for name, outputs in delivered.items():
         kept = [outputs[:count] for count in range(len(outputs) + 1)]
         others = [(*head, token) for head in kept for token in world.vocabulary]
         for child_id in world.list_alike(name):
-            for told in ((),) if child_id in said else dict.fromkeys((*kept, *others)):
-                yield v.Fork(name, child_id, told)
+            for branch in ((),) if child_id in delivered else dict.fromkeys((*kept, *others)):
+                yield v.Fork(name, child_id, branch)
     yield v.Fork("nobody", world.requests[0].request_id)
 
 
@@ -272,8 +272,8 @@ def get_masks(world: World, frame: Frame) -> Iterator[v.GrammarBitmask]:
     choices = [product(world.vocabulary, repeat=len(row.draft_token_ids)) for row in held]
     for drafts in product(*choices) if held else ():
         rows = zip(held, drafts, strict=True)
-        told = tuple(v.RowTokens(row.request_id, tokens) for row, tokens in rows)
-        yield v.GrammarBitmask(frame.frame_id, told)
+        row_drafts = tuple(v.RowTokens(row.request_id, tokens) for row, tokens in rows)
+        yield v.GrammarBitmask(frame.frame_id, row_drafts)
 
 
 def get_answers(world: World, frame: Frame) -> Iterator[v.Commit]:

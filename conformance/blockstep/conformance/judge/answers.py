@@ -34,7 +34,7 @@ JudgePlan: TypeAlias = Callable[
 def judge_answer(
     config: v.Config,
     live: Mapping[v.RequestId, v.Request],
-    said: Mapping[v.RequestId, v.TokenIds],
+    delivered: Mapping[v.RequestId, v.TokenIds],
     event: v.Event,
     seen: v.Observation,
     dropped: Container[tuple[v.FrameId, v.RequestId]] = (),
@@ -44,16 +44,16 @@ def judge_answer(
 ) -> Iterator[Finding]:
     """Yield the findings about an answer of the right kind.
 
-    `live`: unfinished requests, and `said`: the tokens delivered to them, both before the event.
+    `live`: unfinished requests, and `delivered`: the tokens delivered to them, before the event.
     `dropped`: rows of frames in flight that sample for an input of a session that is over.
     `failing`: requests whose load fails by this event; `doubtful`: requests whose load may fail by
     it. `ending`: requests whose abort was answered already; the next plan ends them.
     """
     match event, seen:
         case v.Schedule(), v.Plan() as plan:
-            yield from _judge_plan(config, live, said, plan)
+            yield from _judge_plan(config, live, delivered, plan)
         case v.Commit(), v.Outputs(rows=rows):
-            due = dict(_expected_outputs(config, live, said, event))
+            due = dict(_expected_outputs(config, live, delivered, event))
             over = [name for name in due if (event.frame_id, name) in dropped]
             due = {name: due[name] for name in due if name not in (*over, *failing)}
             due |= _expected_errors(config, failing)
@@ -62,8 +62,8 @@ def judge_answer(
             sure = [row for row in rows if not _is_error_of(row, doubtful)]
             yield from _judge_outputs(_expected_errors(config, failing), sure)
         case v.Abort(request_ids=named), v.Aborted(request_ids=now, ending_req_ids=later):
-            for told in _list_wrong_ends(set(named) & live.keys(), now, later, ending):
-                yield violated("P18", "abort_finishes_exactly_the_named_requests", told)
+            for problem in _list_wrong_ends(set(named) & live.keys(), now, later, ending):
+                yield violated("P18", "abort_finishes_exactly_the_named_requests", problem)
 
 
 def _list_wrong_ends(
@@ -74,8 +74,8 @@ def _list_wrong_ends(
 ) -> Iterator[str]:
     """Yield what is wrong with an answer to an abort that names `due` of the unfinished
     requests."""
-    told = [*dict.fromkeys(now), *dict.fromkeys(later)]
-    for name in sorted(set(due) - set(told)):
+    answered = [*dict.fromkeys(now), *dict.fromkeys(later)]
+    for name in sorted(set(due) - set(answered)):
         if name in ending:
             yield (
                 f"{name!r} is left out: its abort is pending, so name it in ending_req_ids until a "
@@ -83,16 +83,16 @@ def _list_wrong_ends(
             )
         else:
             yield f"{name!r} is unfinished and was named, and the answer does not end it"
-    for name in sorted(set(told) - set(due)):
+    for name in sorted(set(answered) - set(due)):
         yield f"{name!r} is ended by the answer, and is finished or was not named"
-    for name in sorted({name for name in told if told.count(name) > 1}):
+    for name in sorted({name for name in answered if answered.count(name) > 1}):
         yield f"{name!r} is both in request_ids and in ending_req_ids: it ends now, or later"
 
 
 def _judge_plan(
     config: v.Config,
     live: Mapping[v.RequestId, v.Request],
-    said: Mapping[v.RequestId, v.TokenIds],
+    delivered: Mapping[v.RequestId, v.TokenIds],
     plan: v.Plan,
 ) -> Iterator[Finding]:
     """P9, and that the rows of a plan are of unfinished requests."""
@@ -118,7 +118,7 @@ def _judge_plan(
                 "P26", "row_is_of_an_unfinished_request", f"{name!r} has ended", subjects=name
             )
         elif isinstance(row, v.NewRow):
-            yield from _judge_new_row(config, row, live[name], said.get(name))
+            yield from _judge_new_row(config, row, live[name], delivered.get(name))
         if end > config.max_model_len:
             what = f"{name!r} runs {end} tokens, the model takes {config.max_model_len}"
             yield violated("P9", "row_stays_within_max_model_len", what, subjects=name)
@@ -198,7 +198,7 @@ def _judge_outputs(
             )
         seen = None if row.finish_reason is None else (row.finish_reason, row.stop_token_id)
         if seen != stop:
-            difference = Difference("finish_reason", _told(stop), _told(seen))
+            difference = Difference("finish_reason", _describe_stop(stop), _describe_stop(seen))
             what = f"{name!r} after {tokens}"
             yield violated(
                 "P13", "finish_reason_is_the_one_that_holds", what, difference, subjects=name
@@ -208,13 +208,13 @@ def _judge_outputs(
 def _expected_outputs(
     config: v.Config,
     live: Mapping[v.RequestId, v.Request],
-    said: Mapping[v.RequestId, v.TokenIds],
+    delivered: Mapping[v.RequestId, v.TokenIds],
     event: v.Commit,
 ) -> Iterator[tuple[v.RequestId, Expected]]:
     for row in event.sampled:
         request = live.get(row.request_id)
         if request is not None and row.token_ids:
-            before = list(said.get(row.request_id, ()))
+            before = list(delivered.get(row.request_id, ()))
             yield row.request_id, cut_at_stop(config, request, before, row.token_ids)
 
 
@@ -246,6 +246,6 @@ def _judge_computed(step: Step) -> Iterator[Finding]:
             )
 
 
-def _told(stop: tuple[v.FinishReason, v.TokenId | None] | None) -> str:
+def _describe_stop(stop: tuple[v.FinishReason, v.TokenId | None] | None) -> str:
     reason, token = stop or (None, None)
     return str(reason) if token is None else f"{reason} by token {token}"

@@ -57,13 +57,13 @@ def count_unattended(group: v.KVGroup, position: int) -> int:
 
 
 def without_given_back(
-    told: Sequence[v.BlockId], shown: Sequence[v.BlockId]
+    planned: Sequence[v.BlockId], shown: Sequence[v.BlockId]
 ) -> tuple[v.BlockId, ...]:
     """A table from plans, with the null blocks of a state, since no plan shows skipped blocks."""
     if v.NULL_BLOCK not in shown:
-        return tuple(told)
+        return tuple(planned)
     nulls = {index for index, block in enumerate(shown) if block == v.NULL_BLOCK}
-    return tuple([v.NULL_BLOCK if index in nulls else block for index, block in enumerate(told)])
+    return tuple([v.NULL_BLOCK if index in nulls else block for index, block in enumerate(planned)])
 
 
 def is_recurrent(group: v.KVGroup) -> bool:

@@ -172,7 +172,7 @@ JUDGED: tuple[PropertyCheck, ...] = tuple(
 
 A safety run makes them where the engine shows its state. Each of the others says why it is left
 out: it would fix a policy where other policies are right too (`PropertyCheck.fixes`), or another
-check sees the same from outside (`PropertyCheck.said_by`). """
+check sees the same from outside (`PropertyCheck.covered_by`). """
 
 ANSWER_TYPES: dict[type, tuple[type, ...]] = {
     v.Submit: (v.Ack,),
@@ -272,7 +272,7 @@ def check_step(
         if type(step.observation) not in ANSWER_TYPES.get(kind, ()):
             what = f"{kind.__name__} was answered with {type(step.observation).__name__}"
             return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
-    findings = [] if worker is None else _tell(step, worker)
+    findings = [] if worker is None else _inform_worker(step, worker)
     if not findings and asked is NONE:
         return findings
     matters = kind, is_renamed, history.lacked, find_absent(step)
@@ -283,7 +283,7 @@ def check_step(
     return findings + judge(list_sentences(*matters), step, history)
 
 
-def _tell(step: Step, worker: Worker) -> list[Finding]:
+def _inform_worker(step: Step, worker: Worker) -> list[Finding]:
     findings = worker.observe(step.event, step.observation)
     is_plan = isinstance(step.event, v.Schedule)
     if not (is_plan or isinstance(step.event, v.Commit)):

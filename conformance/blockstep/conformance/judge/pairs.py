@@ -299,11 +299,11 @@ class PairCounter:
 
 
 def list_signals(
-    event: v.Event, known: Known, config: v.Config, everybody: Collection[v.RequestId]
+    event: v.Event, known: Known, config: v.Config, all_ids: Collection[v.RequestId]
 ) -> Iterator[tuple[str, Collection[v.RequestId]]]:
     """The signals that an event is, each with the requests that it is about.
 
-    What names no request is about `everybody`: those that live, and those that have ended lately.
+    What names no request is about `all_ids`: those that live, and those that have ended lately.
     """
     match event:
         case v.Abort(request_ids=names):
@@ -326,9 +326,9 @@ def list_signals(
         case v.Commit(transfers=report) | v.TransfersReported(transfers=report):
             yield from _list_reported(event, report, known.transfers, config)
         case v.Reset(reset_running_requests=is_forced):
-            yield "forced_reset" if is_forced else "reset", everybody
+            yield "forced_reset" if is_forced else "reset", all_ids
         case _ if type(event) in SIGNAL_OF:
-            yield SIGNAL_OF[type(event)], everybody
+            yield SIGNAL_OF[type(event)], all_ids
 
 
 def _list_reported(

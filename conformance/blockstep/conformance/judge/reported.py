@@ -26,9 +26,9 @@ class Reported:
     """The memory of one run: what its plans and answers have said. Not reusable."""
 
     config: v.Config
-    tells_hits: bool
+    reports_hits: bool
     """Whether its outputs have cached tokens: it has a capability of statistics."""
-    tells_ends: bool
+    reports_finished: bool
     """Whether its worker keeps requests until a plan names them as finished."""
     has_slots: bool = True
     """Whether its worker has a slot for each running request, `max_num_seqs` in all."""
@@ -57,7 +57,7 @@ class Reported:
     ) -> Iterator[Finding]:
         """Yield the findings about an answer of the right kind. `live` and `sessions` are as before
         it."""
-        if isinstance(seen, v.Outputs) and self.tells_hits:
+        if isinstance(seen, v.Outputs) and self.reports_hits:
             yield from self._judge_hits(seen.rows, live)
         match event, seen:
             case v.Schedule(), v.Plan() as plan:
@@ -79,12 +79,12 @@ class Reported:
             due, seen = self.first_hits.get(row.request_id, 0), row.num_cached_tokens
             if row.request_id in live and seen != due:
                 what = f"{row.request_id!r} got a wrong number of cached tokens"
-                told = Difference("num_cached_tokens", str(due), str(seen))
+                difference = Difference("num_cached_tokens", str(due), str(seen))
                 yield violated(
                     "P21",
                     "reported_cached_tokens_are_of_the_first_hit",
                     what,
-                    told,
+                    difference,
                     subjects=row.request_id,
                 )
 
@@ -92,7 +92,7 @@ class Reported:
         """A plan names each request that the worker knows and that has ended, and no other."""
         self._note_ends(live)
         named = set(plan.finished_req_ids)
-        kept = sorted(self.ended - named) if self.tells_ends else []
+        kept = sorted(self.ended - named) if self.reports_finished else []
         lost = sorted(named & self.known)
         for names, what in ((kept, "ended, and no plan says so"), (lost, "did not end")):
             if names:
@@ -100,9 +100,9 @@ class Reported:
                     "finished_req_ids", str(sorted(self.ended)), str(plan.finished_req_ids)
                 )
                 subjects = Subjects(tuple(names[:SUBJECTS_MAX]))
-                told = f"{names} {what}"
+                message = f"{names} {what}"
                 yield violated(
-                    "P26", "plan_names_the_finished", told, difference, subjects=subjects
+                    "P26", "plan_names_the_finished", message, difference, subjects=subjects
                 )
 
     def _judge_slots(self, plan: v.Plan) -> Iterator[Finding]:
@@ -115,7 +115,7 @@ class Reported:
     def _list_kept(self, plan: v.Plan) -> set[v.RequestId]:
         """Requests that a worker keeps after a plan."""
         left = self.slots.difference(plan.finished_req_ids, plan.preempted_req_ids)
-        if not self.tells_ends:
+        if not self.reports_finished:
             left &= self.known
         return left.union(row.request_id for row in plan.rows)
 
@@ -125,12 +125,12 @@ class Reported:
             drafts, due = row.draft_token_ids, self.proposed.get(row.request_id, ())
             if drafts != due[: len(drafts)]:
                 what = f"{row.request_id!r} verifies drafts that were not proposed for its position"
-                told = Difference("draft_token_ids", str(due), str(drafts))
+                difference = Difference("draft_token_ids", str(due), str(drafts))
                 yield violated(
                     "P24",
                     "dispatched_drafts_are_the_last_proposed_ones",
                     what,
-                    told,
+                    difference,
                     subjects=row.request_id,
                 )
 

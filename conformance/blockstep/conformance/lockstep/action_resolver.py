@@ -78,8 +78,8 @@ class ActionResolver(Client):
         rows = self.worker.answer(plan.frame_id)
         if report == NO_REPORT or not self.config.kv_connector:
             return v.Commit(plan.frame_id, rows)
-        told = self.transfers.resolve(report, self.config.block_sizes, plan.frame_id)
-        return v.Commit(plan.frame_id, rows, told)
+        resolved = self.transfers.resolve(report, self.config.block_sizes, plan.frame_id)
+        return v.Commit(plan.frame_id, rows, resolved)
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Update with one event and its answer."""
@@ -140,7 +140,7 @@ def ask_mask(worker: Worker, plan: v.Plan) -> v.GrammarBitmask:
     """Return the request for the bitmask of a plan in flight, with drafts that only the worker
     knows."""
     is_async = worker.config.async_scheduling
-    return v.GrammarBitmask(plan.frame_id, worker.tell_drafts(plan.frame_id) if is_async else ())
+    return v.GrammarBitmask(plan.frame_id, worker.list_drafts(plan.frame_id) if is_async else ())
 
 
 def forbid(worker: Worker, plans: Sequence[v.Plan]) -> v.Commit | None:

@@ -38,7 +38,7 @@ class Client:
     rejected_texts: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
     """Token sequences with lately rejected drafts that would have filled a block. Filled only if
     states are not compared."""
-    said: dict[v.RequestId, v.TokenIds] = field(default_factory=dict)
+    delivered: dict[v.RequestId, v.TokenIds] = field(default_factory=dict)
     """Outputs delivered to unfinished requests."""
     plans: list[v.Plan] = field(default_factory=list)
     """Plans in flight, oldest first."""
@@ -67,7 +67,7 @@ class Client:
                     self.sessions[request.request_id] = Session()
             case v.Fork(request_id=name, child_id=child_id, output_token_ids=outputs), _:
                 self.live[child_id] = replace(self.live[name], request_id=child_id)
-                self.said[child_id] = outputs
+                self.delivered[child_id] = outputs
             case v.Schedule(), v.Plan() as plan:
                 self.end_aborted()
                 self.last_plan = plan
@@ -107,8 +107,8 @@ class Client:
         self.chunked = tuple([row.request_id for row in sampled if not row.token_ids])
         for row in rows:
             if row.request_id in self.live:  # a request that has ended may be submitted again
-                said = self.said.get(row.request_id, ())
-                self.said[row.request_id] = said + row.new_token_ids
+                delivered = self.delivered.get(row.request_id, ())
+                self.delivered[row.request_id] = delivered + row.new_token_ids
         over = [row for row in rows if row.finish_reason is not None]
         if over:
             self._end(row.request_id for row in over if self._is_over(row))
@@ -147,14 +147,14 @@ class Client:
     def _go_on(self, update: v.Request) -> None:
         """Continue a session with an input, at once if it is idle."""
         name = update.request_id
-        outputs = self.said.get(name, ())
+        outputs = self.delivered.get(name, ())
         self._continue(name, self.sessions[name].update(self.live[name], outputs, update))
 
     def _continue(self, name: v.RequestId, request: v.Request | None) -> None:
         """Replace the request of a session, unless `request` is None."""
         if request is not None:
             self.live[name] = request
-            self.said.pop(name, None)
+            self.delivered.pop(name, None)
 
     def _is_over(self, row: v.OutputRow) -> bool:
         """Return whether an output with a finish reason finishes its request; a session may become
@@ -164,8 +164,8 @@ class Client:
             return True
         if session is None or name not in self.live or session.ends_at_its_stop:
             return True
-        self.texts.append(self.live[name].prompt_token_ids + self.said[name])
-        self._continue(name, session.stop(self.live[name], self.said[name]))
+        self.texts.append(self.live[name].prompt_token_ids + self.delivered[name])
+        self._continue(name, session.stop(self.live[name], self.delivered[name]))
         for plan in self.plans:
             if any(row.request_id == name for row in plan.rows):
                 self.dropped.add((plan.frame_id, name))
@@ -181,11 +181,11 @@ class Client:
             self.sessions.pop(request_id, None)
             self.transfers.end(request_id)
             self.first_blocks.pop(request_id, None)
-            request, said = self.live.pop(request_id, None), self.said.pop(request_id, ())
+            request, delivered = self.live.pop(request_id, None), self.delivered.pop(request_id, ())
             self.ended.append(request_id)
             if self.ending:
                 self.ending = tuple(name for name in self.ending if name != request_id)
-            if request is not None and said:
-                self.texts.append(request.prompt_token_ids + said)
-            if request is not None and said and request.job_id is not None:
-                self.turns.append((request, request.prompt_token_ids + said))
+            if request is not None and delivered:
+                self.texts.append(request.prompt_token_ids + delivered)
+            if request is not None and delivered and request.job_id is not None:
+                self.turns.append((request, request.prompt_token_ids + delivered))

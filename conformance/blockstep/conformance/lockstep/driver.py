@@ -188,7 +188,7 @@ def _put_beside(found: Finding, diverged: Sequence[Finding]) -> Finding:
     return replace(found, diverged=diverged[0].differences)
 
 
-def tell_divergence(event: v.Event, differences: Sequence[Difference]) -> str:
+def describe_divergence(event: v.Event, differences: Sequence[Difference]) -> str:
     """Return a message with the first differing field, both values, and the number of other
     fields."""
     first, more = differences[0], len(differences) - 1
@@ -351,30 +351,30 @@ class LockStep(ActionResolver):
         try:
             expected = self.spec.apply(event)
         except AssertionError as error:
-            return [blame_spec(error), *self._give_to_engine_alone(self._tell(event))]
+            return [blame_spec(error), *self._give_to_engine_alone(self._translate(event))]
         if isinstance(expected, v.Rejected) and expected.code not in self.judged:
             self.skip(Capability.REJECTION)
             self.last = Exchange(event, expected, expected)
             return []
-        told = self._tell(event)
+        sent = self._translate(event)
         try:
-            seen, after, faults = self._ask(told)
+            seen, after, faults = self._ask(sent)
         except Exception as error:
-            self._keep(Exchange(told, expected, None))
-            return self.excuses.take([fault_of(error)], told, expected, None)
-        self._keep(Exchange(told, expected, seen))
+            self._keep(Exchange(sent, expected, None))
+            return self.excuses.take([fault_of(error)], sent, expected, None)
+        self._keep(Exchange(sent, expected, seen))
         if faults:
-            faults = self.excuses.take(faults, told, expected, None)
+            faults = self.excuses.take(faults, sent, expected, None)
         try:
-            found = self._compare(event, told, expected, seen, after)
+            found = self._compare(event, sent, expected, seen, after)
             if not faults:
                 return found
             leading = list(takewhile(lambda it: it.kind is FindingKind.PROPERTY, found))
             return [*leading, *faults, *found[len(leading) :]]
         except Exception:
-            ill_typed = fault_of_types(told, seen, after)
+            ill_typed = fault_of_types(sent, seen, after)
             if ill_typed is not None:
-                return self.excuses.take([ill_typed], told, expected, None)
+                return self.excuses.take([ill_typed], sent, expected, None)
             if faults:
                 return faults
             raise
@@ -409,32 +409,32 @@ class LockStep(ActionResolver):
         ActionResolver.follow(self, event, observation)
         self.pairs.settle(event, before, self)
 
-    def _give_to_engine_alone(self, told: v.Event) -> list[Finding]:
+    def _give_to_engine_alone(self, sent: v.Event) -> list[Finding]:
         """Return the findings about the engine's step at an event at which the specification
         failed."""
         try:
-            seen, after = self.engine.apply(told), self.engine.snapshot()
+            seen, after = self.engine.apply(sent), self.engine.snapshot()
         except Exception as error:
-            self._keep(Exchange(told, v.Ack(), None))
+            self._keep(Exchange(sent, v.Ack(), None))
             return [fault_of(error)]
-        self._keep(Exchange(told, seen, seen))
-        if (ill_typed := fault_of_types(told, seen, after)) is not None:
+        self._keep(Exchange(sent, seen, seen))
+        if (ill_typed := fault_of_types(sent, seen, after)) is not None:
             return [ill_typed]
         if self.compare_every is not None:
             return []
         if self.before is None or after is None:
-            return self._check_answer(told, seen)
+            return self._check_answer(sent, seen)
         after = replace(after, stats=self._fill(after.stats, self.before.stats))
-        return self._check_step(Step(self.config, self.num_events, told, seen, self.before, after))
+        return self._check_step(Step(self.config, self.num_events, sent, seen, self.before, after))
 
-    def _tell(self, event: v.Event) -> v.Event:
+    def _translate(self, event: v.Event) -> v.Event:
         """Return the event in the engine's terms."""
         return event
 
     def _compare(
         self,
         event: v.Event,
-        told: v.Event,
+        sent: v.Event,
         expected: v.Observation,
         seen: v.Observation,
         after: v.Snapshot | None,
@@ -446,19 +446,19 @@ class LockStep(ActionResolver):
             Exception: the engine's answer or state is too ill-typed to be compared.
         """
         comparable = self._comparable(after) if after is not None else None
-        findings = self._diverge(told, expected, seen, comparable)
+        findings = self._diverge(sent, expected, seen, comparable)
         if findings or self.equivalence:
-            found = fault_of_types(told, seen, after)
+            found = fault_of_types(sent, seen, after)
             if found is not None:
-                return self.excuses.take([found], told, expected, None)
+                return self.excuses.take([found], sent, expected, None)
         elif comparable is not None:
             # They are equal, and parts that the event did not change are the same objects as
             # before.
             comparable = self.spec.snapshot()
         if self.compare_every is None:  # the checks need every state
-            findings = self._judge(event, told, expected, seen, comparable, findings)
+            findings = self._judge(event, sent, expected, seen, comparable, findings)
         else:
-            findings = self.excuses.take(findings, told, expected, seen)
+            findings = self.excuses.take(findings, sent, expected, seen)
         self.before = comparable
         self.follow(event, expected)
         return findings
@@ -466,7 +466,7 @@ class LockStep(ActionResolver):
     def _judge(
         self,
         event: v.Event,
-        told: v.Event,
+        sent: v.Event,
         expected: v.Observation,
         seen: v.Observation,
         after: v.Snapshot | None,
@@ -479,19 +479,19 @@ class LockStep(ActionResolver):
         side, whose answers were equal up to now.
         """
         step: Step | None
-        of_spec = self._judge_spec(told, expected) if diverged else []
+        of_spec = self._judge_spec(sent, expected) if diverged else []
         if after is None or self.before is None or NOT_SHOWN in self.skipped:
             step = self._step_of_spec(event, expected)
-            findings = [*self._check_answer(told, seen), *diverged]
+            findings = [*self._check_answer(sent, seen), *diverged]
         else:
             self.spec_before = None
             if diverged and self.history.uncounted:  # these counters are the specification's
                 after = replace(after, stats=self._fill(after.stats, self.before.stats))
-            step = Step(self.config, self.num_events, told, seen, self.before, after)
+            step = Step(self.config, self.num_events, sent, seen, self.before, after)
             findings = [*self._check_step(step, self._choose_asked(diverged)), *diverged]
         if findings:
             left = self._unexplained(put_causes_first(findings), of_spec)
-            findings = self.excuses.take(left, told, expected, seen)
+            findings = self.excuses.take(left, sent, expected, seen)
             findings = [_put_beside(found, diverged) for found in findings]
         if step is not None:
             if not findings:  # also after findings that a quirk explains
@@ -534,7 +534,7 @@ class LockStep(ActionResolver):
             return [ill_typed]
         return self._diverge(event, expected, seen, self._comparable(shown))
 
-    def _judge_spec(self, told: v.Event, expected: v.Observation) -> list[Finding]:
+    def _judge_spec(self, sent: v.Event, expected: v.Observation) -> list[Finding]:
         """Return the findings about the specification's own step, which its quirks cause.
 
         Called before the worker observes the engine's answer. Under a weaker equivalence the worker
@@ -545,9 +545,9 @@ class LockStep(ActionResolver):
         worker, self.worker = self.worker, self.worker.fork()
         try:
             if self.before is None:
-                return self._check_answer(told, expected)
+                return self._check_answer(sent, expected)
             sides = self.before, self.spec.snapshot()
-            return self._check_step(Step(self.config, self.num_events, told, expected, *sides))
+            return self._check_step(Step(self.config, self.num_events, sent, expected, *sides))
         finally:
             self.worker = worker
 
@@ -619,7 +619,7 @@ class LockStep(ActionResolver):
             differences += snapshot_differences(self.spec.snapshot(), after)
         if not differences:
             return []
-        message = tell_divergence(event, differences)
+        message = describe_divergence(event, differences)
         names = [*self.live]
         if isinstance(event, v.Submit):
             names.append(event.request.request_id)
@@ -684,9 +684,9 @@ class LockStep(ActionResolver):
                 break  # declined
             plan = self.last_plan
             assert plan is not None, "an accepted Schedule is answered with a plan"
-            told = sum(map(len, self.said.values())), len(self.live)
+            progress = sum(map(len, self.delivered.values())), len(self.live)
             due = bool(self.history.promised)
-            why = watch.see(plan, bool(self.plans), due, self.before, told)
+            why = watch.see(plan, bool(self.plans), due, self.before, progress)
             if why and self.live:  # the requests may have ended with this plan
                 return [], why
             if not plan.rows:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from blockstep.conformance.features.forks.properties import may_not_say
+from blockstep.conformance.features.forks.properties import may_not_output
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.findings import Finding, violated
@@ -86,11 +86,11 @@ def find_problem_of_update(
         return v.RejectCode.NOT_RESUMABLE
     if not update.resumable:
         return None
-    request, said = client.live[update.request_id], client.said.get(update.request_id, ())
+    request, delivered = client.live[update.request_id], client.delivered.get(update.request_id, ())
     problem_of_chunk = find_problem_of_chunk(request, update)
     if problem_of_chunk is not None:
         return problem_of_chunk
-    return _code_of(empty, v.Submit(get_longest(empty.config, request, said, session, update)))
+    return _code_of(empty, v.Submit(get_longest(empty.config, request, delivered, session, update)))
 
 
 def find_problem_of_fork(
@@ -113,7 +113,7 @@ def find_problem_of_fork(
         return v.RejectCode.BAD_FORK
     if name in in_flight:
         return v.RejectCode.FORK_IN_FLIGHT
-    is_wrong = may_not_say(empty.config, client.live[name], event.output_token_ids)
+    is_wrong = may_not_output(empty.config, client.live[name], event.output_token_ids)
     return v.RejectCode.BAD_FORK if is_wrong else None
 
 
@@ -181,7 +181,7 @@ def _problem_of_answer(
     drafts = {row.request_id: row.draft_token_ids for row in plans[0].rows}
     if worker.forbids(event):
         return v.RejectCode.BAD_RESULT
-    return None if _can_be_said(event.sampled, right, drafts) else v.RejectCode.BAD_RESULT
+    return None if _can_be_answered(event.sampled, right, drafts) else v.RejectCode.BAD_RESULT
 
 
 def _problem_of_asking(
@@ -206,7 +206,7 @@ def _problem_of_asking(
     return v.RejectCode.GRAMMAR_BEHIND if masked & older else None
 
 
-def _can_be_said(
+def _can_be_answered(
     sampled: Sequence[v.RowTokens],
     right: Sequence[v.RowTokens],
     drafts: Mapping[v.RequestId, v.TokenIds],

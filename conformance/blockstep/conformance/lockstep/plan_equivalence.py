@@ -130,8 +130,10 @@ class PlanRun(ScopedRun):
 
         The effect of a failed load is compared with the specification, and not checked here again.
         """
-        told: Iterable[Finding] = ()
+        findings: Iterable[Finding] = ()
         report = event.transfers if isinstance(event, v.Commit | v.TransfersReported) else None
         if report is None or not report.invalid_block_ids:
-            told = judge_answer(self.config, self.live, self.said, event, seen, self.dropped)
-        return [*told, *self.worker.observe(event, seen)]
+            findings = judge_answer(
+                self.config, self.live, self.delivered, event, seen, self.dropped
+            )
+        return [*findings, *self.worker.observe(event, seen)]

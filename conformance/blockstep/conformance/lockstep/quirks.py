@@ -113,7 +113,7 @@ def is_spared(goal: str) -> bool:
     return goal == name_spared(Quirk(goal.split()[1]))
 
 
-def tell_goal(goal: str) -> str:
+def get_quirk_title(goal: str) -> str:
     """Return the title of the quirk of a goal."""
     return next(story.title for story in QUIRKS if story.quirk == goal.split()[1])
 

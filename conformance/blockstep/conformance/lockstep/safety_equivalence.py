@@ -58,7 +58,7 @@ class SafetyRun(ScopedRun):
     """One run of one engine, checked without comparison. Not reusable."""
 
     answers: AnswerGoals = field(init=False)
-    told: Reported = field(init=False)
+    reported: Reported = field(init=False)
     may_propose: bool = False
     """Whether no plan was made since the last commit."""
     idle: set[v.RequestId] = field(default_factory=set)
@@ -70,7 +70,7 @@ class SafetyRun(ScopedRun):
         ScopedRun.__post_init__(self)
         self.answers = AnswerGoals(self.config)
         counts = {Capability.STATISTICS, Capability.CACHE_STATISTICS} & self.capabilities
-        self.told = Reported(self.config, bool(counts), self.worker.keeps_requests)
+        self.reported = Reported(self.config, bool(counts), self.worker.keeps_requests)
         if Capability.STATISTICS not in self.capabilities:
             self.history.lacked |= {STATISTICS}
 
@@ -79,7 +79,7 @@ class SafetyRun(ScopedRun):
         """Build the engine, its worker and its checks. Raises as `ScopedRun.start` does."""
         run = super(SafetyRun, cls).start(config, make_engine, *args, **kwargs)
         if isinstance(run.scope, Safety) and not run.scope.has_slots:
-            run.told.has_slots = False
+            run.reported.has_slots = False
             run.history.lacked |= {SLOTS}
         if isinstance(run.engine.snapshot(), PartOfState):
             run.history.lacked |= {STATISTICS, WHOLE}
@@ -118,7 +118,7 @@ class SafetyRun(ScopedRun):
         self._note_texts(event, observation)
         self._drop_tokens(event, observation)
         LockStep.follow(self, event, observation)
-        self.told.follow(event, observation, self.live)
+        self.reported.follow(event, observation, self.live)
         match event, observation:
             case v.Submit(request=request), _:
                 self._note_newcomer(request.request_id)
@@ -179,7 +179,7 @@ class SafetyRun(ScopedRun):
             self.rejected_texts.append((self.live[name], text))
 
     def _text_of(self, name: v.RequestId) -> v.TokenIds:
-        return self.live[name].prompt_token_ids + self.said.get(name, ())
+        return self.live[name].prompt_token_ids + self.delivered.get(name, ())
 
     def _find_problem(self, event: v.Event) -> v.RejectCode | None:
         if isinstance(event, v.StreamingUpdate):
@@ -257,10 +257,10 @@ class SafetyRun(ScopedRun):
         if isinstance(event, v.Schedule):
             self.end_aborted()
         failing = self._list_failing(event), self._list_doubtful(event)
-        told = judge_answer(
-            self.config, self.live, self.said, event, seen, self.dropped, *failing, self.ending
+        wrong = judge_answer(
+            self.config, self.live, self.delivered, event, seen, self.dropped, *failing, self.ending
         )
-        findings = [*told, *self.told.judge(event, seen, self.live, self.sessions)]
+        findings = [*wrong, *self.reported.judge(event, seen, self.live, self.sessions)]
         findings += self.worker.observe(event, seen)
         if after is not None and not shows_holders(after, self.config):
             self.skip(NOT_SHOWN)
@@ -268,9 +268,9 @@ class SafetyRun(ScopedRun):
         if after is not None and self.before is not None:
             findings += self._judge_state(event, seen, self.before, after)
         findings = self.excuses.take(findings, event, None, seen)
-        self.told.slots.difference_update(failing[0])  # one of them may have been preempted
+        self.reported.slots.difference_update(failing[0])  # one of them may have been preempted
         if not findings:
-            met = self.answers.observe(event, seen, self.live, self.said, self.plans)
+            met = self.answers.observe(event, seen, self.live, self.delivered, self.plans)
             self.witnesses.update(met)
         self.before = after
         self.follow(event, seen)
@@ -333,8 +333,8 @@ class SafetyRun(ScopedRun):
         step = Step(self.config, self.num_events, event, seen, before, after)
         findings = [*self.worker.check_published(after)]
         if isinstance(event, v.Schedule | v.Commit):
-            told = {row.request_id for row in seen.rows} if isinstance(seen, v.Plan) else ()
-            findings += self.worker.check_view(after, told)
+            planned = {row.request_id for row in seen.rows} if isinstance(seen, v.Plan) else ()
+            findings += self.worker.check_view(after, planned)
         findings += judge_state(step, self.history)
         self.history.record(step)
         return findings

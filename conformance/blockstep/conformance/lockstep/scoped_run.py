@@ -69,7 +69,7 @@ class ScopedRun(LockStep):
     def __post_init__(self) -> None:
         self.loads = LoadPairs(self.config.num_blocks)
 
-    def _tell(self, event: v.Event) -> v.Event:
+    def _translate(self, event: v.Event) -> v.Event:
         """Return the event with the engine's ids of blocks that could not be loaded."""
         if not isinstance(event, v.Commit | v.TransfersReported):
             return event

@@ -70,12 +70,14 @@ class Tally:
         """The first difference, or None."""
         return next(iter(self.firsts.values()), None)
 
-    def count(self, is_alike: bool, tell: Callable[[], Difference], shape: str = "") -> None:
+    def count(
+        self, is_alike: bool, make_difference: Callable[[], Difference], shape: str = ""
+    ) -> None:
         """Count one more; `shape` separates differences of one aspect."""
         self.total += 1
         self.agreed += is_alike
         if not is_alike and shape not in self.firsts:
-            self.firsts[shape] = tell()
+            self.firsts[shape] = make_difference()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,24 +223,28 @@ class ScoreRun:
         pairs = zip_longest(mine.steps, theirs.steps, fillvalue=NOTHING)
         for number, (left, right) in enumerate(pairs, 1):
             if left or right:
-                found[Aspect.STEPS].count(left == right, _teller(f"step {number}", left, right))
+                found[Aspect.STEPS].count(
+                    left == right, _lazy_difference(f"step {number}", left, right)
+                )
         for key, one, other in _both(mine.admissions, theirs.admissions):
             steps = (one and one[0], other and other[0])
-            told = _teller(_nth("admission", *key), *map(_at, steps))
-            found[Aspect.ADMISSIONS].count(steps[0] == steps[1], told)
+            difference = _lazy_difference(_nth("admission", *key), *map(_at, steps))
+            found[Aspect.ADMISSIONS].count(steps[0] == steps[1], difference)
             if one and other and (one[1] or other[1]):
                 hits = (f"{hit[1]} token{'s' * (hit[1] != 1)}" for hit in (one, other))
-                told = _teller(_nth("hit at admission", *key), *hits)
-                found[Aspect.HITS].count(one[1] == other[1], told)
+                difference = _lazy_difference(_nth("hit at admission", *key), *hits)
+                found[Aspect.HITS].count(one[1] == other[1], difference)
         for key, when, then in _both(mine.preemptions, theirs.preemptions):
-            told = _teller(_nth("preemption", *key), _at(when), _at(then))
-            found[Aspect.PREEMPTIONS].count(when == then, told)
+            difference = _lazy_difference(_nth("preemption", *key), _at(when), _at(then))
+            found[Aspect.PREEMPTIONS].count(when == then, difference)
         for name, end, stop in _both(mine.endings, theirs.endings):
-            told = _teller(f"end of {name}", _ending(end), _ending(stop))
-            found[Aspect.ENDINGS].count(end == stop, told)
-        for name, number, has_sampled, is_told in theirs.tokens:
-            told = _teller(f"token of {name} in plan {number}", *map(_due, (has_sampled, is_told)))
-            found[Aspect.TOKENS].count(has_sampled == is_told, told, _due(is_told))
+            difference = _lazy_difference(f"end of {name}", _ending(end), _ending(stop))
+            found[Aspect.ENDINGS].count(end == stop, difference)
+        for name, number, has_sampled, is_delivered in theirs.tokens:
+            difference = _lazy_difference(
+                f"token of {name} in plan {number}", *map(_due, (has_sampled, is_delivered))
+            )
+            found[Aspect.TOKENS].count(has_sampled == is_delivered, difference, _due(is_delivered))
         return found
 
     def differing(self, aspect: Aspect, shape: str | None = None) -> list[Finding]:
@@ -257,19 +263,19 @@ def _both(left: Mapping[K, T], right: Mapping[K, T]) -> Iterator[tuple[K, T | No
         yield key, left.get(key), right.get(key)
 
 
-def _teller(what: str, one: object, other: object) -> Callable[[], Difference]:
-    return lambda: Difference(what, _tell(one), _tell(other))
+def _lazy_difference(what: str, one: object, other: object) -> Callable[[], Difference]:
+    return lambda: Difference(what, _format_side(one), _format_side(other))
 
 
-def _tell(side: object) -> str:
+def _format_side(side: object) -> str:
     if not isinstance(side, SoloStep):
         return str(side)
-    parts = [f"{name} {_tell_row(row)}" for name, row in sorted(side.rows.items())]
+    parts = [f"{name} {_format_row(row)}" for name, row in sorted(side.rows.items())]
     parts += [f"{name} preempted" for name in sorted(side.preempted)]
     return "; ".join(parts) or "no request runs"
 
 
-def _tell_row(row: Row) -> str:
+def _format_row(row: Row) -> str:
     drafts = f", {row.num_drafts} draft{'s' * (row.num_drafts > 1)}" if row.num_drafts else ""
     first, last = row.num_computed, row.num_computed + row.num_scheduled - 1
     where = f"position {first}" if first == last else f"positions {first}-{last}"

@@ -112,8 +112,8 @@ class SoloRun(Client):
                 return None
             case Answer(report=report) if self._is_answered():
                 frame_id, sizes = self.plans[0].frame_id, self.config.block_sizes
-                told = self.transfers.resolve(report, sizes, frame_id)
-                return v.Commit(frame_id, self.worker.answer(frame_id), told)
+                resolved = self.transfers.resolve(report, sizes, frame_id)
+                return v.Commit(frame_id, self.worker.answer(frame_id), resolved)
             case Propose(counts=counts):
                 return self._propose(*counts[0])
             case Mask(place=place):
@@ -172,16 +172,16 @@ class SoloRun(Client):
                 self._record_tokens(event, seen)
                 for row in rows:
                     if row.finish_reason is not None:
-                        outputs = self.said.get(row.request_id, ()) + row.new_token_ids
+                        outputs = self.delivered.get(row.request_id, ()) + row.new_token_ids
                         self._note_end(row.request_id, str(row.finish_reason), outputs)
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.preempted.update(self.live)
                 self._numbers.clear()  # a release may drop the tokens in flight
             case v.Abort() | v.StreamingUpdate(), v.Aborted(request_ids=names):
                 for name in names:
-                    self._note_end(name, "aborted", self.said.get(name, ()))
+                    self._note_end(name, "aborted", self.delivered.get(name, ()))
             case v.GrammarFailed(request_id=name), v.Outputs():
-                self._note_end(name, str(v.FinishReason.ERROR), self.said.get(name, ()))
+                self._note_end(name, str(v.FinishReason.ERROR), self.delivered.get(name, ()))
 
     def _record_tokens(self, event: v.Commit, seen: v.Outputs) -> None:
         """Record which rows sampled and which were delivered; sessions and failed loads aside."""
@@ -189,9 +189,9 @@ class SoloRun(Client):
         if number is None or event.transfers.invalid_block_ids:
             return
         sampled = {row.request_id for row in event.sampled if row.token_ids}
-        told = {row.request_id for row in seen.rows if row.new_token_ids}
-        for name in sorted((sampled | told) & self.live.keys() - self.sessions.keys()):
-            self.tokens.append((name, number, name in sampled, name in told))
+        delivered = {row.request_id for row in seen.rows if row.new_token_ids}
+        for name in sorted((sampled | delivered) & self.live.keys() - self.sessions.keys()):
+            self.tokens.append((name, number, name in sampled, name in delivered))
 
     def _note_end(self, name: v.RequestId, reason: str, outputs: v.TokenIds) -> None:
         self.endings[name] = Ending(len(self.steps), reason, outputs)

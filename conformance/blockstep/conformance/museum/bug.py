@@ -64,9 +64,9 @@ class Page:
 
         def register(change: Change) -> Change:
             name = change.__name__.replace("_", "-")
-            told = tuple(properties.split())
+            property_ids = tuple(properties.split())
             given: Any = {**self._takes, **more}
-            self.exhibits.append(SeededBug(name, title, upstream, told, change, **given))
+            self.exhibits.append(SeededBug(name, title, upstream, property_ids, change, **given))
             return change
 
         return register

@@ -125,9 +125,11 @@ def items_of_victim_are_made(rules: Rules, _config: Config) -> Rules:
             _OF_VICTIMS.set(step, (*_OF_VICTIMS.of(step), EncoderInputs(name, indices)))
         rules[process_items_of_victim](step, victim, had_row)
 
-    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
+    def add_items_of_victims(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
         plan = rules[add_items](step, rows, plan)
         inputs = plan.scheduled_encoder_inputs + _OF_VICTIMS.of(step)
         return replace(plan, scheduled_encoder_inputs=inputs)
 
-    return rules.replacing(process_items_of_victim, withdraw).replacing(add_items, tell)
+    return rules.replacing(process_items_of_victim, withdraw).replacing(
+        add_items, add_items_of_victims
+    )

@@ -228,10 +228,10 @@ def copy_goes_the_other_way(right: Right[tuple[BlockCopy, ...]]) -> tuple[BlockC
 def change_copies(rules: Rules, change: Callable[[Step, Plan], Plan]) -> Rules:
     """Return rules by which the copies in a plan are changed."""
 
-    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
+    def change_plan(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
         return change(step, rules[add_copies](step, rows, plan))
 
-    return rules.replacing(add_copies, tell)
+    return rules.replacing(add_copies, change_plan)
 
 
 @PAGE.exhibit(

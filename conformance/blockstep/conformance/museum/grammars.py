@@ -119,8 +119,8 @@ def drafts_cut_at_a_preemption(rules: Rules, config: Config) -> Rules:
     def keep(before: RequestState, after: RequestState) -> RequestState:
         drafts, grammar = before.spec_token_ids, before.request.grammar
         assert grammar is not None
-        stands = get_states(config, grammar, GRAMMAR.of(before), drafts, get_next_state)
-        return replace(after, spec_token_ids=drafts[: len(stands) - 1])
+        states = get_states(config, grammar, GRAMMAR.of(before), drafts, get_next_state)
+        return replace(after, spec_token_ids=drafts[: len(states) - 1])
 
     return change_preempted(rules, keep)
 
@@ -145,9 +145,9 @@ def tokens_behind_reasoning_lost(rules: Rules, config: Config) -> Rules:
 
     def read(state: State, row: FrameRow, request: RequestState, tokens: TokenIds) -> RequestState:
         after = rules[get_read](state, row, request, tokens)
-        stand = GRAMMAR.of(after)
-        is_begun = holds(config, stand) and not holds(config, GRAMMAR.of(request))
-        return GRAMMAR.put(after, replace(stand, state=0)) if is_begun else after
+        grammar_state = GRAMMAR.of(after)
+        is_begun = holds(config, grammar_state) and not holds(config, GRAMMAR.of(request))
+        return GRAMMAR.put(after, replace(grammar_state, state=0)) if is_begun else after
 
     return rules.replacing(get_read, read)
 

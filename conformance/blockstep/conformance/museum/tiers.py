@@ -147,12 +147,12 @@ def saved_by_a_reset(rules: Rules, _config: Config) -> Rules:
         state = rules[process_forced_preemption](state)
         return _LATE.put(state, tuple([save for save in saves if save is not None]))
 
-    def tell(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
+    def add_late_saves(step: Step, rows: Sequence[FrameRow], plan: Plan) -> Plan:
         plan, late = rules[add_saves](step, rows, plan), _LATE.of(step)
         _LATE.set(step, ())
         return replace(plan, kv_saves=late + plan.kv_saves)
 
-    return rules.replacing(process_forced_preemption, preempt).replacing(add_saves, tell)
+    return rules.replacing(process_forced_preemption, preempt).replacing(add_saves, add_late_saves)
 
 
 # Several KV groups.

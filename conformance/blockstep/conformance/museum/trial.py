@@ -40,7 +40,7 @@ class BugRunMode:
         """The name of its column in a table."""
         return f"{self.equivalence}, state hidden" if self.is_hidden else self.equivalence
 
-    def tell_invisible(self, entry: SeededBug) -> str:
+    def why_invisible(self, entry: SeededBug) -> str:
         """Return why a seeded bug must not be found; "" if it must be found."""
         if self.equivalence == EXACT:
             return ""
@@ -80,7 +80,7 @@ class Tried:
     @property
     def invisible(self) -> str:
         """Why it must not be found; "" if it must be found."""
-        return self.standing.tell_invisible(self.exhibit)
+        return self.standing.why_invisible(self.exhibit)
 
     @property
     def is_passed_over(self) -> bool:
@@ -137,8 +137,8 @@ def run_trial(
     for fall in _falls(tasks, trial.jobs):
         falls.append(fall)
         survived = sum(fall.killed_by == SURVIVED for fall in falls)
-        told = f"{len(falls):,} of {len(tasks):,} hunts, {survived or 'none'} survived"
-        on_progress(len(falls) / len(tasks), told)
+        line = f"{len(falls):,} of {len(tasks):,} hunts, {survived or 'none'} survived"
+        on_progress(len(falls) / len(tasks), line)
     size = len(trial.seeds)
     return [
         Tried(entry, tuple(falls[index * size : (index + 1) * size]), trial.standing)
@@ -240,13 +240,13 @@ def summary(tried: Sequence[Tried]) -> str:
     passed_over = sum(entry.is_passed_over for entry in tried)
     falls = [fall for entry in tried if not entry.is_passed_over for fall in entry.falls]
     events = [fall.events for fall in falls if fall.killed_by != SURVIVED]
-    told = f"{len(events)} of {len(falls)} hunts killed"
+    text = f"{len(events)} of {len(falls)} hunts killed"
     if events:
-        told += f"; events to kill: median {statistics.median_low(events):,}, most {max(events):,}"
+        text += f"; events to kill: median {statistics.median_low(events):,}, most {max(events):,}"
     if passed_over:
-        told += f"; {passed_over} seeded bugs are invisible and were not found"
+        text += f"; {passed_over} seeded bugs are invisible and were not found"
     standing = tried[0].standing
-    return told if standing == STANDINGS[0] else f"{standing.name}: {told}"
+    return text if standing == STANDINGS[0] else f"{standing.name}: {text}"
 
 
 def museum_page(rows: Sequence[dict[str, Any]]) -> str:
@@ -259,7 +259,7 @@ def museum_page(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         name = row["exhibit"]
         about.setdefault(name, (row["what is wrong"], row["upstream"]))
-        columns.setdefault(name_standing(row), {})[name] = tell_fall(row)
+        columns.setdefault(name_standing(row), {})[name] = format_fall(row)
     return tabulate(about, columns)
 
 
@@ -269,8 +269,8 @@ def tabulate(about: Mapping[str, tuple[str, str]], columns: Mapping[str, Mapping
         "| " + " | ".join(["exhibit", "what is wrong", "upstream", *columns]) + " |",
         "|" + "---|" * (3 + len(columns)),
     ]
-    for name, told in about.items():
-        cells = [name, *told, *(column.get(name, "") for column in columns.values())]
+    for name, texts in about.items():
+        cells = [name, *texts, *(column.get(name, "") for column in columns.values())]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -280,7 +280,7 @@ def name_standing(row: Mapping[str, Any]) -> str:
     return BugRunMode(row["equivalence"], row["state"] == "hidden").name
 
 
-def tell_fall(row: Mapping[str, Any]) -> str:
+def format_fall(row: Mapping[str, Any]) -> str:
     """Return the cell of a seeded bug: what found it, and after how many events with each seed."""
     killers = dict.fromkeys(fall["killed by"] for fall in row["seeds"])
     events = " / ".join(f"{fall['events']:,}" for fall in row["seeds"])

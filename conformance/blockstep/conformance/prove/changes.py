@@ -51,8 +51,8 @@ CALLED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 WORDS = frozenset(
     {
         *("Complaint", "unequal", "differing", "difference", "Difference", "violated", "Finding"),
-        *("shown", "show", "_told", "_complain", "_complain_slot", "_complain_shared", "_tell"),
-        *("_tell_history", "_tell_return", "_complain_read", "join"),
+        *("shown", "show", "_describe_stop", "_complain", "_complain_slot", "_complain_shared"),
+        *("_describe_transfer", "_describe_history", "_describe_return", "_complain_read", "join"),
     }
 )
 """Calls whose arguments are wording, which does not change what a check finds."""

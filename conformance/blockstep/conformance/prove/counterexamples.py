@@ -65,15 +65,15 @@ def find_first_line(check: Claim) -> int:
     if not isinstance(definition, ast.FunctionDef):
         raise ValueError("it must be a function of a module, written with def")
     body = [part for part in definition.body if not _is_docstring(part)]
-    said = list(dropwhile(lambda part: isinstance(part, ast.Assert), body))
-    if len(said) == len(body):
+    conclusion = list(dropwhile(lambda part: isinstance(part, ast.Assert), body))
+    if len(conclusion) == len(body):
         raise ValueError("it must start with its assumptions: asserts")
-    rest = [node for part in said for node in ast.walk(part)]
+    rest = [node for part in conclusion for node in ast.walk(part)]
     if not any(isinstance(node, ast.Assert) for node in rest):
         raise ValueError("no guarantee: all leading asserts are assumptions")
     if any(isinstance(node, ast.Return) for node in rest):
         raise ValueError("it must not return before its end: put the condition into an assumption")
-    return start + said[0].lineno - 1
+    return start + conclusion[0].lineno - 1
 
 
 def _is_docstring(part: ast.stmt) -> bool:

@@ -172,8 +172,8 @@ def prove_laws(
     for proof in _proofs(laws, jobs, is_apart):
         proofs[proof.name] = proof
         bad = sum(1 for one in proofs.values() if one.problem)
-        told = f"{len(proofs)} of {len(laws)} laws, {bad or 'none'} with a problem, {proof.name}"
-        on_progress(len(proofs) / len(laws), told)
+        line = f"{len(proofs)} of {len(laws)} laws, {bad or 'none'} with a problem, {proof.name}"
+        on_progress(len(proofs) / len(laws), line)
     asked = [law.name for law in laws]
     if sorted(proofs) != sorted(asked):
         raise UnansweredError(f"asked for {sorted(asked)}, answered {sorted(proofs)}")
@@ -210,14 +210,14 @@ def prove_law(law: Law, seconds_max: float = SECONDS_MAX) -> Proof:
     """Return the verdicts on a law and on its mutants."""
     witness = show_call(law.check, law.witness)
     answer = _ask_after_witness(law, witness, seconds_max)
-    told = (law.name, law.sentence, law.property_ids, witness, answer)
+    common = (law.name, law.sentence, law.property_ids, witness, answer)
     if answer.verdict is Verdict.BROKEN:
-        return Proof(*told, ())
+        return Proof(*common, ())
     twins = tuple(
         WrongRuleProof(twin.name, twin.theirs, _ask(law.check, seconds_max, twin.planted()))
         for twin in law.twins
     )
-    return Proof(*told, twins, _prove_mutants(law))
+    return Proof(*common, twins, _prove_mutants(law))
 
 
 def _prove_mutants(law: Law) -> MutantProof:

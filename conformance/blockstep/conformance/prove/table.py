@@ -113,13 +113,13 @@ def _wrong_to_json(wrong: WrongRuleProof) -> dict[str, object]:
     }
 
 
-def laws_page(told: Mapping[str, Any], laws: Mapping[str, Law]) -> str:
+def laws_page(result: Mapping[str, Any], laws: Mapping[str, Law]) -> str:
     """Return Markdown tables of the results of a run: what `proofs_to_json` returns.
 
     They are in the order of `laws`. A law that is gone since the run is left out; one that is newer
     is named at the end.
     """
-    by_name = {proof["name"]: proof for proof in told["laws"]}
+    by_name = {proof["name"]: proof for proof in result["laws"]}
     proofs = [by_name[name] for name in laws if name in by_name]
     lines = [
         "## Rules of vLLM 0.19.1",

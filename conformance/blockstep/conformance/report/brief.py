@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from blockstep.conformance.explore.consume import Consumed
-from blockstep.conformance.explore.tables import tell_program
+from blockstep.conformance.explore.tables import format_program
 from blockstep.conformance.explore.walk import Walked
 from blockstep.conformance.protocol.findings import (
     Difference,
@@ -173,11 +173,11 @@ def brief_metamorphic(result: MetamorphicResult, options: CheckOptions) -> str:
 
 def brief_walked(walked: Walked, again: str) -> str:
     """Return the first finding of a walk through a small world."""
-    program = tell_program(walked.path)
+    program = format_program(walked.path)
     name = f"preset {walked.task.world.name}"
     name = f"engine {walked.task.engine}, {name}" if walked.task.engine else name
     if walked.cycle:
-        program += ["and then for ever", *tell_program(walked.cycle)]
+        program += ["and then for ever", *format_program(walked.cycle)]
     first, *others = walked.found
     head = f"blockstep explore: found after {len(walked.path)} events ({name})"
     return format_brief(head, cut(first), "; ".join(map(str.strip, others)), program, again)

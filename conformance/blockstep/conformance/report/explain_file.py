@@ -72,7 +72,7 @@ def _explain_answers(steps: Sequence[TraceStep]) -> str:
         client.follow(*step)
         lines.append(f"  {number:>4}  {describe_event(step.event)}")
         lines.append(f"        -> {describe_observation(step.observation)}")
-    live = [f"{name} ({len(client.said.get(name, ()))} outputs)" for name in client.live]
+    live = [f"{name} ({len(client.delivered.get(name, ()))} outputs)" for name in client.live]
     return "\n".join([*lines[-10:], "", f"unfinished: {', '.join(live) or 'none'}"]) + "\n"
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from blockstep.conformance.engine import EXACT, Safety
 from blockstep.conformance.explore.shard import SPEC_IS_WRONG
-from blockstep.conformance.explore.tables import Shortest, tell_program
+from blockstep.conformance.explore.tables import Shortest, format_program
 from blockstep.conformance.explore.walk import PathStep, Walked
 from blockstep.conformance.search.options import ExitCode
 
@@ -99,7 +99,7 @@ def summarize_walks(results: Sequence[Walked], num_worlds: int) -> str:
 
 
 def _numbered(path: Sequence[PathStep]) -> list[str]:
-    return [f"    {n:2}  {line}" for n, line in enumerate(tell_program(path), 1)]
+    return [f"    {n:2}  {line}" for n, line in enumerate(format_program(path), 1)]
 
 
 def walked_to_json(walked: Walked) -> dict[str, object]:
@@ -120,8 +120,8 @@ def walked_to_json(walked: Walked) -> dict[str, object]:
         "expected": None if task.world.expected is None else asdict(task.world.expected),
         "seconds": walked.seconds,
         "found": list(walked.found),
-        "program": tell_program(walked.path),
-        "cycle": tell_program(walked.cycle),
+        "program": format_program(walked.path),
+        "cycle": format_program(walked.cycle),
     }
 
 

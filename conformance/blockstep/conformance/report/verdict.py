@@ -9,7 +9,7 @@ from rich.table import Table
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Safety, SamePlans
 from blockstep.conformance.judge.coverage_goals import WITNESSES
-from blockstep.conformance.lockstep.quirks import tell_goal
+from blockstep.conformance.lockstep.quirks import get_quirk_title
 from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.finding_text import (
@@ -93,7 +93,7 @@ def _list_missing(result: CheckResult) -> Iterator[str]:
     """Yield lines about coverage goals that were not reached, some by name, and about settings."""
     missing = () if result.options.is_single else result.missing
     for name in missing[:MISSING_MAX]:
-        yield f"not reached {name}: {WITNESSES.get(name) or tell_goal(name)}"
+        yield f"not reached {name}: {WITNESSES.get(name) or get_quirk_title(name)}"
     if len(missing) > MISSING_MAX:
         yield f"not reached {len(missing) - MISSING_MAX} more (--json FILE names all)"
     pairs = f"{result.num_legal_pairs:,} pairs that can be combined"

@@ -74,7 +74,7 @@ class Question:
             return (Mark.GOOD, "") if ran else (Mark.SKIP, "nothing of the program can be played")
         if _name_of(first) == _name_of(self.finding):
             return Mark.BAD, ""
-        return Mark.SKIP, f"it fails otherwise: {tell_finding(first)}"
+        return Mark.SKIP, f"it fails otherwise: {name_finding(first)}"
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class Bisection:
         return ExitCode.CONFORMS if len(self.suspects) == 1 else ExitCode.HARNESS
 
 
-def tell_finding(finding: Finding) -> str:
+def name_finding(finding: Finding) -> str:
     """Return the property or kind of a finding, and its check."""
     return f"{finding.property_id or finding.kind} {finding.sentence}"
 
@@ -172,12 +172,12 @@ class Clone:
         """Return the commit that is checked out."""
         return self.describe("HEAD")
 
-    def _read(self, said: str) -> tuple[Commit, ...]:
-        for number, line in enumerate(said.splitlines()):
+    def _read(self, text: str) -> tuple[Commit, ...]:
+        for number, line in enumerate(text.splitlines()):
             if line.endswith("is the first bad commit"):
                 return (self.describe(line.split()[0]),)
             if line.startswith("The first bad commit could be any of"):
-                names = set(said.splitlines()[number + 1 :])
+                names = set(text.splitlines()[number + 1 :])
                 return tuple(self.describe(name) for name in self._order if name in names)
         return ()
 
@@ -195,8 +195,8 @@ def _git(folder: Path, *arguments: str, allowed: int = 0) -> str:
     except OSError as error:
         raise UsageError(f"git cannot be run in {folder}: {error.strerror}; is it there?") from None
     if done.returncode not in (0, allowed):
-        said = " ".join((done.stderr or done.stdout).split())
-        raise UsageError(f"{folder}: git {arguments[0]} says: {said}")
+        output = " ".join((done.stderr or done.stdout).split())
+        raise UsageError(f"{folder}: git {arguments[0]} says: {output}")
     return done.stdout
 
 
@@ -230,7 +230,7 @@ def bisect(
         clone.check_out(good)
         mark, why = _try(place, question, event_seconds)
         if mark is not Mark.GOOD:
-            what = why or f"it is bad already: {tell_finding(question.finding)}"
+            what = why or f"it is bad already: {name_finding(question.finding)}"
             raise UsageError(f"good commit {good.short}: {what}; name an earlier or another one")
         found.suspects = clone.start(good, bad)
         while not found.suspects:

@@ -226,8 +226,8 @@ def check(
     started = time.perf_counter()
     result = search(options, place, on_progress, known)
     if result.first is not None and shrinks:
-        tell = lambda now: on_progress(replace(result, shrinking=now))  # noqa: E731
-        shrink_first(result, place.load(options), tell)
+        on_shrinking = lambda now: on_progress(replace(result, shrinking=now))  # noqa: E731
+        shrink_first(result, place.load(options), on_shrinking)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -352,20 +352,22 @@ def play_program(
 
 
 def shrink_first(
-    result: CheckResult, make_engine: EngineFactory, tell: Callable[[str], None]
+    result: CheckResult, make_engine: EngineFactory, on_message: Callable[[str], None]
 ) -> None:
     """Shrink the first failure, or show it as it is if it cannot be reproduced.
 
-    `tell` is called with the progress from time to time.
+    `on_message` is called with the progress from time to time.
     """
     options = result.options
-    said = SaidAtTimes(tell)
+    progress = ThrottledProgress(on_message)
     if options.episode is None:
-        small = _find_shortest(result, make_engine, said)
-        _find_named(result, small, make_engine, said)
+        small = _find_shortest(result, make_engine, progress)
+        _find_named(result, small, make_engine, progress)
     else:
-        failed = _failures(options, range(options.episode, options.episode + 1), make_engine, said)
-        _adopt_shortest(result, options, failed, make_engine, said)
+        failed = _failures(
+            options, range(options.episode, options.episode + 1), make_engine, progress
+        )
+        _adopt_shortest(result, options, failed, make_engine, progress)
     if result.failure is None:
         see_again(result, make_engine)
 
@@ -379,11 +381,11 @@ def see_again(result: CheckResult, make_engine: EngineFactory) -> None:
     result.failure = conclude(program, run, findings)
 
 
-class SaidAtTimes:
+class ThrottledProgress:
     """Passes on progress messages, at most one every `SECONDS_BETWEEN_WORDS`."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, on_message: Callable[[str], None]) -> None:
+        self._on_message = on_message
         self._last = -SECONDS_BETWEEN_WORDS
 
     def __call__(self, text: str) -> None:
@@ -391,11 +393,11 @@ class SaidAtTimes:
         now = time.monotonic()
         if now - self._last >= SECONDS_BETWEEN_WORDS:
             self._last = now
-            self._tell(text)
+            self._on_message(text)
 
 
 def _find_shortest(
-    result: CheckResult, make_engine: EngineFactory, said: SaidAtTimes
+    result: CheckResult, make_engine: EngineFactory, progress: ThrottledProgress
 ) -> list[EpisodeResult]:
     """Shrink the failure, or one like it that is shorter, so that the report fits on a page.
 
@@ -414,30 +416,35 @@ def _find_shortest(
         start, 0, {}, {}, {}, {}, True, program=result.failing_program, first=result.first
     )
     if _length(own) <= SHORT_PROGRAM:
-        _adopt_shortest(result, options, [own], make_engine, said)
+        _adopt_shortest(result, options, [own], make_engine, progress)
         if result.failure is not None:
             return []
-    small = _failures(tiny, range(TINY_EPISODES), make_engine, said)
+    small = _failures(tiny, range(TINY_EPISODES), make_engine, progress)
     alike = [episode for episode in small if _symptom_of(episode) == wanted]
-    _adopt_shortest(result, tiny, alike, make_engine, said)
+    _adopt_shortest(result, tiny, alike, make_engine, progress)
     if not _is_short(result):
-        following = _failures(options, range(start, start + EPISODES_COMPARED), make_engine, said)
+        following = _failures(
+            options, range(start, start + EPISODES_COMPARED), make_engine, progress
+        )
         alike = [episode for episode in following if _symptom_of(episode) == wanted]
-        _adopt_shortest(result, options, alike, make_engine, said)
+        _adopt_shortest(result, options, alike, make_engine, progress)
     if not _is_short(result):
         others = [episode for episode in small if _symptom_of(episode) != wanted]
-        _adopt_shortest(result, tiny, others, make_engine, said)
+        _adopt_shortest(result, tiny, others, make_engine, progress)
     if not _is_short(result):
         later = range(start + EPISODES_COMPARED, start + EPISODES_COMPARED_MAX)
-        failed = _failures(options, later, make_engine, said)
-        _adopt_shortest(result, options, failed, make_engine, said)
+        failed = _failures(options, later, make_engine, progress)
+        _adopt_shortest(result, options, failed, make_engine, progress)
     return small
 
 
 def _find_named(
-    result: CheckResult, small: list[EpisodeResult], make_engine: EngineFactory, said: SaidAtTimes
+    result: CheckResult,
+    small: list[EpisodeResult],
+    make_engine: EngineFactory,
+    progress: ThrottledProgress,
 ) -> None:
-    """Replace a failure that says little (`says_little`) by a short one that a property names.
+    """Replace a failure that says little (`is_consequence`) by a short one that a property names.
 
     A divergence says which field differs, a property says what is wrong, and one wrong decision
     often shows as both. The property is the one that fails first in most tiny episodes: the
@@ -448,19 +455,19 @@ def _find_named(
     """
     assert result.first is not None
     first = result.first
-    if result.failure is None or not (says_little(first) or is_exception(first)):
+    if result.failure is None or not (is_consequence(first) or is_exception(first)):
         return
     tiny = replace(result.options, preset=TINY.name)
-    failed = small or _failures(tiny, range(NAMED_EPISODES), make_engine, said)
-    told = [one for one in failed if one.first is not None and not says_little(one.first)]
-    for symptom, _ in Counter(map(_symptom_of, told)).most_common():
+    failed = small or _failures(tiny, range(NAMED_EPISODES), make_engine, progress)
+    clear = [one for one in failed if one.first is not None and not is_consequence(one.first)]
+    for symptom, _ in Counter(map(_symptom_of, clear)).most_common():
         if symptom == get_symptom(first):
             return
         if symptom[0] is not FindingKind.PROPERTY:
             continue
         named = replace(result, failure=None)
         alike = [episode for episode in failed if _symptom_of(episode) == symptom]
-        _adopt_shortest(named, tiny, alike, make_engine, said)
+        _adopt_shortest(named, tiny, alike, make_engine, progress)
         if _is_short(named):
             result.failure, result.first = named.failure, named.first
             result.options, result.failed_episode = named.options, named.failed_episode
@@ -468,7 +475,7 @@ def _find_named(
         return
 
 
-def says_little(finding: Finding) -> bool:
+def is_consequence(finding: Finding) -> bool:
     """Whether a finding is a consequence that does not name its cause: a difference, an assertion
     of the engine about its own state, a counter, which follows from what is counted, or the order
     of a waiting queue, which follows from the requests that were skipped."""
@@ -487,11 +494,13 @@ def is_exception(finding: Finding) -> bool:
 
 
 def _failures(
-    options: CheckOptions, indices: range, make_engine: EngineFactory, said: SaidAtTimes
+    options: CheckOptions, indices: range, make_engine: EngineFactory, progress: ThrottledProgress
 ) -> list[EpisodeResult]:
     failed = []
     for number, index in enumerate(indices):
-        said(f"{number} of {len(indices)} {options.preset} episodes looked at for a shorter one")
+        progress(
+            f"{number} of {len(indices)} {options.preset} episodes looked at for a shorter one"
+        )
         episode = run_episode(options, index, make_engine)
         if episode.first is not None:
             failed.append(episode)
@@ -503,7 +512,7 @@ def _adopt_shortest(
     options: CheckOptions,
     episodes: Sequence[EpisodeResult],
     make_engine: EngineFactory,
-    said: SaidAtTimes,
+    progress: ThrottledProgress,
 ) -> None:
     """Shrink the shortest of these until one is short; keep it if it is shorter than the
     result's."""
@@ -518,7 +527,7 @@ def _adopt_shortest(
             make_engine,
             episode.first,
             profile,
-            lambda runs, actions: said(f"{runs} programs tried, {actions} actions left"),
+            lambda runs, actions: progress(f"{runs} programs tried, {actions} actions left"),
         )
         best = result.failure
         if best is None or len(failure.program.actions) < len(best.program.actions):

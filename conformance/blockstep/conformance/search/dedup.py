@@ -390,13 +390,13 @@ def find_symptoms(
         tried = play(roomier)
         if tried is not None and tried[0].num_events == result[0].num_events:
             plainer.append(_list_marks(tried, roomier))
-    said = {mark.message for mark in played}
+    messages = {mark.message for mark in played}
     near = [marks for marks in plainer if own.message not in {mark.message for mark in marks}]
     return Symptoms(
         own,
         beside=frozenset(played) - {own},
         onward=frozenset(_go_on(program, make_engine, profile)) - {own},
-        near=frozenset(it for marks in near for it in marks if it.message not in said),
+        near=frozenset(it for marks in near for it in marks if it.message not in messages),
         length=length,
     )
 
@@ -418,7 +418,7 @@ def mark_plainly(program: Program, mark: FailureSignature, play: Play) -> Failur
     return next((it for it in played if it.message == mark.message), mark)
 
 
-def relax(program: Program, says: str, play: Play) -> Program:
+def relax(program: Program, message: str, play: Play) -> Program:
     """Return the program with plain requests, one plan at a time and plenty of blocks and tokens.
 
     A change is made only if the program still fails in the same way.
@@ -429,7 +429,7 @@ def relax(program: Program, says: str, play: Play) -> Program:
     )
     for change in changes:
         plainer = change(program)
-        if any(mark.message == says for mark in _list_marks(play(plainer), plainer)):
+        if any(mark.message == message for mark in _list_marks(play(plainer), plainer)):
             program = plainer
     return program
 
@@ -518,8 +518,8 @@ def _go_on(
         except Exception:  # the judges may fail after a finding
             return
         faults = [it for it in findings if it.kind is FindingKind.FAULT]
-        told = findings if number < len(onward) else faults
-        yield from (mark_of(program, run, finding) for finding in told)
+        wanted = findings if number < len(onward) else faults
+        yield from (mark_of(program, run, finding) for finding in wanted)
         if faults:
             return
 

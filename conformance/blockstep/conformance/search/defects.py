@@ -91,8 +91,8 @@ class Group:
     @property
     def plainest(self) -> Defect:
         """Return the simplest failure with the same text as the first one."""
-        says = self.defects[0].symptoms.own.message
-        alike = (it for it in self.defects if it.symptoms.own.message == says)
+        message = self.defects[0].symptoms.own.message
+        alike = (it for it in self.defects if it.symptoms.own.message == message)
         return min(alike, key=lambda it: (bool(it.behind), it.length))
 
     @property
@@ -121,7 +121,7 @@ def group_failures(defects: Iterable[Defect]) -> list[Group]:
 
     def are_one(one: Group, other: Group) -> bool:
         for masked, mask in ((one, other), (other, one)):
-            if mask.is_of_shape and _is_told_apart(masked, plans):
+            if mask.is_of_shape and _occurs_apart(masked, plans):
                 return False
         return _are_one(one, other)
 
@@ -161,7 +161,7 @@ def _are_one(one: Group, other: Group) -> bool:
     return any(it.symptoms.comes_of(cause.plainest.symptoms) for it in symptom.plain)
 
 
-def _is_told_apart(masked: Group, plans: Sequence[Symptoms]) -> bool:
+def _occurs_apart(masked: Group, plans: Sequence[Symptoms]) -> bool:
     """Return whether a malformed plan occurs as well without the findings that came with another
     one."""
     return any(

@@ -171,10 +171,10 @@ def play_episode(
 
 def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -> EpisodeResult:
     """Play one episode and return what a report needs."""
-    return tell_episode(index, *play_episode(options, index, make_engine), options.sentence)
+    return summarize_episode(index, *play_episode(options, index, make_engine), options.sentence)
 
 
-def tell_episode(
+def summarize_episode(
     index: int,
     run: LockStep,
     program: Program,

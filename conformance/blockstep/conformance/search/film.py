@@ -33,19 +33,19 @@ def make_film(options: CheckOptions, make_engine: EngineFactory, program: Progra
     """
     run = start_program(program, make_engine, find_profile(options.profile))
     shows_state = Capability.SNAPSHOT in run.capabilities
-    told: dict[v.RequestId, tuple[v.BlockId, ...]] = {}
+    tables: dict[v.RequestId, tuple[v.BlockId, ...]] = {}
     film: list[Picture] = []
     num_seen = 0
     for action in program.actions:
         findings = run.perform(action)
         for exchange in run.exchanges[num_seen:]:
             if isinstance(exchange.seen, v.Plan):
-                _follow(told, exchange.seen)
+                _follow(tables, exchange.seen)
         num_seen = len(run.exchanges)
         has_raised = num_seen > 0 and run.exchanges[-1].seen is None
         shown = run.engine.snapshot() if shows_state and not has_raised else None
         text = " ".join(describe(action).split())
-        film.append(_take(text, shown) if shown is not None else Picture(text, _turn(told)))
+        film.append(_take(text, shown) if shown is not None else Picture(text, _turn(tables)))
         if findings:
             break
     return film
@@ -72,14 +72,14 @@ def _turn(
     return {block: tuple(sorted(holders[block])) for block in sorted(holders) if block}
 
 
-def _follow(told: dict[v.RequestId, tuple[v.BlockId, ...]], plan: v.Plan) -> None:
+def _follow(tables: dict[v.RequestId, tuple[v.BlockId, ...]], plan: v.Plan) -> None:
     """Update the tables of requests with a plan."""
     for name in (*plan.finished_req_ids, *plan.preempted_req_ids):
-        told.pop(name, None)
+        tables.pop(name, None)
     for row in plan.rows:
         if isinstance(row, v.NewRow):
-            told[row.request_id] = tuple(block for table in row.block_ids for block in table)
+            tables[row.request_id] = tuple(block for table in row.block_ids for block in table)
             continue
         blocks = tuple(block for table in row.new_block_ids for block in table)
         is_whole = row.resumed or row.request_id in plan.remapped_req_ids
-        told[row.request_id] = blocks if is_whole else (*told.get(row.request_id, ()), *blocks)
+        tables[row.request_id] = blocks if is_whole else (*tables.get(row.request_id, ()), *blocks)

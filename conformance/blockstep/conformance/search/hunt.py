@@ -45,7 +45,7 @@ from blockstep.conformance.search.defects import (
 from blockstep.conformance.search.episodes import EPISODES_WITHOUT_EVENTS, EpisodeResult
 from blockstep.conformance.search.isolation import LostError
 from blockstep.conformance.search.isolation.executor import lose_episode
-from blockstep.conformance.search.known import play_known, tell_counts, tell_untried
+from blockstep.conformance.search.known import count_by_file, list_untried, play_known
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish
 from blockstep.conformance.search.suppressions import KnownCause, follow
 from blockstep.conformance.search.verdict_requirements import require_wish
@@ -91,8 +91,8 @@ class Hunter:
         self._on_progress = on_progress
         self._on_found = on_found
         self._on_interrupted = on_interrupted
-        self._told: set[str] = set()
-        """Sayings of the failures that were given to `on_found`."""
+        self._reported: set[str] = set()
+        """Descriptions of the failures that were given to `on_found`."""
         self._pool = pool
         profile = find_profile(options.profile)
         self._quirks = tuple(sorted(profile.quirks) if profile.quirks else Quirk)
@@ -158,8 +158,8 @@ class Hunter:
                 defects.append(Group(members).conclude())
             else:
                 counts[name] += sum(it.num_seen for it in members if it.options.program is None)
-        self.result.known_programs = tell_counts(self._known, counts)
-        self.result.untried = tell_untried(self._known)
+        self.result.known_programs = count_by_file(self._known, counts)
+        self.result.untried = list_untried(self._known)
         return defects
 
     def _play_budget(self, budget: int) -> None:
@@ -251,14 +251,14 @@ class Hunter:
             self._lose(self._describe(options, episode))
             return False
         assert episode.first is not None
-        said = describe_failure(episode.first)
-        if self._in_vain[said] >= PATIENCE:
-            self._count_again(said)
+        description = describe_failure(episode.first)
+        if self._in_vain[description] >= PATIENCE:
+            self._count_again(description)
             self._dig_masked(options, episode)
             return False
         defect = self._describe(options, episode)
-        if said not in self._told:
-            self._told.add(said)
+        if description not in self._reported:
+            self._reported.add(description)
             self._on_found(defect)
         try:
             dug = self._call(
@@ -300,12 +300,12 @@ class Hunter:
 
     def _name(self, defect: Defect, dug: hunt_jobs.FailureAnalysis) -> bool:
         """Store a failure under its causes; return whether its episode should be played again."""
-        said = describe_failure(defect.first)
+        description = describe_failure(defect.first)
         defect = replace(defect, shrunk=dug.shrunk, causes=dug.causes)
         defect = replace(defect, first=dug.first, raised_at=dug.raised_at)
         if not dug.causes:
             assert dug.symptoms is not None
-            self._group(said, replace(defect, symptoms=dug.symptoms))
+            self._group(description, replace(defect, symptoms=dug.symptoms))
             return False
         tried = self._named.setdefault(dug.causes, [])
         tried.append(defect)
@@ -320,9 +320,9 @@ class Hunter:
         """Shrink other findings at the event that may be defects of their own."""
         assert episode.first is not None
         for finding in list_masked(episode.first, episode.beside):
-            said = describe_failure(finding)
-            if self._in_vain[said] >= PATIENCE:
-                self._count_again(said)
+            description = describe_failure(finding)
+            if self._in_vain[description] >= PATIENCE:
+                self._count_again(description)
                 continue
             wanted = replace(options, sentence=finding.sentence)
             masked = replace(episode, first=finding)
@@ -336,7 +336,7 @@ class Hunter:
                 return
             if dug.symptoms is not None and dug.first.sentence == finding.sentence:
                 dug_up = replace(defect, shrunk=dug.shrunk, symptoms=dug.symptoms)
-                self._group(said, replace(dug_up, first=dug.first, is_masked=True))
+                self._group(description, replace(dug_up, first=dug.first, is_masked=True))
 
     def _describe(self, options: CheckOptions, episode: EpisodeResult) -> Defect:
         """Return a failure as a defect that was not shrunk yet."""
@@ -356,14 +356,14 @@ class Hunter:
     def _lose(self, defect: Defect) -> None:
         """Note a crash or a hang of the engine, and end the hunt after `LOSSES_MAX` of them."""
         assert defect.loss is not None
-        said = describe_crash(defect.loss.message)
-        symptoms = Symptoms(FailureSignature(said))
-        self._group(said, replace(defect, first=defect.loss.finding, symptoms=symptoms))
+        description = describe_crash(defect.loss.message)
+        symptoms = Symptoms(FailureSignature(description))
+        self._group(description, replace(defect, first=defect.loss.finding, symptoms=symptoms))
         self._num_lost += 1
         if self._num_lost >= LOSSES_MAX:
             self.result.stopped = f"the engine did not live {self._num_lost} times"
 
-    def _group(self, said: str, defect: Defect) -> None:
+    def _group(self, description: str, defect: Defect) -> None:
         """Put a failure into the group of its defect, or into a new one."""
         shown = self._show_state(defect)
         if shown and all(finding.sentence != defect.first.sentence for finding, _ in shown):
@@ -375,20 +375,20 @@ class Hunter:
             if mine == finding.property_id or can_follow(mine, finding.property_id)
         }
         self._failures.append(replace(defect, follows=frozenset(follows)))
-        self._last[said] = len(self._failures) - 1
+        self._last[description] = len(self._failures) - 1
         groups = group_failures(self._failures)
         if len(groups) > len(self._groups):
-            self._in_vain[said] = 0
+            self._in_vain[description] = 0
         else:
-            self._in_vain[said] += 1
-            self.result.num_again[said] += 1
+            self._in_vain[description] += 1
+            self.result.num_again[description] += 1
         self._groups = groups
 
-    def _count_again(self, said: str) -> None:
+    def _count_again(self, description: str) -> None:
         """Count a failure that is not shrunk with the last one of its message."""
-        last = self._failures[self._last[said]]
-        self._failures[self._last[said]] = replace(last, num_seen=last.num_seen + 1)
-        self.result.num_again[said] += 1
+        last = self._failures[self._last[description]]
+        self._failures[self._last[description]] = replace(last, num_seen=last.num_seen + 1)
+        self.result.num_again[description] += 1
 
     def _show_state(self, defect: Defect) -> Sequence[tuple[Finding, FailureSignature]]:
         """Return the findings of a program with its state judged, if it was hidden before."""
@@ -468,8 +468,8 @@ def hunt(
         UsageError: if the options want what the engine lacks.
     """
     try:
-        told = on_progress, scopes, forgiven, pool, known, on_found, on_interrupted
-        hunter = Hunter(options, call, *told)
+        arguments = on_progress, scopes, forgiven, pool, known, on_found, on_interrupted
+        hunter = Hunter(options, call, *arguments)
     except LostError as lost:  # the engine was lost before the first event
         return HuntResult(options, hunt_jobs.UNKNOWN, [describe_loss(options, lost.loss)])
     return hunter.hunt()

@@ -131,11 +131,11 @@ def analyse_failure(
     factory = SuppressingFactory(make_engine, forgiven)
     profile = find_profile(options.profile) if forgiven is None else follow(forgiven)
     shrunk = shrink(episode.program, factory, episode.first, profile)
-    said = episode.first
-    alike = (it for it in shrunk.findings if it.sentence == said.sentence)
-    first = next(alike, (*shrunk.findings, said)[0])
-    if said.kind is FindingKind.DIVERGENCE:  # a property says more
-        first = (*shrunk.findings, said)[0]
+    original = episode.first
+    alike = (it for it in shrunk.findings if it.sentence == original.sentence)
+    first = next(alike, (*shrunk.findings, original)[0])
+    if original.kind is FindingKind.DIVERGENCE:  # a property says more
+        first = (*shrunk.findings, original)[0]
     run, _ = run_program(shrunk.program, factory, profile)
     where = run.engine.raised_at if isinstance(run.engine, SuppressedEngine) else ""
     if forgiven is not None:

@@ -119,7 +119,9 @@ def describe(
     return replace(found, shrunk=dug.shrunk, raised_at=dug.raised_at)
 
 
-def tell_counts(played: Sequence[KnownProgram], counts: Mapping[str, int]) -> dict[str, int | None]:
+def count_by_file(
+    played: Sequence[KnownProgram], counts: Mapping[str, int]
+) -> dict[str, int | None]:
     """Return the number of failures of the defect of each program, by its file; None if the program
     does not fail."""
     return {
@@ -129,7 +131,7 @@ def tell_counts(played: Sequence[KnownProgram], counts: Mapping[str, int]) -> di
     }
 
 
-def tell_untried(played: Sequence[KnownProgram]) -> list[str]:
+def list_untried(played: Sequence[KnownProgram]) -> list[str]:
     """Return the programs that could not be played, each with the reason."""
     return [f"{it.name}: {it.why_untried}" for it in played if it.why_untried]
 
@@ -150,19 +152,19 @@ class KnownFindings:
     def conclude(self, result: CheckResult) -> None:
         """Put into a result the suppressed failures of each program, and why programs were not
         played."""
-        result.known_programs = tell_counts(self.played, self.counts)
-        result.skipped.update(tell_untried(self.played))
+        result.known_programs = count_by_file(self.played, self.counts)
+        result.skipped.update(list_untried(self.played))
 
     def find(self, options: CheckOptions, episode: EpisodeResult) -> str | None:
         """Return and count the known program whose defect made an episode fail, if there is one."""
-        said = _get_message(episode)
-        is_taken_for_known = self._in_a_row[said] >= PATIENCE
-        name = self._last[said] if is_taken_for_known else self._find(options, episode)
+        message = _get_message(episode)
+        is_taken_for_known = self._in_a_row[message] >= PATIENCE
+        name = self._last[message] if is_taken_for_known else self._find(options, episode)
         if name is None:
-            self._in_a_row[said] = 0
+            self._in_a_row[message] = 0
             return None
-        self._in_a_row[said] += 1
-        self._last[said] = name
+        self._in_a_row[message] += 1
+        self._last[message] = name
         self.counts[name] += 1
         return name
 

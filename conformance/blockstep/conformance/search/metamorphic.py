@@ -372,8 +372,8 @@ def _commit(
             raise BrokenError(
                 f"outputs are delivered to {row.request_id!r}, which was never submitted"
             )
-        said = answers[row.request_id].token_ids
-        answers[row.request_id] = Answer(said + row.new_token_ids, row.finish_reason)
+        before = answers[row.request_id].token_ids
+        answers[row.request_id] = Answer(before + row.new_token_ids, row.finish_reason)
     for row in outputs.rows:
         rests = row.finish_reason is not None and row.request_id in client.sessions
         if rests and not _go_on(engine, client, row.request_id, chunks):
@@ -383,7 +383,7 @@ def _commit(
         count = config.num_speculative_tokens
         rows = [
             v.RowTokens(name, worker.propose(name, count, index % (count + 1)))
-            for index, name in enumerate(_who_takes_drafts(engine, client))
+            for index, name in enumerate(_list_last_sampled(engine, client))
         ]
         if rows:
             _ask(engine, v.Drafts(tuple(rows)))
@@ -412,7 +412,7 @@ def _go_on(engine: Engine, client: Client, name: v.RequestId, chunks: Counter[v.
     return False
 
 
-def _who_takes_drafts(engine: Engine, client: Client) -> list[v.RequestId]:
+def _list_last_sampled(engine: Engine, client: Client) -> list[v.RequestId]:
     """Return the unfinished requests that sampled last.
 
     An engine that neither rejects nor drops late drafts gets none for requests that are in another

@@ -102,9 +102,9 @@ def simpler_actions(action: Action) -> Iterator[Action]:
 def _simpler_reports(report: Report) -> Iterator[Report]:
     """Yield the report without one of its entries."""
     for name in ("recving", "sending", "invalid"):
-        told = getattr(report, name)
-        for index in range(len(told)):
-            yield replace(report, **{name: (*told[:index], *told[index + 1 :])})
+        items = getattr(report, name)
+        for index in range(len(items)):
+            yield replace(report, **{name: (*items[:index], *items[index + 1 :])})
 
 
 def simpler_requests(request: v.Request) -> Iterator[v.Request]:

@@ -20,7 +20,7 @@ WITHOUT_US = "import sys, runpy; sys.modules['blockstep'] = None; runpy.run_path
 """Program that runs a script in which `import blockstep` fails."""
 
 
-def tell_story(
+def make_script(
     options: CheckOptions,
     make_engine: EngineFactory,
     program: Program,
@@ -79,10 +79,10 @@ def verify(script: Script, folder_of_engine: str | None = None) -> str:
             )
         except subprocess.TimeoutExpired:
             return f"the script did not end in {SECONDS_MAX} s"
-    told = done.stdout + done.stderr
-    if done.returncode == 1 and script.evidence in told:
+    output = done.stdout + done.stderr
+    if done.returncode == 1 and script.evidence in output:
         return ""
-    last = (told.strip().splitlines() or ["nothing"])[-1]
+    last = (output.strip().splitlines() or ["nothing"])[-1]
     return (
         f"the script does not show {script.evidence!r}: exit status {done.returncode}, and the end "
         f"of what it prints is {last!r}"

@@ -139,7 +139,7 @@ class LLMServingSim:
         prompt = [*request.prompt_token_ids]
         length = len(prompt) + request.max_tokens
         self.scheduler.add_request([number, "", len(prompt), length, 0, 0, prompt, []])
-        known = SimpleNamespace(request=request, told=None, num_preemptions=0, outputs=[])
+        known = SimpleNamespace(request=request, planned_blocks=None, num_preemptions=0, outputs=[])
         known.theirs = next(it for it in self.scheduler.waiting if it.id == number)
         known.theirs.name = request.request_id
         self.requests[request.request_id] = known
@@ -150,7 +150,7 @@ class LLMServingSim:
         preempted = []
         for name, known in self.requests.items():
             if known.theirs.num_preemptions > known.num_preemptions:
-                known.num_preemptions, known.told = known.theirs.num_preemptions, []
+                known.num_preemptions, known.planned_blocks = known.theirs.num_preemptions, []
                 preempted.append(name)
         starts = () if batch is None else zip(batch.requests, batch.k_list, strict=True)
         rows = [self._make_row(it, start, batch) for it, start in starts]
@@ -169,14 +169,14 @@ class LLMServingSim:
     def _make_row(self, theirs: Any, start: int, batch: Any) -> v.NewRow | v.CachedRow:
         known, count = self.requests[theirs.name], batch.scheduled_tokens[theirs.id]
         table = [block.block_id + 1 for block in self.scheduler.kv.req_to_blocks[theirs.id]]
-        told, known.told = known.told, table
-        if told is None:
+        planned, known.planned_blocks = known.planned_blocks, table
+        if planned is None:
             return v.NewRow(known.request, (tuple(table),), start, count)
         tokens = (*known.request.prompt_token_ids, *known.outputs)
         return v.CachedRow(
             theirs.name,
-            not told,
-            (tuple(table[len(told) :]),),
+            not planned,
+            (tuple(table[len(planned) :]),),
             None if theirs.name in self.last else tokens,
             start,
             len(known.outputs),

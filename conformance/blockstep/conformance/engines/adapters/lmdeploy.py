@@ -89,7 +89,7 @@ class Life:
     sequence: Any = None
     reply: Any = None
     outputs: list[int] = field(default_factory=list)
-    told: tuple[v.BlockId, ...] | None = None
+    planned_blocks: tuple[v.BlockId, ...] | None = None
     """Blocks that plans have named; None before the first plan and after a preemption."""
     has_run: bool = False
     is_preempted: bool = False
@@ -229,21 +229,24 @@ class Lmdeploy:
         return self._make_plan(rows, tuple(sorted(ending)))
 
     def _make_plan(self, rows: Sequence[Row], ended: tuple[v.RequestId, ...]) -> v.Plan:
-        told = {row.sequence.session_id for row in rows}
+        planned_ids = {row.sequence.session_id for row in rows}
         preempted = [name for name, life in sorted(self.lives.items()) if self._is_preempted(life)]
         for name in preempted:
-            self.lives[name].told, self.lives[name].is_preempted = None, True
+            self.lives[name].planned_blocks, self.lives[name].is_preempted = None, True
         new, cached, remapped = [], [], []
         for row in rows:
             life = self.life_of[row.sequence.session_id]
-            if life.told is not None and row.blocks[: len(life.told)] != life.told:
+            if (
+                life.planned_blocks is not None
+                and row.blocks[: len(life.planned_blocks)] != life.planned_blocks
+            ):
                 remapped.append(life.name)
             made = self._make_row(life, row)
             if isinstance(made, v.NewRow):
                 new.append(made)
             else:
                 cached.append(made)
-        self.last = {self.life_of[session_id].name for session_id in told}
+        self.last = {self.life_of[session_id].name for session_id in planned_ids}
         self.num_plans += 1
         if rows:
             self.frames.append(self.num_plans - 1)
@@ -258,21 +261,21 @@ class Lmdeploy:
 
     def _is_preempted(self, life: Life) -> bool:
         """Whether a request that ran waits again."""
-        return life.told is not None and life.sequence.status is WAITING
+        return life.planned_blocks is not None and life.sequence.status is WAITING
 
     def _make_row(self, life: Life, row: Row) -> v.NewRow | v.CachedRow:
-        told, life.told = life.told, row.blocks
+        planned, life.planned_blocks = life.planned_blocks, row.blocks
         life.end = row.first + row.length
         if not life.has_run:
             life.has_run = True
             return v.NewRow(life.request, (row.blocks,), row.first, row.length)
         resumed, life.is_preempted = life.is_preempted, False
         prompt = life.request.prompt_token_ids
-        is_longer = told is not None and row.blocks[: len(told)] == told
+        is_longer = planned is not None and row.blocks[: len(planned)] == planned
         return v.CachedRow(
             life.name,
             resumed,
-            (row.blocks[len(told or ()) :] if is_longer else row.blocks,),
+            (row.blocks[len(planned or ()) :] if is_longer else row.blocks,),
             None if life.name in self.last else (*prompt, *life.outputs),
             row.first,
             max(life.end - len(prompt), len(life.outputs)),  # some may be in flight

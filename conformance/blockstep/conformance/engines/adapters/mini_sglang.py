@@ -72,8 +72,8 @@ def _answers_all(event: v.Event, answer: v.Observation | None) -> bool:
     finished."""
     match event, answer:
         case v.Commit(sampled=sampled), v.Outputs(rows=rows):
-            told = {row.request_id for row in rows}
-            return told == {row.request_id for row in sampled if row.token_ids}
+            delivered = {row.request_id for row in rows}
+            return delivered == {row.request_id for row in sampled if row.token_ids}
     return False
 
 
@@ -117,7 +117,7 @@ class Life:
 
     request: v.Request
     uid: int
-    told: tuple[v.BlockId, ...] | None = None
+    planned_blocks: tuple[v.BlockId, ...] | None = None
     """The blocks that plans have sent; None before the first plan."""
 
     @property
@@ -243,28 +243,28 @@ class MiniSglang:
         )
 
     def _is_remapped(self, row: Row) -> bool:
-        told = self.lives[row.req.uid].told
-        return told is not None and row.blocks[: len(told)] != told
+        planned = self.lives[row.req.uid].planned_blocks
+        return planned is not None and row.blocks[: len(planned)] != planned
 
     def _row(self, row: Row) -> v.NewRow | v.CachedRow:
         req, life = row.req, self.lives[row.req.uid]
-        told, life.told = life.told, row.blocks
-        if told is None:
+        planned, life.planned_blocks = life.planned_blocks, row.blocks
+        if planned is None:
             return v.NewRow(life.request, (row.blocks,), row.first, row.length)
         prompt, text = life.request.prompt_token_ids, tuple(req.input_ids.tolist())
         tokens = None if req.uid in self.last_rows else prompt + text[len(prompt) :]
         num_outputs = max(row.first + row.length - len(prompt), 0)
-        is_longer = row.blocks[: len(told)] == told
-        table = (row.blocks[len(told) :] if is_longer else row.blocks,)
+        is_longer = row.blocks[: len(planned)] == planned
+        table = (row.blocks[len(planned) :] if is_longer else row.blocks,)
         return v.CachedRow(life.name, False, table, tokens, row.first, num_outputs, row.length)
 
     # Outputs: the second half of a turn.
 
-    def _commit(self, said: dict[v.RequestId, v.TokenIds]) -> v.Outputs:
+    def _commit(self, sampled: dict[v.RequestId, v.TokenIds]) -> v.Outputs:
         batch, tokens = self.loop.due[0].batch, self.loop.due[1].next_tokens_cpu
         for index, req in enumerate(batch.reqs):
             # Its sampler returns a token for every row, even in the middle of a prefill.
-            tokens[index] = (*said[self.lives[req.uid].name], EOS)[0]
+            tokens[index] = (*sampled[self.lives[req.uid].name], EOS)[0]
         del self.frames[0]
         return v.Outputs(tuple(map(self._output, self.loop.answer())))
 

@@ -69,9 +69,9 @@ class NanoVllm:
         sizes = {"kvcache_block_size": config.block_size}
         sizes["num_kvcache_blocks"] = config.num_usable_blocks  # it has no null block
         self.scheduler = Scheduler(SimpleNamespace(**asdict(config), **sizes, eos=EOS))
-        # The block size belongs to the class, so each run has its own class. `told` has the blocks
-        # that plans have sent: None before the first plan, [] after a preemption.
-        extra = {"block_size": config.block_size, "told": None}
+        # The block size belongs to the class, so each run has its own class. `planned_blocks` has
+        # the blocks that plans have sent: None before the first plan, [] after a preemption.
+        extra = {"block_size": config.block_size, "planned_blocks": None}
         self.new_sequence = type("Run", (Sequence,), extra)
         self.sequences: dict[v.RequestId, Any] = {}
         self.last_rows: list[Any] = []
@@ -109,13 +109,14 @@ class NanoVllm:
         preempted = [
             name
             for name, sequence in sorted(self.sequences.items())
-            if sequence.told and sequence.block_table[: len(sequence.told)] != sequence.told
+            if sequence.planned_blocks
+            and sequence.block_table[: len(sequence.planned_blocks)] != sequence.planned_blocks
         ]
         for name in preempted:
-            self.sequences[name].told = []
+            self.sequences[name].planned_blocks = []
         rows = [self._row(sequence, is_prefill) for sequence in sequences]
         for sequence in sequences:
-            sequence.told = list(sequence.block_table)
+            sequence.planned_blocks = list(sequence.block_table)
         ended, self.ended, self.last_rows = self.ended, [], sequences
         self.num_frames += 1
         return v.Plan(
@@ -127,22 +128,24 @@ class NanoVllm:
         )
 
     def _row(self, sequence: Any, is_prefill: bool) -> v.NewRow | v.CachedRow:
-        told, count = sequence.told, sequence.num_scheduled_tokens
+        planned, count = sequence.planned_blocks, sequence.num_scheduled_tokens
         # where its runner starts: at the last token for a decode, or if all was hit before f64d821
         last = len(sequence) - 1
         first = min(sequence.num_cached_tokens, last) if is_prefill else last
-        if told is None:
+        if planned is None:
             return v.NewRow(sequence.request, (_ours(sequence.block_table),), first, count)
-        is_known = told and sequence in self.last_rows
-        name, tables = sequence.request.request_id, (_ours(sequence.block_table[len(told) :]),)
+        is_known = planned and sequence in self.last_rows
+        name, tables = sequence.request.request_id, (_ours(sequence.block_table[len(planned) :]),)
         tokens = None if is_known else tuple(sequence.token_ids)
         num_outputs = sequence.num_completion_tokens
-        return v.CachedRow(name, not told, tables, tokens, first, num_outputs, count)
+        return v.CachedRow(name, not planned, tables, tokens, first, num_outputs, count)
 
-    def _commit(self, said: dict[str, v.TokenIds], rows: list[Any], is_prefill: bool) -> v.Outputs:
+    def _commit(
+        self, sampled: dict[str, v.TokenIds], rows: list[Any], is_prefill: bool
+    ) -> v.Outputs:
         self.frame, counts = None, [sequence.num_completion_tokens for sequence in rows]
         # Its sampler returns a token for every row, even in the middle of a prefill.
-        tokens = [(*said[sequence.request.request_id], EOS)[0] for sequence in rows]
+        tokens = [(*sampled[sequence.request.request_id], EOS)[0] for sequence in rows]
         self.scheduler.postprocess(rows, tokens, is_prefill)
         outputs = []
         for sequence, count in zip(rows, counts, strict=True):
@@ -172,7 +175,7 @@ class NanoVllm:
         manager, requests = self.scheduler.block_manager, []
         for name, sequence in sorted(self.sequences.items()):
             self._learn_keys(tuple(sequence.token_ids), sequence.block_size)
-            waits = v.Status.WAITING if sequence.told is None else v.Status.PREEMPTED
+            waits = v.Status.WAITING if sequence.planned_blocks is None else v.Status.PREEMPTED
             # before f64d821 a token counts as cached as soon as it is sampled
             count, length = sequence.num_scheduled_tokens, len(sequence)
             num_computed = min(sequence.num_cached_tokens + count, length if count else length - 1)
@@ -180,7 +183,9 @@ class NanoVllm:
                 v.RequestSnapshot(
                     request_id=name,
                     # a request with blocks that was left out of the plan waits, with its blocks
-                    status=v.Status.RUNNING if sequence.block_table and sequence.told else waits,
+                    status=v.Status.RUNNING
+                    if sequence.block_table and sequence.planned_blocks
+                    else waits,
                     output_token_ids=tuple(sequence.completion_token_ids),
                     num_computed_tokens=num_computed,
                     block_tables=(_ours(sequence.block_table),),

@@ -4,7 +4,7 @@ Its `Scheduler` with its policy, `PrefillAdder`, `ScheduleBatch`, radix cache, m
 processing of results runs as it is, and its results are translated without repair. The object is
 made without its `__init__`, which would start a model worker and sockets; parts that a scheduler of
 one rank without options only passes through are replaced (`_build`). So are packages of kernels and
-of images that are not installed (`StandIns`).
+of images that are not installed (`BlankModuleFinder`).
 
 One turn of its loop plans and launches a batch and processes one: Schedule is the first part of a
 turn and Commit the last. In its normal loop they are of the same batch; in its overlapping loop,
@@ -77,7 +77,7 @@ class BlankModule(ModuleType):
         return Blank(name, (), {"__init__": _do_nothing, "__call__": _return_first})
 
 
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class BlankModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds an empty module for every module of these packages."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -103,7 +103,7 @@ def _load() -> None:
     images.is_torchvision_available()  # transformers must not see the stand-in
     kernels = ("tvm_ffi", "sgl_kernel", "flashinfer", "deep_gemm", "compressed_tensors")
     missing = [name for name in (*kernels, "torchvision") if find_spec(name) is None]
-    finder = StandIns([*missing, "sglang.srt.multimodal"])
+    finder = BlankModuleFinder([*missing, "sglang.srt.multimodal"])
     sys.meta_path.insert(0, finder)
     try:
         import_module("sglang.srt.managers.scheduler")
@@ -277,7 +277,7 @@ class Life:
     request: v.Request
     req: Any
     outputs: list[int] = field(default_factory=list)
-    told: tuple[v.BlockId, ...] | None = None
+    planned_blocks: tuple[v.BlockId, ...] | None = None
     """Blocks that plans have named; None before the first plan and after a preemption."""
     has_run: bool = False
 
@@ -360,10 +360,10 @@ class Sglang:
         preempted = [
             name
             for name, life in sorted(self.lives.items())
-            if life.told is not None and id(life.req) in waiting
+            if life.planned_blocks is not None and id(life.req) in waiting
         ]
         for name in preempted:
-            self.lives[name].told = None
+            self.lives[name].planned_blocks = None
         self.remapped: list[v.RequestId] = []
         reqs = [] if batch is None else batch.reqs
         rows = [self._make_row(batch, req, index) for index, req in enumerate(reqs)]
@@ -384,23 +384,23 @@ class Sglang:
         end = int(batch.seq_lens_cpu[index])
         first = end - 1 if is_decode else req.prefix_len
         slots = self.scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :end]
-        table, told = tuple(slots.tolist()), life.told
-        life.told = table
+        table, planned = tuple(slots.tolist()), life.planned_blocks
+        life.planned_blocks = table
         if not life.has_run:
             life.has_run = True
             return v.NewRow(life.request, (table,), first, end - first)
-        is_longer = told is not None and table[: len(told)] == told
-        if told is not None and not is_longer:
+        is_longer = planned is not None and table[: len(planned)] == planned
+        if planned is not None and not is_longer:
             self.remapped.append(life.request.request_id)
         tokens = (
             None
             if life.request.request_id in self.last
             else (*life.request.prompt_token_ids, *life.outputs)
         )
-        sent = table[len(told or ()) :] if is_longer else table
+        sent = table[len(planned or ()) :] if is_longer else table
         return v.CachedRow(
             life.request.request_id,
-            told is None,
+            planned is None,
             (sent,),
             tokens,
             first,
@@ -428,9 +428,9 @@ class Sglang:
         life.outputs += gained
         reason = stop = None
         if life.req.finished():
-            told = life.req.finished_reason.to_json()
-            reason = v.FinishReason.STOP if told["type"] == "stop" else v.FinishReason.LENGTH
-            stop = told.get("matched") if told["type"] == "stop" else None
+            finish = life.req.finished_reason.to_json()
+            reason = v.FinishReason.STOP if finish["type"] == "stop" else v.FinishReason.LENGTH
+            stop = finish.get("matched") if finish["type"] == "stop" else None
             del self.lives[life.request.request_id]
             self.ended.append(life.request.request_id)
         return v.OutputRow(life.request.request_id, gained, reason, stop)
@@ -461,12 +461,12 @@ class Sglang:
         )
 
     def _show(self, life: Life) -> v.RequestSnapshot:
-        req, length = life.req, len(life.told or ())
+        req, length = life.req, len(life.planned_blocks or ())
         waits = v.Status.PREEMPTED if life.has_run else v.Status.WAITING
         table = self.scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx or 0, :length]
         return v.RequestSnapshot(
             request_id=life.request.request_id,
-            status=waits if life.told is None else v.Status.RUNNING,
+            status=waits if life.planned_blocks is None else v.Status.RUNNING,
             output_token_ids=tuple(life.outputs),
             num_computed_tokens=length,
             block_tables=(tuple(table.tolist()),),

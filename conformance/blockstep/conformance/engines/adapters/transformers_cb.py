@@ -105,7 +105,7 @@ class Life:
 
     request: v.Request
     outputs: list[int] = field(default_factory=list)
-    told: list[int] = field(default_factory=list)
+    planned_blocks: list[int] = field(default_factory=list)
     """Blocks that plans have named, in the library's numbers."""
     has_run: bool = False
     is_preempted: bool = False
@@ -250,7 +250,7 @@ class Synchronous:
         preempted = [name for name in sorted(self.lives) if self._is_preempted(name)]
         for name in preempted:
             life = self.lives[name]
-            life.is_preempted, life.told = True, []
+            life.is_preempted, life.planned_blocks = True, []
             life.promised.clear()
         new, cached, remapped = [], [], []
         tensors = self._get_tensors() if has_rows else None
@@ -289,10 +289,10 @@ class Synchronous:
         state, count = row.state, row.query_length
         name, start = state.request_id, state.position_offset - row.query_length
         life, table = self.lives[name], list(self.allocator.block_table[state.request_id])
-        is_remapped = table[: len(life.told)] != life.told
-        sent = table if is_remapped else table[len(life.told) :]
+        is_remapped = table[: len(life.planned_blocks)] != life.planned_blocks
+        sent = table if is_remapped else table[len(life.planned_blocks) :]
         num_outputs = len(life.outputs) + life.promised.total()
-        life.told, life.state = table, state
+        life.planned_blocks, life.state = table, state
         if row.has_new_token:
             life.promised[self.num_plans] += 1
         blocks = (_ours(sent),)
@@ -319,25 +319,25 @@ class Synchronous:
             life.promised.pop(frame_id, None)
         outputs = []
         while not self.router.output_queue.empty():
-            told = self.router.output_queue.get()
-            if told.request_id in self.lives:  # a canceled request has no client
-                outputs.append(self._deliver(told))
+            output = self.router.output_queue.get()
+            if output.request_id in self.lives:  # a canceled request has no client
+                outputs.append(self._deliver(output))
         return v.Outputs(tuple(outputs))
 
-    def _deliver(self, told: Any) -> v.OutputRow:
+    def _deliver(self, output: Any) -> v.OutputRow:
         """Return what a client reads from one output."""
-        if told.error is not None:
-            raise EngineFault(f"{told.request_id} failed: {told.error}")
-        life = self.lives[told.request_id]
-        gained = tuple(told.generated_tokens[len(life.outputs) :])
+        if output.error is not None:
+            raise EngineFault(f"{output.request_id} failed: {output.error}")
+        life = self.lives[output.request_id]
+        gained = tuple(output.generated_tokens[len(life.outputs) :])
         life.outputs += gained
         reason = None
-        if told.is_finished():
+        if output.is_finished():
             is_stop = gained[-1:] == (life.request.eos_token_id,)
             reason = v.FinishReason.STOP if is_stop else v.FinishReason.LENGTH
-            del self.lives[told.request_id]
-            self.ended.append(told.request_id)
-        return v.OutputRow(told.request_id, gained, reason)
+            del self.lives[output.request_id]
+            self.ended.append(output.request_id)
+        return v.OutputRow(output.request_id, gained, reason)
 
     def snapshot(self) -> v.Snapshot:
         """Return its state in canonical form."""

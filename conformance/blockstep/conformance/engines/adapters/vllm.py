@@ -3,9 +3,9 @@
     events --> vllm (this module) --> scheduler --> vllm_plans, vllm_state --> answers, snapshots
                vllm_build: how it is built      vllm_releases: what a release has and lacks
                vllm_groups: the mixes of KV-cache groups that a release takes
-               vllm_spared: events it is not given    vllm_names: the key of a digest
+               vllm_known_crashes: events it is not given    vllm_block_keys: the key of a digest
                vllm_runner: plans for Model Runner V2    vllm_defaults: settings
-    vllm_leftovers: fields that disagree        vllm_fields: how a field is read
+               vllm_unaccounted: fields that disagree        vllm_fields: how a field is read
                vllm_audit: what we show, compared with its functions
 
 There is no worker: what a worker would answer comes in as events. With `async_scheduling` it is
@@ -177,7 +177,7 @@ class VllmEngine:
             Capability.ENCODER: RELEASE.has_offers,
             Capability.EVENTS: RELEASE.has_events,
             Capability.TRANSFERS: self.shows_store,
-            Capability.WORK: RELEASE.tells_work,
+            Capability.WORK: RELEASE.shows_work,
         }
         return IN_EVERY_RELEASE | {one for one, is_there in some.items() if is_there}
 
@@ -332,7 +332,7 @@ class VllmEngine:
         frame_id, run.next_frame_id = run.next_frame_id, run.next_frame_id + 1
         if output.num_scheduled_tokens:
             run.frames[frame_id] = output
-        if RELEASE.has_told_preemptions:
+        if RELEASE.has_preemption_list:
             preempted = set(output.preempted_req_ids or ())
         else:
             preempted = {name for name in running if requests[name].status.name == "PREEMPTED"}
@@ -378,8 +378,8 @@ class VllmEngine:
         requests, loading = self.scheduler.requests, self.run.store and self.run.store.loading
         for name in {*names, *(loading or ())} & requests.keys():
             if requests[name].prefill_stats is not None and not requests[name].is_finished():
-                told = requests[name].prefill_stats.num_cached_tokens
-                self.run.known[name].num_cached_tokens = told
+                num_cached = requests[name].prefill_stats.num_cached_tokens
+                self.run.known[name].num_cached_tokens = num_cached
 
     def _commit(
         self,
@@ -428,11 +428,11 @@ class VllmEngine:
                 run.known[name].follow(request.prompt_token_ids, request.max_tokens)
         self._check(check_answer, run, answer, asked)
         for core in answer.values():
-            told = core.scheduler_stats
-            if told is not None:
-                external = getattr(told, "connector_prefix_cache_stats", None)
+            stats = core.scheduler_stats
+            if stats is not None:
+                external = getattr(stats, "connector_prefix_cache_stats", None)
                 run.stats = add_counts(
-                    run.stats, told.prefix_cache_stats, told.spec_decoding_stats, external
+                    run.stats, stats.prefix_cache_stats, stats.spec_decoding_stats, external
                 )
         rows = [row for core in answer.values() for row in read_outputs(run, core)]
         run.ended.update(asked.requests.keys() - unfinished.keys())
@@ -444,7 +444,7 @@ class VllmEngine:
             return ()
         publisher = self.scheduler.kv_event_publisher
         has_items = run.config.encoder_cache_size > 0
-        hashed = partial(self.audit.get_told_extras, has_items=has_items)
+        hashed = partial(self.audit.get_event_extras, has_items=has_items)
         get_extras = None if self.had_items_in_a_chunk else hashed
         names = run.lora_ids, self.separate_names
         return read_events(publisher, run.digests, run.config.kv_groups, *names, get_extras)

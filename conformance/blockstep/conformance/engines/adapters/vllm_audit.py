@@ -63,20 +63,20 @@ class Audit:
         Raises:
             EngineFault: naming the row.
         """
-        told = self._tables
+        planned_tables = self._tables
         for row in plan.new:
-            told[row.request_id] = row.block_ids
+            planned_tables[row.request_id] = row.block_ids
         for more in plan.cached:
             name, blocks = more.request_id, more.new_block_ids
             if not more.resumed:
-                pairs = zip(told.get(name, ((),) * len(blocks)), blocks, strict=True)
+                pairs = zip(planned_tables.get(name, ((),) * len(blocks)), blocks, strict=True)
                 blocks = tuple(table + new for table, new in pairs)
-            told[name] = blocks
+            planned_tables[name] = blocks
         for any_row in plan.rows:
             name = any_row.request_id
             tables = self._get_tables(name)
             # no plan says which blocks a window has left; there its own table has null blocks
-            seen_tables = tuple(map(self._forget, told[name], tables))
+            seen_tables = tuple(map(self._forget, planned_tables[name], tables))
             _compare(f"the block table that plans told {name!r}", seen_tables, tables)
 
     def check_state(self, shown: v.Snapshot) -> None:
@@ -129,15 +129,15 @@ class Audit:
                     f"block {index} is shown with key {key!r}, and carries {tagged!r}"
                 )
             return
-        told = getattr(self.pool.blocks[index], "block_hash_num_tokens", None)
-        name = self._name(key, told)
+        num_hashed = getattr(self.pool.blocks[index], "block_hash_num_tokens", None)
+        name = self._name(key, num_hashed)
         if name is None or make_block_hash_with_group_id(name, key.group) != tagged:
             fault = EngineFault(
                 f"block {index} is shown with {key!r}, and its digest is not of that: "
                 "the key names something else than vLLM hashed"
             )
             bare = _without_extras(key)
-            name = self._name(bare, told)
+            name = self._name(bare, num_hashed)
             if name is not None and make_block_hash_with_group_id(name, key.group) == tagged:
                 fault.state = _show_key(shown, index, key, bare)
             raise fault
@@ -186,13 +186,13 @@ class Audit:
         digest: bytes = hash_block_tokens(HASH, parent, key.token_ids, self.get_extras(key))
         return digest
 
-    def get_told_extras(self, key: v.BlockKey, has_items: bool) -> Any:
+    def get_event_extras(self, key: v.BlockKey, has_items: bool) -> Any:
         """Return the extra keys of a block in a KV event: those that are hashed, or in newer
         releases those that older ones hashed. Arguments are those of `get_extras`.
         """
         extras = self.get_extras(key, has_items)
-        tell = getattr(kv_cache_utils, "to_event_extra_keys", None)
-        return extras if tell is None else tell([extras])[0]
+        convert = getattr(kv_cache_utils, "to_event_extra_keys", None)
+        return extras if convert is None else convert([extras])[0]
 
     def get_extras(self, key: v.BlockKey, has_items: bool = True) -> Any:
         """Return what the release hashes of a block besides its tokens, for a request that has only
@@ -231,12 +231,12 @@ class Audit:
         return tuple(map(tuple, self.manager.get_block_ids(name)))
 
     def _forget(
-        self, told: tuple[v.BlockId, ...], own: tuple[v.BlockId, ...]
+        self, planned: tuple[v.BlockId, ...], own: tuple[v.BlockId, ...]
     ) -> tuple[v.BlockId, ...]:
         """Return a table that plans sent, with null blocks where the release has them."""
         null = self.pool.null_block.block_id
-        pairs = zip(told, own, strict=False)
-        return tuple(null if now == null else b for b, now in pairs) + told[len(own) :]
+        pairs = zip(planned, own, strict=False)
+        return tuple(null if now == null else b for b, now in pairs) + planned[len(own) :]
 
 
 def _compare(what: str, tables: v.BlockTables, own: v.BlockTables) -> None:

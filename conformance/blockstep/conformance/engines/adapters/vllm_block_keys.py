@@ -59,7 +59,7 @@ class RequestRecord:
     """Whether its last plan left known tokens to compute."""
     num_cached_tokens: int = -1
     """The cached tokens that the first output reported."""
-    has_told_prefill: bool = False
+    has_reported_prefill: bool = False
     """Whether an output has reported where the tokens of its prompt came from."""
     num_external_tokens: int = 0
     """Number of cached tokens that were loaded from a store."""

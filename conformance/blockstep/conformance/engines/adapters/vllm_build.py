@@ -175,13 +175,13 @@ def build_scheduler(config: Config) -> Scheduler:
         retention = fit_keywords(KVCacheConfig, prefix_cache_retention_interval=interval)
     make_scheduler = AsyncScheduler if config.async_scheduling else Scheduler
     # a release that takes the hash block size takes the hit size as `block_size`
-    is_told_both = "hash_block_size" in inspect.signature(Scheduler).parameters
+    takes_hash_block_size = "hash_block_size" in inspect.signature(Scheduler).parameters
     keywords = fit_keywords(
         Scheduler,
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(config.num_blocks, [], build_groups(config), **retention),
         structured_output_manager=build_manager(vllm_config, config),
-        block_size=lcm(*config.block_sizes) if is_told_both else config.block_size,
+        block_size=lcm(*config.block_sizes) if takes_hash_block_size else config.block_size,
         hash_block_size=config.block_size,
         log_stats=True,
     )

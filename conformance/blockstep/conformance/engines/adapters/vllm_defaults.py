@@ -326,7 +326,7 @@ def list_settings(version: str, environment: Mapping[str, str]) -> tuple[Setting
     return tuple(found)
 
 
-def tell_table(versions: Sequence[str]) -> str:
+def format_table(versions: Sequence[str]) -> str:
     """Return the Markdown table of deviations: default and checked value, by release.
 
     Args:
@@ -346,9 +346,9 @@ def tell_table(versions: Sequence[str]) -> str:
                 spans[-1][2] = version
             else:
                 spans.append([default, version, version])
-        told = "; ".join(f"{first} to {last}: {default}" for default, first, last in spans)
+        values = "; ".join(f"{first} to {last}: {default}" for default, first, last in spans)
         lines.append(
-            f"| {one.name} | `{one.knob}` | {told} | {one.checked} | {one.where} | {one.reason} |"
+            f"| {one.name} | `{one.knob}` | {values} | {one.checked} | {one.where} | {one.reason} |"
         )
     return "\n".join(lines)
 

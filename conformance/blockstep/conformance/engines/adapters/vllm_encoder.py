@@ -1,7 +1,7 @@
 """The encoder inputs of a run in vLLM's own classes: budgets, encoder cache, external results.
 
     Request.items --> `vllm_items`     budgets -----> EncoderCacheManager --> EncoderSnapshot
-                                       EncoderOffer -> `vllm_offers`
+                                       EncoderOffer -> `vllm_ec_connector`
 
 vLLM derives both budgets from its model's largest item and the token budget. There is no model
 here, so they are set after the scheduler is built, and its encoder cache manager is built again.
@@ -23,7 +23,7 @@ def install_encoder(scheduler: Any, config: v.Config) -> None:
     model.
 
     A release without a manager for encoder-decoder models gets no request of such a model
-    (`vllm_spared`).
+    (`vllm_known_crashes`).
     """
     kind: Any = managers.EncoderCacheManager
     across = getattr(managers, "EncoderDecoderCacheManager", None)
@@ -34,9 +34,9 @@ def install_encoder(scheduler: Any, config: v.Config) -> None:
     scheduler.encoder_cache_manager = kind(cache_size=config.encoder_cache_size)
 
 
-def read_inputs(told: Mapping[v.RequestId, Sequence[int]]) -> tuple[v.EncoderInputs, ...]:
+def read_inputs(scheduled: Mapping[v.RequestId, Sequence[int]]) -> tuple[v.EncoderInputs, ...]:
     """Return the encoder inputs of a plan, by request in the order of scheduling."""
-    return tuple(v.EncoderInputs(name, tuple(indices)) for name, indices in told.items())
+    return tuple(v.EncoderInputs(name, tuple(indices)) for name, indices in scheduled.items())
 
 
 def read_encoder(scheduler: Any, known: dict[str, int]) -> v.EncoderSnapshot:

@@ -119,11 +119,11 @@ def _read_event(
         return v.AllBlocksCleared()
     group = _read_group(event, groups)
     match event:
-        case BlockRemoved(block_hashes=told, medium=medium):
-            return v.BlockRemoved(_read_keys(digests, told, group), medium)
-        case BlockStored(block_hashes=told, parent_block_hash=parent, medium=medium):
+        case BlockRemoved(block_hashes=hashes, medium=medium):
+            return v.BlockRemoved(_read_keys(digests, hashes, group), medium)
+        case BlockStored(block_hashes=hashes, parent_block_hash=parent, medium=medium):
             return v.BlockStored(
-                keys=_read_keys(digests, told, group),
+                keys=_read_keys(digests, hashes, group),
                 parent=None if parent is None else _read_keys(digests, [parent], group)[0],
                 token_ids=tuple(event.token_ids),
                 block_size=event.block_size,
@@ -139,23 +139,23 @@ def _read_group(event: Any, groups: Sequence[v.KVGroup]) -> int:
     Raises:
         EngineFault: there is no such group, or it is of another kind than the event says.
     """
-    if not RELEASE.has_told_groups:
+    if not RELEASE.has_event_groups:
         return 0
     group = event.group_idx
     if not isinstance(group, int) or not 0 <= group < len(groups):
         raise EngineFault(f"group_idx of a KV event is {group!r}, of {len(groups)} groups")
     if isinstance(event, BlockStored):
-        told = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+        seen = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
         right = SPEC_KINDS[groups[group].kind], groups[group].sliding_window or None
-        if told != right:
-            raise EngineFault(f"a KV event says that group {group} is {told!r}, not {right!r}")
+        if seen != right:
+            raise EngineFault(f"a KV event says that group {group} is {seen!r}, not {right!r}")
     return group
 
 
-def _read_keys(digests: Digests, told: list[Any], group: int) -> tuple[v.BlockKey, ...]:
+def _read_keys(digests: Digests, hashes: list[Any], group: int) -> tuple[v.BlockKey, ...]:
     """Return the block keys that digests stand for, in one group."""
     keys = []
-    for digest in told:
+    for digest in hashes:
         if not isinstance(digest, bytes):
             raise EngineFault(
                 f"a KV event has {digest!r}, a part of the digest of a block: "
@@ -187,11 +187,13 @@ def _check_extras(
         return
     if len(extras) != len(keys):
         raise EngineFault(f"extra_keys of {len(keys)} blocks: {extras!r}")
-    for told, key in zip(extras, keys, strict=True):
+    for reported, key in zip(extras, keys, strict=True):
         hashed: Any = get_extras(key)
         # Where the last item alone names a block that outputs complete, all of them are told,
         # behind the name of an adapter.
-        if not RELEASE.has_all_items and told and hashed:
-            told = tuple([one for one in told if one in hashed or not isinstance(one, tuple)])
-        if len(key.token_ids) == event.block_size and told != hashed:
-            raise EngineFault(f"extra_keys of {key!r} are {told!r}, not {hashed!r}")
+        if not RELEASE.has_all_items and reported and hashed:
+            reported = tuple(
+                [one for one in reported if one in hashed or not isinstance(one, tuple)]
+            )
+        if len(key.token_ids) == event.block_size and reported != hashed:
+            raise EngineFault(f"extra_keys of {key!r} are {reported!r}, not {hashed!r}")

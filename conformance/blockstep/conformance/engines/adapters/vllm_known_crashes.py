@@ -81,7 +81,7 @@ def list_out_of_reach() -> frozenset[str]:
     waiting.add("transfers_waits_for_an_answer")
     # Without drafts no request outgrows the pool alone, or needs more tokens than a step before.
     drafts = {"head_drop", "block_for_lookahead_only", "all_preempted_in_flight"}
-    somebody_waits = RELEASE.has_pause or RELEASE.has_plain_grammar or RELEASE.has_async
+    requests_can_wait = RELEASE.has_pause or RELEASE.has_plain_grammar or RELEASE.has_async
     found = {"draft_placeholders_dropped"} | failures  # quirk `stale_draft_placeholders`
     for is_lacking, names in (
         (not RELEASE.has_sound_preemption, waits),
@@ -92,7 +92,7 @@ def list_out_of_reach() -> frozenset[str]:
         # Seen by the queue in which they wait.
         (not RELEASE.has_skipped_waiting, {*waits, *skipped}),
         (not RELEASE.has_drafts, {*drafts, "running_left_out_by_budget"}),
-        (not somebody_waits, {"empty_plan_with_work"}),
+        (not requests_can_wait, {"empty_plan_with_work"}),
         (not RELEASE.has_repetition_detection, {"stop_repetition"}),
         (not RELEASE.has_cache_opt_out, {"reading_skipped"}),
         (not RELEASE.masks_stops, {"min_tokens_held_back_a_stop"}),
@@ -197,12 +197,12 @@ def _are_forbidden(run: Run, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...
             continue
         structured = request.structured_output_request
         known = request.all_token_ids
-        told = list(row.token_ids[: len(planned[row.request_id])])
+        planned_drafts = list(row.token_ids[: len(planned[row.request_id])])
         start = request.num_computed_tokens - request.num_output_placeholders
         if (
             not structured.reasoning_ended
             and run.config.reasoning_end_token_id in known[max(start, -len(known)) :]
-            and structured.grammar.validate_tokens(told) != told
+            and structured.grammar.validate_tokens(planned_drafts) != planned_drafts
         ):
             return True
     return False
@@ -252,7 +252,7 @@ def _is_beyond_max_loras(run: Run) -> bool:
     requests are counted.
     """
     cap, budget = run.config.max_loras, run.config.max_num_batched_tokens
-    if RELEASE.has_sound_seats:
+    if RELEASE.has_sound_lora_slots:
         return False
     if cap and _may_preempt(run):
         budget *= 1 + len(run.scheduler.running)

@@ -126,10 +126,12 @@ def _read_cached_rows(run: Run, output: SchedulerOutput) -> tuple[v.CachedRow, .
         num_scheduled = output.num_scheduled_tokens[name]
         if cached.new_token_ids:
             # In a pipeline its first stage is told which tokens were sampled in the last one.
-            told = cached.new_token_ids[index]
+            sampled = cached.new_token_ids[index]
             known = run.scheduler.requests[name].all_token_ids[start : start + num_scheduled]
-            if told != known:
-                raise EngineFault(f"{name!r} is to run {told} from position {start}, not {known}")
+            if sampled != known:
+                raise EngineFault(
+                    f"{name!r} is to run {sampled} from position {start}, not {known}"
+                )
         resumed, token_ids, num_outputs = _get_late_outputs(run, output, index)
         rows.append(
             v.CachedRow(
@@ -165,7 +167,7 @@ def _get_late_outputs(
     token_ids = None if name in run.planned else list(request.all_token_ids)
     if run.has_second_runner:
         return False, token_ids, cached.num_output_tokens[index]
-    if RELEASE.has_told_rows:
+    if RELEASE.has_row_outputs:
         resumed = name in cached.resumed_req_ids
         return resumed, cached.all_token_ids.get(name), cached.num_output_tokens[index]
     return cached.resumed_from_preemption[index], token_ids, request.num_output_tokens
@@ -181,14 +183,14 @@ def read_outputs(run: Run, core: EngineCoreOutputs) -> list[v.OutputRow]:
             if row.finish_reason is None
             else v.FinishReason(str(row.finish_reason)),
             stop_token_id=row.stop_reason if isinstance(row.stop_reason, int) else None,
-            num_cached_tokens=_get_told_cached(run, row),
-            num_external_tokens=_get_told_external(run, row),
+            num_cached_tokens=_get_cached_tokens(run, row),
+            num_external_tokens=_get_external_tokens(run, row),
         )
         for row in core.outputs
     ]
 
 
-def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
+def _get_cached_tokens(run: Run, row: EngineCoreOutput) -> int:
     """Return the cached tokens of a row: from the row itself, or from the first row of its
     request; 0 if the row is of no request, which `check_answer` reports.
     """
@@ -198,15 +200,15 @@ def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
     if known is None:
         return 0
     if row.prefill_stats is not None:
-        known.has_told_prefill = True
+        known.has_reported_prefill = True
         known.num_cached_tokens = row.prefill_stats.num_cached_tokens
     # A request that fails before it ever ran has no such count.
     return max(known.num_cached_tokens, 0)
 
 
-def _get_told_external(run: Run, row: EngineCoreOutput) -> int | None:
+def _get_external_tokens(run: Run, row: EngineCoreOutput) -> int | None:
     """Return the tokens of a row that were loaded from a store: from the row itself, or from the
-    first row of its request; None without a store. Of no request: as `_get_told_cached`.
+    first row of its request; None without a store. Of no request: as `_get_cached_tokens`.
     """
     if run.store is None:
         return None

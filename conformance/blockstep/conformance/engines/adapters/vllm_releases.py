@@ -108,9 +108,9 @@ class Release:
     victim's row in the step (#23347, #28558)."""
     takes_arrays: bool = False
     """Whether answers hold the tokens of a row as an array."""
-    has_told_rows: bool = False
+    has_row_outputs: bool = False
     """Whether rows contain the outputs that the worker may have missed."""
-    has_told_preemptions: bool = False
+    has_preemption_list: bool = False
     """Whether plans list the preempted requests."""
     has_mixed_groups: bool = False
     """Whether KV-cache groups may be of any kinds and block sizes, in any order.
@@ -152,7 +152,7 @@ class Release:
     """Whether the adapter supports its encoder-decoder models."""
     has_events: bool = False
     """Whether the adapter reads its KV events."""
-    has_told_groups: bool = False
+    has_event_groups: bool = False
     """Whether a KV event contains the group of its blocks."""
     has_store: bool = False
     """Whether the adapter supports KV connectors: the release takes `Store`, and its loads are
@@ -172,7 +172,7 @@ class Release:
     counts_held_as_ended: bool = False
     """Whether a finished request whose blocks are held for a connector counts as work of the
     engine."""
-    ignores_offers_of_who_skips: bool = False
+    ignores_offers_without_cache_reads: bool = False
     """Whether the connector is asked about requests that skip reading the prefix cache, and its
     offer is ignored."""
     has_sessions: bool = False
@@ -182,10 +182,10 @@ class Release:
     queue."""
     has_holding_queue: bool = False
     """Whether it has a queue for waiting requests that hold blocks, as sessions do."""
-    has_sound_seats: bool = False
+    has_sound_lora_slots: bool = False
     """Whether a running request keeps the LoRA slot of its adapter even without a row in the step.
     """
-    tells_work: bool = False
+    shows_work: bool = False
     """Whether its profile models `has_requests`, which decides whether the engine's loop sleeps."""
     has_equal_groups: bool = False
     """Whether several groups may all be equal."""
@@ -199,18 +199,18 @@ class Release:
 _OLDEST = Release("0.11.0", UP_TO_0_16, has_encoder=True)
 _NOT_TRIED_IN_0_20 = """
     has_countable_attempts has_recurrent_groups has_sessions has_frame_masks has_encoder has_offers
-    has_across has_events has_store follows_store tells_work
+    has_across has_events has_store follows_store shows_work
 """
 _HISTORY = (
     (
         "0.11.1",
         """takes_arrays has_hashing_module has_cache_opt_out masks_stops has_plain_grammar
-        has_told_rows has_preempted_counts has_named_embeds""",
+        has_row_outputs has_preempted_counts has_named_embeds""",
         "has_encoder",  # not tried there
     ),
     (
         "0.12.0",
-        "has_async has_forced_reset has_sound_priority has_drafts has_told_preemptions",
+        "has_async has_forced_reset has_sound_priority has_drafts has_preemption_list",
         "takes_arrays",
     ),
     ("0.14.0", "publishes_no_null_block", ""),
@@ -222,7 +222,7 @@ _HISTORY = (
         "0.19.0",
         """has_offsets has_exact_ends has_mixed_groups has_recurrent_groups has_sessions
         has_frame_masks has_encoder has_offers has_across has_events has_store follows_store
-        tells_work takes_loads_by_turns loads_no_aligned_states has_countable_attempts
+        shows_work takes_loads_by_turns loads_no_aligned_states has_countable_attempts
         asserts_on_shared_failures""",
         "",
     ),
@@ -238,8 +238,8 @@ _HISTORY = (
         "0.33.0",
         """has_recurrent_groups has_across has_equal_groups has_fixed_mask_rows has_frame_masks
         hands_stops_over survives_bad_grammars has_sessions has_sound_sessions has_holding_queue
-        has_sound_seats has_encoder has_offers has_events has_told_groups has_store
-        frees_behind_frames counts_held_as_ended ignores_offers_of_who_skips""",
+        has_sound_lora_slots has_encoder has_offers has_events has_event_groups has_store
+        frees_behind_frames counts_held_as_ended ignores_offers_without_cache_reads""",
         "has_common_prefix asserts_on_shared_failures",
     ),
 )

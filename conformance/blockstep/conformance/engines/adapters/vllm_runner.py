@@ -100,17 +100,17 @@ def check_runner(run: Run, output: SchedulerOutput, entering: Entering) -> None:
     """
     new, resumed = split_new_rows(run, output, entering)
     for row in new:
-        told = getattr(row, "prefill_token_ids", None)
+        seen = getattr(row, "prefill_token_ids", None)
         expected = row.prompt_token_ids if run.has_second_runner else None
-        if told != expected:
+        if seen != expected:
             raise EngineFault(
-                f"prefill_token_ids of new row {row.req_id!r} is {told!r}, not {expected!r}"
+                f"prefill_token_ids of new row {row.req_id!r} is {seen!r}, not {expected!r}"
             )
     for row in resumed:
-        num_prompt, told = len(row.prompt_token_ids or ()), row.prefill_token_ids
-        if not told or told[:num_prompt] != row.prompt_token_ids:
+        num_prompt, seen = len(row.prompt_token_ids or ()), row.prefill_token_ids
+        if not seen or seen[:num_prompt] != row.prompt_token_ids:
             raise EngineFault(
-                f"prefill_token_ids of resumed row {row.req_id!r} is {told!r}, and its prompt is "
+                f"prefill_token_ids of resumed row {row.req_id!r} is {seen!r}, and its prompt is "
                 f"{row.prompt_token_ids!r}"
             )
     if run.has_second_runner:
@@ -130,11 +130,11 @@ def _check_cached_rows(run: Run, output: SchedulerOutput) -> None:
             f"scheduled_cached_reqs.resumed_req_ids is {cached.resumed_req_ids!r}: Model Runner V2 "
             "is given resumed requests as new rows"
         )
-    for name, told in cached.all_token_ids.items():
+    for name, seen in cached.all_token_ids.items():
         expected = None if name in run.planned else list(requests[name].all_token_ids)
-        if told != expected:
+        if seen != expected:
             raise EngineFault(
-                f"scheduled_cached_reqs.all_token_ids of {name!r} is {told!r}, not {expected!r}"
+                f"scheduled_cached_reqs.all_token_ids of {name!r} is {seen!r}, not {expected!r}"
             )
 
 
@@ -144,16 +144,16 @@ def _check_skipped_drafts(run: Run, output: SchedulerOutput, entering: Entering)
     A row that the step planned and took back counts as well, and no plan lists these rows: if the
     step preempts a request, a drafter that runs in vain is accepted.
     """
-    told = getattr(output, "skip_drafts", False)
+    seen = getattr(output, "skip_drafts", False)
     drafts_itself = run.config.spec_method in (v.SpecMethod.EAGLE, v.SpecMethod.DRAFT_MODEL)
     expected = run.has_second_runner and drafts_itself and hasattr(output, "skip_drafts")
     if expected:
         expected = not any(
             _can_use_drafts(run, name, entering) for name in output.num_scheduled_tokens
         )
-    if told == expected or (expected and output.preempted_req_ids):
+    if seen == expected or (expected and output.preempted_req_ids):
         return
-    raise EngineFault(f"skip_drafts in this plan is {told}, and its rows say {expected}")
+    raise EngineFault(f"skip_drafts in this plan is {seen}, and its rows say {expected}")
 
 
 def _can_use_drafts(run: Run, name: v.RequestId, entering: Entering) -> bool:

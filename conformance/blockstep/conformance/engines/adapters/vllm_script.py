@@ -175,19 +175,19 @@ OUTPUTS: tuple[tuple[str, str, Any], ...] = (
     (
         "outputs",
         OUTPUT_ROWS.format(f"(it.new_token_ids, {FINISH})"),
-        lambda told: {
+        lambda answer: {
             row.request_id: ([*row.new_token_ids], row.finish_reason and str(row.finish_reason))
-            for row in told.rows
+            for row in answer.rows
         },
     ),
     (
         "stop_reason of the outputs",
         OUTPUT_ROWS.format("it.stop_reason"),
-        lambda told: {row.request_id: row.stop_token_id for row in told.rows},
+        lambda answer: {row.request_id: row.stop_token_id for row in answer.rows},
     ),
 )
 RESET: tuple[tuple[str, str, Any], ...] = (
-    ("whether the reset succeeded", "is_reset", lambda told: told.success),
+    ("whether the reset succeeded", "is_reset", lambda answer: answer.success),
 )
 
 
@@ -386,14 +386,14 @@ class _Writer:
             disable_chunked_mm_input=config.disable_chunked_mm_input or None,
             scheduler_reserve_full_isl=config.scheduler_reserve_full_isl,
         )
-        told = {name: repr(value) for name, value in options.items() if value is not None}
+        arguments = {name: repr(value) for name, value in options.items() if value is not None}
         self._import("vllm.config", "SchedulerConfig")
         caching = (
             f"CacheConfig(block_size={config.block_size}, "
             f"enable_prefix_caching={config.enable_prefix_caching})"
         )
         lines = [
-            f"scheduler_config = {show_call('SchedulerConfig', **told)}",
+            f"scheduler_config = {show_call('SchedulerConfig', **arguments)}",
             f"cache_config = {caching}",
             f"cache_config.num_gpu_blocks = {config.num_blocks}",
         ]
@@ -430,11 +430,11 @@ class _Writer:
 
     def _write_groups(self) -> str:
         config, unit = self.config, lcm(*self.config.block_sizes)
-        told = [
+        specs = [
             f'KVCacheGroupSpec(["layer.{index}"], {self._write_group(one, unit // one.block_size)})'
             for index, one in enumerate(config.kv_groups)
         ]
-        groups = "".join(f"    {line},\n" for line in told)
+        groups = "".join(f"    {line},\n" for line in specs)
         return f"kv_cache_config = KVCacheConfig({config.num_blocks}, [], [\n{groups}])"
 
     def _write_group(self, group: v.KVGroup, num_heads: int) -> str:
@@ -510,11 +510,11 @@ class _Writer:
         *before, last = self.story.events
         lines = [self._write_event(event, is_last=False) for event in before]
         lines = [line for line in lines if line]
-        told = self._write_event(last, is_last=not self.stalls)
+        last_line = self._write_event(last, is_last=not self.stalls)
         if not self.story.raises:
-            return [*lines, told]
+            return [*lines, last_line]
         self.modules.add("traceback")
-        return [*lines, show_raising(told)]
+        return [*lines, show_raising(last_line)]
 
     def _write_event(self, event: v.Event, *, is_last: bool) -> str:
         match event:
@@ -540,8 +540,8 @@ class _Writer:
                 return "\n".join(calls)
             case v.Drafts(drafts=drafts):
                 kind = self._import("vllm.v1.outputs", "DraftTokenIds")
-                told = [row.request_id for row in drafts], [[*row.token_ids] for row in drafts]
-                return f"scheduler.update_draft_token_ids({kind}{told!r})"
+                arguments = [row.request_id for row in drafts], [[*row.token_ids] for row in drafts]
+                return f"scheduler.update_draft_token_ids({kind}{arguments!r})"
             case v.Reset(reset_running_requests=is_forced):
                 given = f"reset_running_requests={is_forced}" if is_forced else ""
                 return f"{'is_reset = ' * is_last}scheduler.reset_prefix_cache({given})"
@@ -664,12 +664,12 @@ def find_stall(story: Story) -> Script | None:
         [v.PauseState.UNPAUSED],
     ):
         return None  # an idle session and a paused request wait for their clients
-    script, told = _Writer(story, stalls=True).write(), io.StringIO()
+    script, printed = _Writer(story, stalls=True).write(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             exec(compile(script.source, "script", "exec"), {"__name__": "__main__"})  # noqa: S102
     except SystemExit as end:
-        last = told.getvalue().strip().splitlines()[-1:]
+        last = printed.getvalue().strip().splitlines()[-1:]
         return Script(script.source, last[0]) if end.code and last else None
     except Exception:
         return None

@@ -201,7 +201,7 @@ def read_snapshot(run: Run) -> v.Snapshot:
         next_frame_id=run.next_frame_id,
         finished_req_ids=tuple(sorted(scheduler.finished_req_ids)),
         prev_scheduled_req_ids=tuple(sorted(scheduler.prev_step_scheduled_req_ids))
-        if RELEASE.has_told_rows and not run.has_second_runner
+        if RELEASE.has_row_outputs and not run.has_second_runner
         else run.planned,
         encoder=read_encoder(scheduler, run.embeds) if run.config.encoder_cache_size else None,
         stats=add_counts(
@@ -218,7 +218,7 @@ def read_snapshot(run: Run) -> v.Snapshot:
             run.managers,
             deferred,
         ),
-        has_work=bool(scheduler.has_requests()) if RELEASE.tells_work else None,
+        has_work=bool(scheduler.has_requests()) if RELEASE.shows_work else None,
     )
 
 
@@ -243,7 +243,9 @@ def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
         num_cached_tokens=known.num_cached_tokens
         if RELEASE.has_prefill_stats
         else request.num_cached_tokens,
-        num_preemptions=request.num_preemptions if RELEASE.has_told_rows else known.num_preemptions,
+        num_preemptions=request.num_preemptions
+        if RELEASE.has_row_outputs
+        else known.num_preemptions,
         grammar_ready=structured is not None and structured.grammar is not None,
         grammar_state=getattr(structured and structured.grammar, "state", 0),
         reasoning_ended=_has_reasoned(run, known.request, structured),

@@ -94,7 +94,7 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             limit = 0
         num_external = max(min(offer.num_tokens, limit) - num_computed_tokens, 0)
         is_async = offer.is_async and num_external > 0
-        if RELEASE.ignores_offers_of_who_skips and request.skip_reading_prefix_cache:
+        if RELEASE.ignores_offers_without_cache_reads and request.skip_reading_prefix_cache:
             self._asked[name] = (num_computed_tokens, 0, False)
         else:
             self._asked[name] = (num_computed_tokens, num_external, is_async)

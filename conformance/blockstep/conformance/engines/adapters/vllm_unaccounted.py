@@ -33,13 +33,13 @@ from blockstep.conformance.engines.adapters.vllm_items import read_features
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.spec import vocabulary as v
 
-SAID = (
+CHECKED_TYPES = (
     *(SchedulerOutput, NewRequestData, CachedRequestData),
     *(EngineCoreOutputs, EngineCoreOutput, SchedulerStats),
 )
 UNUSED_HERE = {
     kind: tuple(name for name in kind.__annotations__ if name in UNUSED[kind.__name__])
-    for kind in SAID
+    for kind in CHECKED_TYPES
 }
 """Fields of this release that must be empty."""
 REPETITION = "repetition_detected"
@@ -53,7 +53,9 @@ STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 """The stages of an asynchronous load, as newer releases count them."""
 NOTE = get_unknown_note(
     RELEASE.version,
-    tuple(name for kind in SAID for name in find_unknown(kind.__name__, kind.__annotations__)),
+    tuple(
+        name for kind in CHECKED_TYPES for name in find_unknown(kind.__name__, kind.__annotations__)
+    ),
 )
 """The note of a run on fields of this release that the adapter does not know."""
 
@@ -134,7 +136,7 @@ class Asked:
             prefills={
                 name: Prefill.now(run, name)
                 for name in names
-                if RELEASE.has_prefill_stats and not run.known[name].has_told_prefill
+                if RELEASE.has_prefill_stats and not run.known[name].has_reported_prefill
             },
         )
 
@@ -182,19 +184,19 @@ def check_plan(run: Run, output: SchedulerOutput, separate_names: bool) -> None:
         _check_new_row(run, new, separate_names)
     _check_parallel(cached, run.config)
     rows = output.num_scheduled_tokens.keys()
-    told = {
+    named = {
         "scheduled_spec_decode_tokens": output.scheduled_spec_decode_tokens,
         "structured_output_request_ids": getattr(output, "structured_output_request_ids", None),
     }
-    for field, names in told.items():
+    for field, names in named.items():
         _check_known(field, names or (), rows, "which has no row in this plan")
-    if RELEASE.has_told_rows:
+    if RELEASE.has_row_outputs:
         for field in ("resumed_req_ids", "all_token_ids"):
             names = getattr(cached, field)
             _check_known(
                 f"scheduled_cached_reqs.{field}", names, cached.req_ids, "which is not there"
             )
-    if RELEASE.has_told_preemptions:
+    if RELEASE.has_preemption_list:
         _check_known(
             "preempted_req_ids", output.preempted_req_ids or (), run.known, "which is unknown"
         )
@@ -264,15 +266,15 @@ def check_state(run: Run) -> None:
     _check_known("waiting, skipped_waiting or running", names, scheduler.requests, "which is gone")
 
 
-def _check_unused(said: Any, where: str) -> None:
-    for field in UNUSED_HERE[type(said)]:
-        value = getattr(said, field)
+def _check_unused(record: Any, where: str) -> None:
+    for field in UNUSED_HERE[type(record)]:
+        value = getattr(record, field)
         if not is_empty(value):
             raise EngineFault(f"{field} in {where}: {value!r}, although no config here uses it")
 
 
-def _check_no_store(said: Any, field: str, where: str) -> None:
-    value = getattr(said, field, None)
+def _check_no_store(record: Any, field: str, where: str) -> None:
+    value = getattr(record, field, None)
     if not is_empty(value):
         raise EngineFault(f"{field} in {where}: {value!r}, and there is no connector")
 
@@ -298,10 +300,10 @@ def _check_new_row(run: Run, new: NewRequestData, separate_names: bool) -> None:
     request = run.known[new.req_id].request
     items = request.items if run.config.encoder_cache_size else ()
     lora = build_lora(request.adapter, run.lora_ids, separate_names)
-    told = new.lora_request and asdict(new.lora_request)
+    seen_lora = new.lora_request and asdict(new.lora_request)
     for field, seen, expected in (
         ("prompt_token_ids", tuple(new.prompt_token_ids or ()), request.prompt_token_ids),
-        ("lora_request", told, lora and asdict(lora)),
+        ("lora_request", seen_lora, lora and asdict(lora)),
         ("mm_features", read_features(new.mm_features), items),
         (
             "sampling_params",
@@ -347,10 +349,10 @@ def _check_parallel(cached: CachedRequestData, config: v.Config) -> None:
 
     Sampled tokens are listed in a pipeline only: its first stage does not know them.
     """
-    tells_tokens = config.max_frames_in_flight > 1 and not config.async_scheduling
+    lists_tokens = config.max_frames_in_flight > 1 and not config.async_scheduling
     for field in CachedRequestData.__annotations__:
         value, count = getattr(cached, field), len(cached.req_ids)
-        if not isinstance(value, list) or (field == "new_token_ids" and not tells_tokens):
+        if not isinstance(value, list) or (field == "new_token_ids" and not lists_tokens):
             continue
         if len(value) != count:
             raise EngineFault(
@@ -412,8 +414,8 @@ def _check_stop_reason(row: EngineCoreOutput) -> None:
     """Check that a stop reason is the token that stopped the request, or the word for a
     repetition.
     """
-    reason, is_told = row.stop_reason, row.finish_reason is not None
-    if reason is not None and not (is_told and isinstance(reason, int | str)):
+    reason, has_ended = row.stop_reason, row.finish_reason is not None
+    if reason is not None and not (has_ended and isinstance(reason, int | str)):
         raise EngineFault(f"stop_reason of {row.request_id!r} is {reason!r}, and it has not ended")
     if isinstance(reason, str) and reason != REPETITION:
         raise EngineFault(f"stop_reason of {row.request_id!r} is {reason!r}, not {REPETITION!r}")
@@ -456,25 +458,27 @@ def _check_prefill(run: Run, row: EngineCoreOutput, prefill: Prefill | None) -> 
 
     Cached and external tokens are compared with the specification's. Source: `PrefillStats`.
     """
-    told, where = row.prefill_stats, f"the output of {row.request_id!r}"
+    stats, where = row.prefill_stats, f"the output of {row.request_id!r}"
     is_failure = not row.new_token_ids and str(row.finish_reason) == v.FinishReason.ERROR.value
     if prefill is None or is_failure:
-        if told is not None:
-            raise EngineFault(f"prefill_stats in {where}: {told!r}, and it is not its first output")
+        if stats is not None:
+            raise EngineFault(
+                f"prefill_stats in {where}: {stats!r}, and it is not its first output"
+            )
         return
-    if told is None:
+    if stats is None:
         raise EngineFault(f"prefill_stats in {where} is missing, and it is its first output")
     if run.store is None:
-        _check_no_store(told, "num_external_cached_tokens", f"prefill_stats of {where}")
-    num_cached, num_prompt = told.num_cached_tokens, prefill.num_prompt_tokens
+        _check_no_store(stats, "num_external_cached_tokens", f"prefill_stats of {where}")
+    num_cached, num_prompt = stats.num_cached_tokens, prefill.num_prompt_tokens
     num_published = min(prefill.count_published(run), num_prompt)
     for field, expected in (
         ("num_prompt_tokens", num_prompt),
         ("num_computed_tokens", num_prompt - num_cached),
-        ("num_local_cached_tokens", num_cached - told.num_external_cached_tokens),
+        ("num_local_cached_tokens", num_cached - stats.num_external_cached_tokens),
         ("num_cache_creation_tokens", max(num_published - num_cached, 0)),
     ):
-        seen = getattr(told, field, expected)  # older releases do not count what is published
+        seen = getattr(stats, field, expected)  # older releases do not count what is published
         if seen != expected:
             raise EngineFault(
                 f"prefill_stats.{field} in {where} is {seen}, and it follows that it is {expected}"
@@ -568,19 +572,19 @@ def _check_counts(stats: SchedulerStats, asked: Asked) -> None:
             raise EngineFault(
                 f"{field} in this answer is {getattr(stats, field)}, and {kept} was counted"
             )
-    told, due = stats.spec_decoding_stats, {} if asked.has_failures else asked.count_drafts()
+    draft_stats, due = stats.spec_decoding_stats, {} if asked.has_failures else asked.count_drafts()
     for field, expected in due.items():
-        seen = getattr(told, field, 0)  # without statistics nothing was counted
+        seen = getattr(draft_stats, field, 0)  # without statistics nothing was counted
         if seen != expected:
             name = f"spec_decoding_stats.{field}"
             name = f"{COUNTED_AS[field]} ({name})" if field in COUNTED_AS else name
             raise EngineFault(f"{name} in this answer is {seen}, and its rows have {expected}")
 
 
-def _check_known(field: str, names: Iterable[Any], known: Collection[Any], who: str) -> None:
+def _check_known(field: str, names: Iterable[Any], known: Collection[Any], problem: str) -> None:
     for name in names:
         if name not in known:
-            raise EngineFault(f"{field} names {name!r}, {who}")
+            raise EngineFault(f"{field} names {name!r}, {problem}")
 
 
 def _check_once(field: str, names: Sequence[Any]) -> None:

@@ -8,7 +8,7 @@ from blockstep.conformance.features.cadence.properties import can_decode, holds_
 from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.history import History
 from blockstep.conformance.judge.properties.observed_step import Step
-from blockstep.conformance.judge.properties.queue_replay import admits_nobody, next_in_line
+from blockstep.conformance.judge.properties.queue_replay import admits_no_request, next_in_line
 from blockstep.spec import vocabulary as v
 
 TEXTS = {
@@ -49,10 +49,10 @@ def of_held(step: Step, history: History) -> Iterator[str]:
         yield "cadence_last_token_admitted"
     if step.parked:
         yield "cadence_load_begins"
-    is_open = history.pause_state is v.PauseState.UNPAUSED and not admits_nobody(step, history)
-    has_seat = len(after.running) < step.config.max_num_seqs
+    is_open = history.pause_state is v.PauseState.UNPAUSED and not admits_no_request(step, history)
+    has_slot = len(after.running) < step.config.max_num_seqs
     has_tokens = step.plan.total_num_scheduled_tokens < step.config.max_num_batched_tokens
-    if is_open and has_seat and has_tokens and next_in_line(step, history) is not None:
+    if is_open and has_slot and has_tokens and next_in_line(step, history) is not None:
         yield "cadence_waiting_held"
 
 

@@ -9,7 +9,7 @@ from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.admission import may_have_its_items
 from blockstep.conformance.judge.properties.history import History
 from blockstep.conformance.judge.properties.observed_step import RowKind, Step
-from blockstep.conformance.judge.properties.queue_replay import admits_nobody, next_in_line
+from blockstep.conformance.judge.properties.queue_replay import admits_no_request, next_in_line
 from blockstep.conformance.judge.properties.token_amounts import blocks_across, blocks_behind
 from blockstep.spec.vocabulary import (
     Commit,
@@ -115,7 +115,7 @@ def _of_waiting_beside(step: Step, history: History) -> Iterator[str]:
     left = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if (
         name is None
-        or admits_nobody(step, history)
+        or admits_no_request(step, history)
         or any(step.new[name].block_tables)  # a session that continues
         or history.pause_state is not PauseState.UNPAUSED
         or len(step.after.running) >= config.max_num_seqs
@@ -151,9 +151,9 @@ def _of_missing_items(step: Step, history: History, encoder: EncoderSnapshot) ->
     rows = {row.request_id: row for row in step.rows}
     left = step.config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     for name in step.after.running if left > 0 else ():
-        stands = rows[name].end if name in rows else step.new[name].num_computed_tokens
+        position = rows[name].end if name in rows else step.new[name].num_computed_tokens
         for item in history.lives[name].request.items:
-            is_next = item.offset - ahead <= stands < item.offset + item.length
+            is_next = item.offset - ahead <= position < item.offset + item.length
             if is_next and item.identifier not in there:
                 yield (
                     "encoder_chunk_stops_before_an_item"

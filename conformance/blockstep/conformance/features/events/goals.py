@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockstep.conformance.features.events.properties import told_by
+from blockstep.conformance.features.events.properties import get_kv_events
 from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.history import History
 from blockstep.conformance.judge.properties.observed_step import Step
@@ -28,13 +28,13 @@ TEXTS = {
 }
 
 
-def of_telling(step: Step, history: History) -> Iterator[str]:
+def of_events(step: Step, history: History) -> Iterator[str]:
     """Yield the goals of an answer with KV events."""
-    told = told_by(step)
-    if not told:
+    events = get_kv_events(step)
+    if not events:
         return
     copies = history.follower.copies.copy()
-    for event in told:
+    for event in events:
         if isinstance(event, BlockStored):
             yield "events_stored"
             if len(event.keys) > 1:
@@ -58,19 +58,21 @@ def of_telling(step: Step, history: History) -> Iterator[str]:
 
 def _is_ahead(step: Step, history: History) -> bool:
     """Whether a block is logged as stored that only a frame in flight fills."""
-    told = {key for event in told_by(step) if isinstance(event, BlockStored) for key in event.keys}
-    if not told or not step.after.frames_in_flight:
+    keys = {
+        key for event in get_kv_events(step) if isinstance(event, BlockStored) for key in event.keys
+    }
+    if not keys or not step.after.frames_in_flight:
         return False
     written = {row.request_id: row.end for row in history.frame_of(step)}
     flying = {
         row.request_id for name in step.after.frames_in_flight for row in history.frames[name]
     }
     return any(
-        step.after.block_keys[block] in told
+        step.after.block_keys[block] in keys
         for name in flying & step.new.keys()
         for table, size in zip(step.new[name].block_tables, step.block_sizes, strict=True)
         for block in table[written.get(name, 0) // size :]
     )
 
 
-GOALS = Goals(TEXTS, {Commit: of_telling, Reset: of_telling})
+GOALS = Goals(TEXTS, {Commit: of_events, Reset: of_events})

@@ -21,20 +21,20 @@ from blockstep.conformance.judge.properties.property_check import (
 from blockstep.conformance.protocol.compare import name_key
 from blockstep.spec import vocabulary as v
 
-_TELLING = (v.Outputs, v.ResetDone)
+_WITH_EVENTS = (v.Outputs, v.ResetDone)
 
 
-def told_by(step: Step) -> tuple[v.KVEvent, ...]:
+def get_kv_events(step: Step) -> tuple[v.KVEvent, ...]:
     """The KV events of an answer; () if its type has none."""
     seen = step.observation
-    return seen.kv_events if isinstance(seen, _TELLING) else ()
+    return seen.kv_events if isinstance(seen, _WITH_EVENTS) else ()
 
 
 @once_a_step
 def followed(step: Step, history: History) -> tuple[Counter[v.BlockKey], list[v.BlockKey]]:
     """The copies of each key by the log after a step, and the keys removed that had no copy."""
     follower: Follower = history.follower.copy()
-    unknown = follower.follow(told_by(step))
+    unknown = follower.follow(get_kv_events(step))
     return follower.copies, unknown
 
 
@@ -51,7 +51,7 @@ def kv_events_rebuild_the_cache(step: Step, history: History) -> Complaints:
     asked for them. A plan without rows, which has no commit, has nothing to log (P7).
     """
     if isinstance(step.observation, v.ResetDone) and not step.observation.success:
-        yield from differing("kv_events of a reset that was refused", (), told_by(step))
+        yield from differing("kv_events of a reset that was refused", (), get_kv_events(step))
         return
     copies, _ = followed(step, history)
     findable = count_findable(step.after)
@@ -68,7 +68,7 @@ def kv_events_rebuild_the_cache(step: Step, history: History) -> Complaints:
 @sentence("P20", v.Commit, v.TransfersReported, v.Reset, needs="enable_kv_cache_events")
 def kv_events_remove_only_stored_blocks(step: Step, history: History) -> Complaints:
     """A removed block was stored before, in the order of the log."""
-    _, unknown = followed(step, history) if told_by(step) else ({}, [])
+    _, unknown = followed(step, history) if get_kv_events(step) else ({}, [])
     for key in unknown:
         yield Complaint(f"{name_key(key)} is removed, and no copy of it is left")
 
@@ -76,7 +76,7 @@ def kv_events_remove_only_stored_blocks(step: Step, history: History) -> Complai
 @sentence("P20", v.Commit, v.TransfersReported, v.Reset, needs="enable_kv_cache_events")
 def stored_events_match_their_blocks(step: Step, _history: History) -> Complaints:
     """Blocks stored by one event follow each other, and the event has their parent and tokens."""
-    for event in told_by(step):
+    for event in get_kv_events(step):
         if isinstance(event, v.BlockStored):
             yield from _judge_stored(step, event)
 

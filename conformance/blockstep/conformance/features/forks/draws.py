@@ -72,14 +72,14 @@ def draw_fork(client: Memory, child_id: v.RequestId, size: int, draw: Draw) -> v
     names = ready if ready and draw.chance(92) else [*client.live]
     name = draw.choice(names or ["nobody"])
     asked = client.live.get(name, v.Request(name, (0,)))
-    outputs = draw_outputs(client.said.get(name, ()), asked.max_tokens, size, draw)
+    outputs = draw_outputs(client.delivered.get(name, ()), asked.max_tokens, size, draw)
     return v.Fork(name, child_id, outputs)
 
 
 def list_ready(client: Memory) -> list[v.RequestId]:
     """Return the requests that can be forked: with outputs, and without a row in flight."""
     flying = {row.request_id for plan in client.plans for row in plan.rows}
-    begun = [name for name in client.live if client.said.get(name)]
+    begun = [name for name in client.live if client.delivered.get(name)]
     return [name for name in begun if name not in flying and name not in client.sessions]
 
 
@@ -92,10 +92,10 @@ def draw_outputs(outputs: v.TokenIds, max_tokens: int, size: int, draw: Draw) ->
     cut = outputs[: draw.integer(0, len(outputs))]
     other = (*outputs[:-1], token)
     anew = (token, *outputs[1:])
-    told = draw.choice(
+    drawn = draw.choice(
         (outputs, outputs, other, other, anew, (*outputs, token), cut, (*cut, token), ()),
     )
-    return told if draw.chance(4) else told[: max_tokens - 1]
+    return drawn if draw.chance(4) else drawn[: max_tokens - 1]
 
 
 def _may_fork(view: View) -> bool:

@@ -10,7 +10,7 @@ from blockstep.conformance.judge.goals import Goals
 from blockstep.conformance.judge.properties.history import History
 from blockstep.conformance.judge.properties.observed_step import RowKind, Step
 from blockstep.conformance.judge.properties.property_check import ENDINGS
-from blockstep.conformance.judge.properties.queue_replay import admits_nobody
+from blockstep.conformance.judge.properties.queue_replay import admits_no_request
 from blockstep.spec import vocabulary as v
 
 TEXTS = {
@@ -53,7 +53,7 @@ def of_fork(step: Step, history: History) -> Iterator[str]:
     assert isinstance(fork, v.Fork)
     parent, child = step.old[fork.request_id], step.new[fork.child_id]
     count, tables = child.num_computed_tokens, child.block_tables
-    outputs, said = fork.output_token_ids, parent.output_token_ids
+    outputs, of_parent = fork.output_token_ids, parent.output_token_ids
     for table, size in zip(tables, step.block_sizes, strict=True):
         if count and count % size == 0:
             yield "forks_at_a_block_end"
@@ -65,11 +65,11 @@ def of_fork(step: Step, history: History) -> Iterator[str]:
         yield "forks_of_the_preempted"
     elif count < count_in_common(step, history, fork):
         yield "forks_cut_short"
-    if not said:
+    if not of_parent:
         yield "forks_before_an_output"
     if count_settled(step, history, parent) != parent.num_cached_blocks:
         yield "forks_named_what_is_full"
-    if outputs != said[: len(outputs)]:
+    if outputs != of_parent[: len(outputs)]:
         yield "forks_with_other_outputs"
 
 
@@ -118,7 +118,7 @@ def of_pool(step: Step, history: History) -> Iterator[str]:
     rows, running = step.admitted_rows, step.after.running
     if rows and len(running) == 1 and num_free < watermark:
         yield "forks_watermark_for_nobody"
-    is_stopped = (step.after.waiting or step.after.skipped_waiting) and not admits_nobody(
+    is_stopped = (step.after.waiting or step.after.skipped_waiting) and not admits_no_request(
         step, history
     )
     if is_stopped and running and 0 < num_free <= watermark:

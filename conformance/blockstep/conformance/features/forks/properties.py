@@ -43,11 +43,11 @@ def problem_of_fork(config: v.Config, fork: v.Fork, history: History) -> v.Rejec
         return v.RejectCode.BAD_FORK
     if history.in_flight(fork.request_id):
         return v.RejectCode.FORK_IN_FLIGHT
-    is_wrong = may_not_say(config, parent.request, fork.output_token_ids)
+    is_wrong = may_not_output(config, parent.request, fork.output_token_ids)
     return v.RejectCode.BAD_FORK if is_wrong else None
 
 
-def may_not_say(config: v.Config, request: v.Request, outputs: v.TokenIds) -> bool:
+def may_not_output(config: v.Config, request: v.Request, outputs: v.TokenIds) -> bool:
     """Whether one of these outputs would end the request, or is forbidden by its grammar."""
     for count in range(1, len(outputs) + 1):
         if stop_of(config, request, outputs[:count]) is not None:
@@ -231,8 +231,8 @@ def shared_block_is_not_written(step: Step, _history: History) -> Complaints:
             ]
             if others:
                 what = f"{name!r} writes at position {row.first} in block {block}"
-                told = f"{what}, which {others} hold, too"
-                yield Complaint(told, subjects=Subjects((name, *others), (block,)))
+                message = f"{what}, which {others} hold, too"
+                yield Complaint(message, subjects=Subjects((name, *others), (block,)))
             if step.before.block_keys[block] is not None:
                 yield Complaint(
                     f"{name!r} writes in block {block}, which was cached",
@@ -250,7 +250,7 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _history: Histor
         for block in filter(None, chain(*request.block_tables)):
             holders.setdefault(block, set()).add(request.request_id)
     holders.pop(v.NULL_BLOCK, None)
-    told: list[v.BlockCopy] = []
+    expected: list[v.BlockCopy] = []
     remapped = []
     for row in step.rows:
         name, copies = row.request_id, row.copies or ((),) * len(step.block_sizes)
@@ -262,11 +262,11 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _history: Histor
                     subjects=Subjects((name,), (block,)),
                 )
             for it in of_group:
-                told.append(it)
+                expected.append(it)
                 holders.get(it.source, set()).discard(name)
         if any(copies) and row.kind == "running":
             remapped.append(name)
-    yield from differing("block_copies", tuple(told), step.plan.block_copies)
+    yield from differing("block_copies", tuple(expected), step.plan.block_copies)
     yield from differing_requests(
         "remapped_req_ids", tuple(sorted(remapped)), step.plan.remapped_req_ids
     )

@@ -25,7 +25,7 @@ from blockstep.spec import vocabulary as v
 
 FORKED: dict[str, Any] = {"enable_forks": True}
 LEFT: dict[str, Any] = {"watermark_blocks": 1, "pool_order": v.PoolOrder.LIFO}
-TOLD: dict[str, Any] = {"enable_kv_cache_events": True}
+EVENTS: dict[str, Any] = {"enable_kv_cache_events": True}
 
 
 def alike(names: str, *more: Any, **fields: Any) -> tuple[v.Request, ...]:
@@ -54,7 +54,7 @@ WORLDS = (
         v.Config(4, 2, 3, 3, 4, **UNCACHED, **FORKED, **LEFT),
         alike("ABC", 1, 3), aborts=True, forks=True, expected=Counts(2_722, 12_896, 32_162, 28)),
     World("filled", "KV events: drafts fill a block that a branch shares before it is published",
-        v.Config(4, 3, 2, 4, 5, **TOLD, **NGRAM, **FORKED),
+        v.Config(4, 3, 2, 4, 5, **EVENTS, **NGRAM, **FORKED),
         alike("AB", 1, 4), resets=BOTH, forks=True,
         expected=Counts(814, 4_367, 5_563, 18)),
     World("overtaken", "two plans in flight, drafts at the worker: parents that may not be forked",

@@ -108,8 +108,8 @@ def grammar_failed(view: View, draw: Draw) -> Action:
     """Report a grammar as failed, most often of a structured request; sometimes of any other id."""
     live = view.client.live
     structured = [name for name, request in live.items() if request.structured_output]
-    plans, said = view.client.plans, view.client.said
-    ending = [name for plan in plans for name in list_ending(plan, live, said)]
+    plans, delivered = view.client.plans, view.client.delivered
+    ending = [name for plan in plans for name in list_ending(plan, live, delivered)]
     if ending and draw.chance(30):
         return v.GrammarFailed(draw.choice(ending))
     if structured and draw.chance(85):

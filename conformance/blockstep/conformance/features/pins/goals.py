@@ -72,8 +72,8 @@ def _of_plan(
     if len(kept) < len(before.pins):
         yield "pins_expired"
     if len(after.pins) < len(kept):
-        who = "one_who_runs" if step.before.running else "one_who_waits"
-        yield f"pins_gave_way_to_{who}"
+        winner = "one_who_runs" if step.before.running else "one_who_waits"
+        yield f"pins_gave_way_to_{winner}"
     if step.preempted and kept:
         yield "pins_preempted_beside"
     for row in step.admitted_rows:

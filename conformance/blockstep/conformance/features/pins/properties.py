@@ -193,7 +193,9 @@ def pins_are_reclaimed_only_as_last_resort(step: Step, _history: History) -> Com
     return [Complaint(f"the pins of {jobs} went before their time, though {left} run")]
 
 
-@sentence("P10", v.Schedule, needs="has_pins", said_by="every_request_finishes_after_faults_stop")
+@sentence(
+    "P10", v.Schedule, needs="has_pins", covered_by="every_request_finishes_after_faults_stop"
+)
 def pins_do_not_block_admission(step: Step, history: History) -> Complaints:
     """While no request runs, no pin keeps the next waiting request from being admitted or
     loaded."""

@@ -73,7 +73,7 @@ def report(view: View, draw: Draw) -> Action:
 def draw_answer(view: View, draw: Draw) -> Report:
     """Draw the report of transfers that comes with the model output of the oldest frame."""
     now = view.client
-    return draw_answered(now.plans[0], now.live, now.said, now.transfers, draw)
+    return draw_answered(now.plans[0], now.live, now.delivered, now.transfers, draw)
 
 
 def draw_offer(
@@ -121,19 +121,19 @@ def draw_report(transfers: Transfers, draw: Draw) -> Report:
 def list_read_at_end(
     plan: v.Plan,
     live: Mapping[v.RequestId, v.Request],
-    said: Mapping[v.RequestId, v.TokenIds],
+    delivered: Mapping[v.RequestId, v.TokenIds],
     transfers: Transfers,
 ) -> list[v.RequestId]:
     """Return the requests of a plan that finish with their next token, with a store that reads them
     then."""
-    ending = list_ending(plan, live, said)
+    ending = list_ending(plan, live, delivered)
     return [name for name in ending if transfers.get_offer(name).delays_free]
 
 
 def draw_answered(
     plan: v.Plan,
     live: Mapping[v.RequestId, v.Request],
-    said: Mapping[v.RequestId, v.TokenIds],
+    delivered: Mapping[v.RequestId, v.TokenIds],
     transfers: Transfers,
     draw: Draw,
 ) -> Report:
@@ -143,7 +143,7 @@ def draw_answered(
     already contain the end of that read.
     """
     report = draw_report(transfers, draw) if draw.chance(30) else NO_REPORT
-    ending = list_read_at_end(plan, live, said, transfers)
+    ending = list_read_at_end(plan, live, delivered, transfers)
     read = tuple([name for name in ending if draw.chance(35)])
     report = replace(report, sending=(*report.sending, *read))
     failed = [load for load in transfers.at_once.get(plan.frame_id, ()) if _fails(load, draw)]

@@ -31,7 +31,7 @@ from blockstep.conformance.judge.properties.property_check import (
     unequal,
 )
 from blockstep.conformance.judge.properties.queue_replay import (
-    admits_nobody,
+    admits_no_request,
     begin_admission,
     must_wait,
 )
@@ -100,11 +100,15 @@ def loading_request_matches_its_load(step: Step, history: History) -> Complaints
 def _list_loaded_tables(step: Step, name: v.RequestId) -> v.BlockTables:
     """Block tables of a request that waits for a load: blocks of the load, and state blocks of
     drafts."""
-    groups, told, seen = step.config.groups, step.loads[name].block_ids, step.new[name].block_tables
+    groups, planned, seen = (
+        step.config.groups,
+        step.loads[name].block_ids,
+        step.new[name].block_tables,
+    )
     if not groups:
-        return told
+        return planned
     tables = []
-    for group, loaded, table in zip(groups, told, seen, strict=True):
+    for group, loaded, table in zip(groups, planned, seen, strict=True):
         end = len(loaded) + group.num_speculative_blocks
         tables.append(loaded + table[len(loaded) : end])
     return tuple(tables)
@@ -117,7 +121,7 @@ def _list_loaded_tables(step: Step, name: v.RequestId) -> v.BlockTables:
     v.TransfersReported,
     v.Reset,
     needs="kv_connector",
-    said_by="block_is_shared_once_its_load_has_come",
+    covered_by="block_is_shared_once_its_load_has_come",
 )
 def unconfirmed_blocks_are_not_shared(step: Step, history: History) -> Complaints:
     """No block after the local hit of a request is published or shared before its load is
@@ -173,7 +177,9 @@ def _list_unsettled(step: Step, history: History) -> set[v.RequestId]:
     return left
 
 
-@sentence("P19", *NO_FORKS, needs="kv_connector", said_by="block_is_shared_once_its_load_has_come")
+@sentence(
+    "P19", *NO_FORKS, needs="kv_connector", covered_by="block_is_shared_once_its_load_has_come"
+)
 def unconfirmed_loads_are_those_in_flight(step: Step, history: History) -> Complaints:
     """The state lists exactly the running requests whose load is unconfirmed."""
     if step.config.kv_connector:
@@ -353,7 +359,11 @@ def report_changes_only_what_it_is_about(step: Step, history: History) -> Compla
 
 
 @sentence(
-    "P19", v.Commit, v.TransfersReported, needs="kv_connector", said_by="attended_slot_was_loaded"
+    "P19",
+    v.Commit,
+    v.TransfersReported,
+    needs="kv_connector",
+    covered_by="attended_slot_was_loaded",
 )
 def failed_load_counts_no_further_than_it_came(step: Step, history: History) -> Complaints:
     """Under the policy RECOMPUTE a request counts as computed only the leading tokens of its load
@@ -398,7 +408,7 @@ def failed_load_counts_no_further_than_it_came(step: Step, history: History) -> 
             )
 
 
-@sentence("P19", v.TransfersReported, v.Commit, said_by="delivered_rows_are_those_that_sampled")
+@sentence("P19", v.TransfersReported, v.Commit, covered_by="delivered_rows_are_those_that_sampled")
 def failed_loads_finish_exactly_their_requests(step: Step, history: History) -> Complaints:
     """Under the policy FAIL exactly the requests whose load failed end with an error.
 
@@ -430,7 +440,7 @@ def loaded_request_passes_a_blocked_head(step: Step, history: History) -> Compla
         or left <= 0
         or history.pause_state is not v.PauseState.UNPAUSED
         or len(after.running) >= config.max_num_seqs
-        or admits_nobody(step, history)
+        or admits_no_request(step, history)
         or step.giving
     ):
         return

@@ -52,7 +52,7 @@ class AnswerGoals:
         event: v.Event,
         seen: v.Observation,
         live: Mapping[v.RequestId, v.Request],
-        said: Mapping[v.RequestId, v.TokenIds],
+        delivered: Mapping[v.RequestId, v.TokenIds],
         plans: Sequence[v.Plan],
     ) -> Iterator[str]:
         """Yield the goals that an answer shows, each as often as it does.
@@ -71,11 +71,11 @@ class AnswerGoals:
                 for row in plan.rows:
                     known = live.get(row.request_id)
                     if known is not None:  # or an adapter declares that it continues it
-                        yield from _of_row(row, known, said.get(row.request_id, ()))
-                        yield from self._of_flight(row, known, said, plans)
+                        yield from _of_row(row, known, delivered.get(row.request_id, ()))
+                        yield from self._of_flight(row, known, delivered, plans)
                 self._learn(plan)
             case v.Commit(), v.Outputs(rows=rows):
-                yield from self._of_commit(event, rows, live, said, plans)
+                yield from self._of_commit(event, rows, live, delivered, plans)
             case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
                 for proposal in drafts:
                     yield "drafts_taken" if proposal.request_id in taken else "drafts_dropped"
@@ -116,7 +116,7 @@ class AnswerGoals:
         self,
         row: v.NewRow | v.CachedRow,
         request: v.Request,
-        said: Mapping[v.RequestId, v.TokenIds],
+        delivered: Mapping[v.RequestId, v.TokenIds],
         plans: Sequence[v.Plan],
     ) -> Iterator[str]:
         """Yield the goals of a row with drafts, or with other frames in flight."""
@@ -126,7 +126,7 @@ class AnswerGoals:
             if self._is_async:
                 yield "draft_placeholders_scheduled"
         if isinstance(row, v.CachedRow) and not row.resumed and _count_frames(name, plans):
-            known = len(request.prompt_token_ids) + len(said.get(name, ()))
+            known = len(request.prompt_token_ids) + len(delivered.get(name, ()))
             if row.num_computed_tokens >= known:
                 yield "planned_before_its_token"
             else:
@@ -150,7 +150,7 @@ class AnswerGoals:
         event: v.Commit,
         rows: Sequence[v.OutputRow],
         live: Mapping[v.RequestId, v.Request],
-        said: Mapping[v.RequestId, v.TokenIds],
+        delivered: Mapping[v.RequestId, v.TokenIds],
         plans: Sequence[v.Plan],
     ) -> Iterator[str]:
         sampled = {row.request_id: row.token_ids for row in event.sampled}
@@ -161,7 +161,7 @@ class AnswerGoals:
                     yield "commit_for_aborted"
         ended = [row for row in rows if row.finish_reason is not None and row.request_id in live]
         for end in ended:
-            yield _stop_of(end, live[end.request_id], said.get(end.request_id, ()))
+            yield _stop_of(end, live[end.request_id], delivered.get(end.request_id, ()))
         if len(ended) > 1:
             yield "several_ended_in_one_commit"
         if not all(sampled.values()):
@@ -201,9 +201,11 @@ def _count_frames(name: v.RequestId, plans: Sequence[v.Plan]) -> int:
     return sum(any(row.request_id == name for row in plan.rows) for plan in plans)
 
 
-def _of_row(row: v.NewRow | v.CachedRow, request: v.Request, said: v.TokenIds) -> Iterator[str]:
+def _of_row(
+    row: v.NewRow | v.CachedRow, request: v.Request, delivered: v.TokenIds
+) -> Iterator[str]:
     end = row.num_computed_tokens + row.num_scheduled_tokens
-    if end < len(request.prompt_token_ids) + len(said):
+    if end < len(request.prompt_token_ids) + len(delivered):
         yield "chunked_prefill"
     if isinstance(row, v.NewRow):
         yield "admitted"
@@ -215,7 +217,7 @@ def _of_row(row: v.NewRow | v.CachedRow, request: v.Request, said: v.TokenIds) -
         yield "preempted_then_resumed"
         if row.num_computed_tokens:
             yield "resumed_with_hit"
-        if said:
+        if delivered:
             yield "resumed_with_outputs"
 
 
@@ -230,10 +232,10 @@ def _of_acceptance(row: v.NewRow | v.CachedRow, sampled: v.TokenIds) -> Iterator
         yield "drafts_some_accepted" if accepted else "drafts_none_accepted"
 
 
-def _stop_of(row: v.OutputRow, request: v.Request, said: v.TokenIds) -> str:
+def _stop_of(row: v.OutputRow, request: v.Request, delivered: v.TokenIds) -> str:
     if row.finish_reason is v.FinishReason.STOP:
         return "stop_eos" if row.stop_token_id is None else "stop_token"
     if row.finish_reason is v.FinishReason.LENGTH:
-        num_outputs = len(said) + len(row.new_token_ids)
+        num_outputs = len(delivered) + len(row.new_token_ids)
         return "stop_length" if num_outputs >= request.max_tokens else "stop_model_length"
     return f"stop_{row.finish_reason}"

@@ -11,7 +11,7 @@ from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.observed_step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.properties.pool import verified_blocks
 from blockstep.conformance.judge.properties.queue_replay import (
-    admits_nobody,
+    admits_no_request,
     next_in_line,
     passed_over,
     preempted_in_order,
@@ -219,19 +219,22 @@ def _kept_apart(step: Step, history: History, life: RequestHistory) -> Iterator[
     """Yield the goals of two requests that hold equal first blocks under different ids."""
     size, request = step.config.block_size, life.request
     for other in history.lives.values():
-        told = other.request
-        if other is life or told.prompt_token_ids[:size] != request.prompt_token_ids[:size]:
+        other_request = other.request
+        if (
+            other is life
+            or other_request.prompt_token_ids[:size] != request.prompt_token_ids[:size]
+        ):
             continue
-        new = step.new.get(told.request_id)
+        new = step.new.get(other_request.request_id)
         if new is None or not any(new.block_tables):
             continue
-        if told.adapter != request.adapter:
+        if other_request.adapter != request.adapter:
             yield "same_tokens_other_adapter"
-        if told.cache_salt != request.cache_salt:
+        if other_request.cache_salt != request.cache_salt:
             yield "same_tokens_other_salt"
         if _first_items(other, size) != _first_items(life, size):
             yield "same_tokens_other_items"
-        if told.prompt_embeds[:size] != request.prompt_embeds[:size]:
+        if other_request.prompt_embeds[:size] != request.prompt_embeds[:size]:
             yield "same_tokens_other_embeds"
 
 
@@ -248,7 +251,7 @@ def of_waiting(step: Step, history: History) -> Iterator[str]:
     rest = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if rest <= 0 and not after.skipped_waiting:
         return
-    if history.pause_state is not UNPAUSED or admits_nobody(step, history):
+    if history.pause_state is not UNPAUSED or admits_no_request(step, history):
         return
     if rest > 0:
         if len(after.running) >= config.max_num_seqs:
@@ -473,7 +476,7 @@ def _of_promises(step: Step, history: History) -> Iterator[str]:
     for name in _without_row(step):
         if step.old[name].spec_token_ids:
             yield "draft_placeholders_dropped"
-        if _met_all_who_run(step, history) and ends_in_flight(history, step.old[name]):
+        if _tried_all_running(step, history) and ends_in_flight(history, step.old[name]):
             yield "skip_ahead"
     if any(map(history.placeholders, step.plan.preempted_req_ids)):
         yield "preempted_in_flight"
@@ -488,7 +491,7 @@ def _of_pipeline(step: Step, history: History) -> Iterator[str]:
     for row in step.rows:
         if row.kind is RowKind.RUNNING and history.in_flight(row.request_id):
             yield "pipeline_chunks_in_two_frames"
-    if any(map(history.promised.get, _without_row(step))) and _met_all_who_run(step, history):
+    if any(map(history.promised.get, _without_row(step))) and _tried_all_running(step, history):
         yield "pipeline_waits_for_its_token"
     if any(map(history.promised.get, step.plan.preempted_req_ids)):
         yield "pipeline_preempted_in_flight"
@@ -502,7 +505,7 @@ def _without_row(step: Step) -> list[v.RequestId]:
     return [name for name in step.before.running if name not in others]
 
 
-def _met_all_who_run(step: Step, history: History) -> bool:
+def _tried_all_running(step: Step, history: History) -> bool:
     """Whether a plan tried all running requests: budget, blocks and pause allowed it."""
     rest = step.config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     is_paused = history.pause_state is v.PauseState.PAUSED_ALL

@@ -23,7 +23,7 @@ from blockstep.conformance.judge.properties.property_check import (
     unequal,
 )
 from blockstep.conformance.judge.properties.queue_replay import (
-    admits_nobody,
+    admits_no_request,
     begin_plan,
     find_waiting,
     freed_blocks,
@@ -119,7 +119,7 @@ def empty_plan_changes_nothing(step: Step, history: History) -> Complaints:
     A skipped request may move between the queues for its tokens in flight or its adapter. Kept
     blocks that are due are freed and order the queue; other checks are about that.
     """
-    if step.is_for_somebody:
+    if step.concerns_requests:
         return
     if step.config.kv_connector and step.giving:
         return  # blocks were reclaimed, and did not suffice
@@ -364,7 +364,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, history: History) -> 
         left <= 0
         or history.pause_state is not v.PauseState.UNPAUSED
         or len(after.running) >= config.max_num_seqs
-        or admits_nobody(step, history)
+        or admits_no_request(step, history)
     ):
         return ()
     name = next_in_line(step, history)

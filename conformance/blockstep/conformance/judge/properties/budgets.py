@@ -151,7 +151,7 @@ def only_running_requests_hold_anything(step: Step, history: History) -> Complai
             )
 
 
-@sentence("P12", *ENDINGS, v.Schedule, v.Reset, said_by="plans_alone_rebuild_the_request")
+@sentence("P12", *ENDINGS, v.Schedule, v.Reset, covered_by="plans_alone_rebuild_the_request")
 def counters_stay_within_what_is_known(step: Step, history: History) -> Complaints:
     """The computed tokens are less than known tokens and placeholders, and exactly one less if the
     request has placeholders and runs.
@@ -210,12 +210,12 @@ def counters_stay_within_what_is_known(step: Step, history: History) -> Complain
                 f"blocks for all computed tokens, none cached after token {filled}",
                 (computed, tables, nums_settled),
             )
-            told = (
+            comparisons = (
                 (is_possible, difference("num_computed_tokens", f"{least} to {most}", computed)),
                 (owing.expected == owing.seen, owing),
                 (is_held, holding),
             )
-            wrong = tuple(one for is_right, one in told if not is_right)
+            wrong = tuple(one for is_right, one in comparisons if not is_right)
             yield Complaint(what, wrong, name)
 
 
@@ -233,7 +233,7 @@ _MOVED_BY_A_ROW = (
 _after_a_row = attrgetter(*_MOVED_BY_A_ROW)
 
 
-@sentence("P12", v.Schedule, of="rows", said_by="plans_alone_rebuild_the_request")
+@sentence("P12", v.Schedule, of="rows", covered_by="plans_alone_rebuild_the_request")
 def row_advances_by_what_it_runs(step: Step, history: History) -> Complaints:
     """A row begins at the computed tokens of its request and adds the tokens that it runs.
 

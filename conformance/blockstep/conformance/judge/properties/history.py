@@ -593,8 +593,8 @@ class History:
         inputs."""
         life = self.lives[name]
         assert life.session is not None, "only a session continues"
-        said = step.delivered.get(name, ()) if isinstance(step.event, v.Commit) else ()
-        outputs = life.output_token_ids + said
+        delivered = step.delivered.get(name, ()) if isinstance(step.event, v.Commit) else ()
+        outputs = life.output_token_ids + delivered
         session, after = life.session.copy(), None
         if isinstance(step.event, v.StreamingUpdate) and step.event.request.request_id == name:
             after = session.update(life.request, outputs, step.event.request)

@@ -177,7 +177,7 @@ class Step:
         return _get_standing(self.before) != _get_standing(self.after)
 
     @once
-    def is_for_somebody(self) -> bool:
+    def concerns_requests(self) -> bool:
         """Whether a plan has rows or loads, or preempted a request."""
         plan = self.plan
         return bool(plan.new or plan.cached or plan.kv_loads or self.preempted)
@@ -186,7 +186,7 @@ class Step:
     def acts(self) -> bool:
         """Whether a plan may have taken or freed a block: it has rows, loads or victims, or a
         feature keeps blocks."""
-        return self.is_for_somebody or bool(list_kept(self.before))
+        return self.concerns_requests or bool(list_kept(self.before))
 
     @once
     def preempted(self) -> list[v.RequestId]:
@@ -214,7 +214,7 @@ class Step:
         return {*self.preempted, *again}
 
     @once
-    def admits_nobody(self) -> bool:
+    def admits_no_request(self) -> bool:
         """Whether a plan ended before the waiting phase: it preempted, or admission is closed."""
         return bool(self.preempted) or self.after.admission_closed
 
@@ -328,13 +328,13 @@ class Step:
         tables = row.block_ids if isinstance(row, v.NewRow) else row.new_block_ids
         pairs = zip(old.block_tables, tables, strict=True)
         is_kept = row.num_computed_tokens == old.num_computed_tokens and all(
-            len(told) >= len(held)
+            len(planned) >= len(held)
             # Skipped blocks were given back since, shared ones were copied.
             and all(
                 one in (block, v.NULL_BLOCK) or v.BlockCopy(block, one) in self.plan.block_copies
-                for one, block in zip(told, held, strict=False)
+                for one, block in zip(planned, held, strict=False)
             )
-            for held, told in pairs
+            for held, planned in pairs
         )
         return RowKind.CONTINUED if is_kept else kind
 
@@ -422,14 +422,18 @@ class Step:
         """A row with whole block tables, of a request that continues with the blocks it held or
         their copies."""
         held = [*zip(self.old[row.request_id].block_tables, tables, strict=True)]
-        kept = tuple([told[: len(old)] for old, told in held])
-        gained = tuple([told[len(old) :] for old, told in held])
+        kept = tuple([planned[: len(old)] for old, planned in held])
+        gained = tuple([planned[len(old) :] for old, planned in held])
         copies = tuple(
             [
                 tuple(
-                    [v.BlockCopy(*it) for it in zip(old, told, strict=False) if is_exchanged(*it)]
+                    [
+                        v.BlockCopy(*it)
+                        for it in zip(old, planned, strict=False)
+                        if is_exchanged(*it)
+                    ]
                 )
-                for old, told in held
+                for old, planned in held
             ]
         )
         return PlannedRow(

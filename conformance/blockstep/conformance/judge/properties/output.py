@@ -208,7 +208,7 @@ def reported_external_tokens_are_those_loaded(step: Step, history: History) -> C
             )
 
 
-@sentence("P14", v.Commit, said_by="plans_alone_rebuild_the_request")
+@sentence("P14", v.Commit, covered_by="plans_alone_rebuild_the_request")
 def sampling_leaves_one_token_to_compute(step: Step, history: History) -> Complaints:
     """A commit leaves one token to compute, the last one, to each request that sampled.
 
@@ -388,7 +388,7 @@ def plan_names_the_finished(step: Step, history: History) -> Complaints:
     yield from differing_requests("finished_req_ids kept", (), step.after.finished_req_ids)
 
 
-@sentence("P26", *ENDINGS, StreamingUpdate, said_by="plan_names_the_finished")
+@sentence("P26", *ENDINGS, StreamingUpdate, covered_by="plan_names_the_finished")
 def finished_ids_wait_for_the_next_plan(step: Step, history: History) -> Complaints:
     """A request that ends is kept until the next plan names it."""
     ended = tuple(sorted(history.ended.union(history.list_ended(step))))

@@ -391,7 +391,7 @@ def _is_freed(step: Step, history: History, name: v.RequestId) -> bool:
 # as progress, each request is preempted at most as often as a sequence is long.
 
 
-@sentence("P10", v.Schedule, of="preempted", said_by="every_request_finishes_after_faults_stop")
+@sentence("P10", v.Schedule, of="preempted", covered_by="every_request_finishes_after_faults_stop")
 def preemption_leaves_a_running_request(step: Step, history: History) -> Complaints:
     """A plan that preempts leaves at least one request running, since a request alone in the pool
     fits.
@@ -411,7 +411,7 @@ def preemption_leaves_a_running_request(step: Step, history: History) -> Complai
     return [Complaint(f"all running requests were preempted, {last!r} last", subjects=last)]
 
 
-@sentence("P10", v.Schedule, of="preempted", said_by="every_request_finishes_after_faults_stop")
+@sentence("P10", v.Schedule, of="preempted", covered_by="every_request_finishes_after_faults_stop")
 def no_repeated_preemption_without_progress(step: Step, history: History) -> Complaints:
     """Between two preemptions of a request there is progress.
 

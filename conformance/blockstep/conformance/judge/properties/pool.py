@@ -308,7 +308,7 @@ def _filled(
     ]
 
 
-@sentence("P4", v.Schedule, of="acts", said_by="published_block_was_written")
+@sentence("P4", v.Schedule, of="acts", covered_by="published_block_was_written")
 def only_computed_blocks_are_published(step: Step, history: History) -> Complaints:
     """A block gets a key only if it was full before, or if a row of the plan fills it.
 
@@ -437,7 +437,7 @@ def only_verified_blocks_are_published(step: Step, history: History) -> Complain
 
 
 @sentence(
-    "P3", v.Schedule, v.Commit, of="changes", said_by="published_block_holds_the_right_prefix"
+    "P3", v.Schedule, v.Commit, of="changes", covered_by="published_block_holds_the_right_prefix"
 )
 def held_block_key_matches_its_tokens(step: Step, history: History) -> Complaints:
     """The key of a held block names the tokens of its holder."""
@@ -459,7 +459,7 @@ def held_block_key_matches_its_tokens(step: Step, history: History) -> Complaint
     v.Schedule,
     v.Commit,
     of="changes",
-    said_by="published_block_is_of_the_same_adapter_salt_and_items",
+    covered_by="published_block_is_of_the_same_adapter_salt_and_items",
 )
 def held_block_key_has_adapter_salt_and_items(step: Step, history: History) -> Complaints:
     """The key of a held block names the adapter, salt and items of its holder."""

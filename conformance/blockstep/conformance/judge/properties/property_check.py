@@ -62,19 +62,19 @@ class PropertyCheck:
     fixes: str = ""
     """The policy that it would impose on an engine that decides otherwise, so that `safety` leaves
     it out."""
-    said_by: str = ""
+    covered_by: str = ""
     """The check that `safety` makes in its place, since it sees the same from outside."""
 
     @property
     def is_asked_at_safety(self) -> bool:
         """Whether it holds for every engine, and no other check sees the same."""
-        return not (self.fixes or self.said_by)
+        return not (self.fixes or self.covered_by)
 
     @property
     def why_not_at_safety(self) -> str:
         """The reason why `safety` leaves it out, in words; "" if it does not."""
-        if self.said_by:
-            return f"there {self.said_by} sees the same from outside"
+        if self.covered_by:
+            return f"there {self.covered_by} sees the same from outside"
         return f"it fixes a policy: {self.fixes}" if self.fixes else ""
 
     def __call__(self, step: Step, history: History) -> list[Finding]:
@@ -125,13 +125,13 @@ def sentence(
     needs: str = "",
     of: str = "",
     fixes: str = "",
-    said_by: str = "",
+    covered_by: str = "",
 ) -> Callable[[Judge], PropertyCheck]:
     """Make a check of a function, named after it."""
 
     def wrap(judge: Judge) -> PropertyCheck:
         name, text = getattr(judge, "__name__", ""), judge.__doc__ or ""
-        return PropertyCheck(property_id, name, text, kinds, judge, needs, of, fixes, said_by)
+        return PropertyCheck(property_id, name, text, kinds, judge, needs, of, fixes, covered_by)
 
     return wrap
 

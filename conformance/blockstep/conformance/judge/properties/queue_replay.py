@@ -237,10 +237,10 @@ def find_waiting(step: Step, history: History) -> v.RequestId | None:
     return None
 
 
-def admits_nobody(step: Step, history: History) -> bool:
+def admits_no_request(step: Step, history: History) -> bool:
     """Whether a plan ended before its waiting phase: it preempted, a running request waits for a
     commit, or admission is closed."""
-    return step.admits_nobody or find_waiting(step, history) is not None
+    return step.admits_no_request or find_waiting(step, history) is not None
 
 
 @once_a_step
@@ -251,7 +251,7 @@ def passed_over(step: Step, history: History) -> list[v.RequestId]:
     running slots left.
     """
     before, config = step.before, step.config
-    if history.pause_state is not v.PauseState.UNPAUSED or admits_nobody(step, history):
+    if history.pause_state is not v.PauseState.UNPAUSED or admits_no_request(step, history):
         return []
     left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
     places = config.max_num_seqs - len(before.running)

@@ -427,7 +427,7 @@ def abort_finishes_exactly_the_named_requests(step: Step, history: History) -> C
     yield from differing_requests("unfinished", sorted(left), sorted(step.new))
 
 
-@sentence("P25", v.Reset, said_by="published_block_was_written_since_the_reset")
+@sentence("P25", v.Reset, covered_by="published_block_was_written_since_the_reset")
 def reset_empties_the_cache(step: Step, _history: History) -> Complaints:
     """A reset that succeeds leaves no block that can be hit."""
     assert isinstance(step.observation, v.ResetDone)
@@ -461,7 +461,7 @@ def reset_succeeds_unless_blocks_are_held(step: Step, history: History) -> Compl
     return differing("success", expected, step.observation.success)
 
 
-@sentence("P25", v.Reset, said_by="attended_slot_was_written_since_the_reset")
+@sentence("P25", v.Reset, covered_by="attended_slot_was_written_since_the_reset")
 def forced_reset_preempts_all_running_requests(step: Step, _history: History) -> Complaints:
     """A forced reset lets no request continue with older KV; a reset without force changes no
     request."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockstep.conformance.features.events.properties import told_by
+from blockstep.conformance.features.events.properties import get_kv_events
 from blockstep.conformance.judge.properties.history import WHOLE, History
 from blockstep.conformance.judge.properties.observed_step import Step, is_parked
 from blockstep.conformance.judge.properties.property_check import (
@@ -112,4 +112,4 @@ def disabled_features_leave_no_state(step: Step, history: History) -> Complaints
         if seen.kv_loads and "kv_connector" in lacked:
             yield from differing("kv_loads", (), seen.kv_loads)
     elif "enable_kv_cache_events" in lacked:
-        yield from differing("kv_events", (), told_by(step))
+        yield from differing("kv_events", (), get_kv_events(step))

@@ -35,8 +35,8 @@ class Drafter(Items):
         """The KV group in whose blocks the proposer keeps its KV; None if it keeps none."""
         is_head = config.drops_last_hit_block and config.enable_prefix_caching
         # KV that a store loads or a branch shares is trusted: no plan shows how it was computed.
-        is_told = not (config.kv_connector or config.enable_forks)
-        self._has_head = is_head and is_told and self._of_drafter is not None
+        is_in_plans = not (config.kv_connector or config.enable_forks)
+        self._has_head = is_head and is_in_plans and self._of_drafter is not None
         self._drafts: dict[v.BlockId, dict[int, tuple[v.RequestId, v.FrameId]]] = {}
         """The drafts whose KV the proposer has in slots, by block and slot: the request and the
         plan."""

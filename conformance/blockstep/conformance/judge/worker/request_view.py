@@ -122,7 +122,7 @@ class FrameRow:
     num_known: int
     """Known tokens before the row."""
     sampled: TokenIds = ()
-    told: TokenIds = ()
+    reported_drafts: TokenIds = ()
     """The drafts as the scheduler got them last, where it does not know them itself."""
     num_masked: int | None = None
     """The number of its drafts that its last bitmask kept; None without one."""

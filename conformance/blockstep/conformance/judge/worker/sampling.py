@@ -42,7 +42,7 @@ class Sampling(TaggedKV):
         self._ended.discard(request.request_id)
         return view
 
-    def hear_of_ends(self, names: Iterable[v.RequestId]) -> None:
+    def note_ends(self, names: Iterable[v.RequestId]) -> None:
         """Note that requests ended: no bitmask needs their rows in flight."""
         self._ended.update(names)
 
@@ -114,7 +114,7 @@ class Sampling(TaggedKV):
 
     # Masks.
 
-    def tell_drafts(self, frame_id: v.FrameId) -> tuple[v.RowTokens, ...]:
+    def list_drafts(self, frame_id: v.FrameId) -> tuple[v.RowTokens, ...]:
         """Return the drafts behind the placeholders of a dispatched plan, for requests that need a
         bitmask: also of rows after a failed load, since drafts are proposed before it is known."""
         return tuple(
@@ -224,13 +224,15 @@ class Sampling(TaggedKV):
             difference = Difference("rows", str(due), str(seen))
             self._complain("P23", "mask_has_the_rows_that_sample_under_a_grammar", what, difference)
             return self._findings
-        told = {row.request_id: row.token_ids for row in asked.drafts}
-        for told_of in mask.rows:
-            row = rows[told_of.request_id]
+        reported = {row.request_id: row.token_ids for row in asked.drafts}
+        for mask_row in mask.rows:
+            row = rows[mask_row.request_id]
             known = row.drafts
             if self.config.async_scheduling:
-                known = row.told = told.get(told_of.request_id, row.told)[: len(row.drafts)]
-            self._check_mask_row(row, known, told_of)
+                known = row.reported_drafts = reported.get(
+                    mask_row.request_id, row.reported_drafts
+                )[: len(row.drafts)]
+            self._check_mask_row(row, known, mask_row)
         return self._findings
 
     def _check_mask_row(self, row: FrameRow, known: v.TokenIds, seen: v.GrammarRow) -> None:

@@ -64,7 +64,7 @@ class Stored(Items):
 
     # Events.
 
-    def hear_of_store(self, event: v.Event, seen: v.Observation) -> None:
+    def follow_store(self, event: v.Event, seen: v.Observation) -> None:
         """Take what an event and its answer say of the store, before everything else in them."""
         match event, seen:
             case _, v.Rejected():
@@ -93,7 +93,7 @@ class Stored(Items):
                 self._take(report)
             case v.TransfersReported(transfers=report), v.Outputs(rows=rows):
                 self._end(row.request_id for row in rows)
-                self.hear_of_ends(row.request_id for row in rows)
+                self.note_ends(row.request_id for row in rows)
                 self._take(report)
             case v.GrammarFailed(request_id=name), v.Outputs():
                 self._end((name,))
@@ -495,10 +495,10 @@ class Stored(Items):
 
     def complain_of_transfer(self, block: v.BlockId, what: str) -> None:
         """Complain about a write to a block in transfer."""
-        told = f"block {block} is {what}, and the store {self._tell_transfer(block)}"
-        self._complain("P17", "block_in_transfer_is_not_written", told, subjects=of_block(block))
+        message = f"block {block} is {what}, and the store {self._describe_transfer(block)}"
+        self._complain("P17", "block_in_transfer_is_not_written", message, subjects=of_block(block))
 
-    def _tell_transfer(self, block: v.BlockId) -> str:
+    def _describe_transfer(self, block: v.BlockId) -> str:
         if block in self._under_way:
             return f"writes it for {self._under_way[block]!r}"
         held = self._read_by_store.items()
@@ -537,7 +537,7 @@ class Stored(Items):
         if is_written and self.is_in_transfer(block):
             self.complain_of_transfer(block, f"written by {name!r}")
         elif block in self._under_way:
-            what = f"{name!r} reads block {block}, which the store {self._tell_transfer(block)}"
+            what = f"{name!r} reads block {block}, which the store {self._describe_transfer(block)}"
             self._complain(
                 "P17", "block_under_way_is_not_read", what, subjects=Subjects((name,), (block,))
             )

@@ -433,7 +433,7 @@ class TaggedKV:
         elif self.names.same_tokens(expected, seen):
             message = "the tokens are the same, adapter, salt, items or embeddings are not"
             blame = "P6", "is_of_the_same_adapter_salt_and_items", message
-        note = "; ".join([note, *self._tell_history(*place)])
+        note = "; ".join([note, *self._describe_history(*place)])
         difference = Difference(f"kv[{place[0]}][{place[1]}]", show(expected), show(seen), note)
         subjects = Subjects((reader,) if reader else (), place[:1])
         self._complain(blame[0], f"{what}_{blame[1]}", blame[2], difference, subjects=subjects)
@@ -445,12 +445,12 @@ class TaggedKV:
             for row, group, index in (writer, other)
         )
         what = f"block {block} is of {places}"
-        told = "; ".join([what, *self._tell_return(block)])
+        message = "; ".join([what, *self._describe_return(block)])
         names = dict.fromkeys(row.view.request.request_id for row, *_ in (writer, other))
         subjects = Subjects(tuple(names), (block,))
-        self._complain("P2", "written_block_is_in_one_place", told, subjects=subjects)
+        self._complain("P2", "written_block_is_in_one_place", message, subjects=subjects)
 
-    def _tell_history(self, block: v.BlockId, slot: int) -> Iterator[str]:
+    def _describe_history(self, block: v.BlockId, slot: int) -> Iterator[str]:
         """Yield the request that wrote a slot last and the one that gave its block back since, with
         the plans."""
         since = -1
@@ -459,9 +459,9 @@ class TaggedKV:
                 since = frame_id
                 yield f"written by {name!r} in plan {frame_id}"
                 break
-        yield from self._tell_return(block, since)
+        yield from self._describe_return(block, since)
 
-    def _tell_return(self, block: v.BlockId, since: v.FrameId = -1) -> Iterator[str]:
+    def _describe_return(self, block: v.BlockId, since: v.FrameId = -1) -> Iterator[str]:
         name, why, frame_id = self._returns.get(block, ("", "", -1))
         if frame_id > since:
             yield f"given back by {name!r}, which {why}, says plan {frame_id}"

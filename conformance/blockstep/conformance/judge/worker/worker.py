@@ -58,7 +58,7 @@ class Worker(Drafter, Stored):
         self._last_scheduled: set[v.RequestId] = set()
         self.num_run_again = 0
         """Number of requests resumed before a position whose token had been dropped."""
-        self._hears_more_than_plans = False
+        self._gets_commits = False
         """Whether it gets commits, and so resets; otherwise it cannot know of forced resets."""
 
     def fork(self) -> Self:
@@ -74,15 +74,15 @@ class Worker(Drafter, Stored):
     def observe(self, event: v.Event, observation: v.Observation) -> list[Finding]:
         """Take one event of the engine under test with its answer; return the findings."""
         if self.config.kv_connector:
-            self.hear_of_store(event, observation)
+            self.follow_store(event, observation)
         match event, observation:
             case _, v.Plan() as plan:
                 return self.execute(plan)
             case v.Commit() as commit, v.Outputs(rows=rows):
                 self.commit(commit)
-                self.hear_of_ends([it.request_id for it in rows if it.finish_reason is not None])
+                self.note_ends([it.request_id for it in rows if it.finish_reason is not None])
             case v.Abort(), v.Aborted(request_ids=request_ids):
-                self.hear_of_ends(request_ids)
+                self.note_ends(request_ids)
             case v.Reset(reset_running_requests=forced), v.ResetDone(success=True):
                 self.reset(forced)
             case v.EncoderReset(), v.Ack():
@@ -90,7 +90,7 @@ class Worker(Drafter, Stored):
             case v.GrammarBitmask() as asked, v.GrammarOutput() as mask:
                 return self.check_mask(asked, mask)
             case v.GrammarFailed(request_id=request_id), v.Outputs():
-                self.hear_of_ends((request_id,))
+                self.note_ends((request_id,))
         return []
 
     # Plans.
@@ -149,7 +149,7 @@ class Worker(Drafter, Stored):
 
     def _drop_ended(self, names: Sequence[v.RequestId]) -> None:
         """Forget requests that a plan says have ended; an abort may have taken effect with it."""
-        self.hear_of_ends(names)
+        self.note_ends(names)
         for request_id in names:
             gone = self.views.pop(request_id, None)
             if gone is not None:
@@ -220,9 +220,9 @@ class Worker(Drafter, Stored):
 
     def _check_remapped(self, plan: v.Plan) -> None:
         """Check that a remapped request has a row, which is where its new table is."""
-        told = {row.request_id for row in plan.cached if not row.resumed}
+        continued = {row.request_id for row in plan.cached if not row.resumed}
         for request_id in plan.remapped_req_ids:
-            if request_id not in told:
+            if request_id not in continued:
                 what = f"{request_id!r} has no row that tells its new block table"
                 self._complain("P26", "remapped_request_has_a_row", what, subjects=request_id)
 
@@ -304,7 +304,7 @@ class Worker(Drafter, Stored):
         return proposal[: len(drafts)]
 
     def _resume(self, row: v.CachedRow, view: RequestView, blocks: Tables) -> None:
-        may_resume = view.is_preempted or view.may_resume or not self._hears_more_than_plans
+        may_resume = view.is_preempted or view.may_resume or not self._gets_commits
         if not may_resume:
             what = f"{row.request_id!r} was running"
             self._complain("P26", "resumed_request_was_preempted", what, subjects=row.request_id)
@@ -499,7 +499,7 @@ class Worker(Drafter, Stored):
     def commit(self, event: v.Commit) -> None:
         """Note that a model output was committed. Without this call the worker's own output
         counts."""
-        self._hears_more_than_plans = True
+        self._gets_commits = True
         self._settle(event.frame_id, event.sampled)
 
     def _settle(self, frame_id: v.FrameId, sampled: Sequence[v.RowTokens]) -> None:
@@ -530,7 +530,7 @@ class Worker(Drafter, Stored):
                 self._drop_tokens(view)
 
     def check_view(
-        self, snapshot: v.Snapshot, told: Container[v.RequestId] | None = None
+        self, snapshot: v.Snapshot, planned: Container[v.RequestId] | None = None
     ) -> list[Finding]:
         """Check that the plans told the worker what the state says (P26).
 
@@ -539,8 +539,8 @@ class Worker(Drafter, Stored):
         one these are the outputs only: its blocks are gone. The worker need not know other requests
         yet.
 
-        Where a block may be exchanged between two plans, `told` are the requests whose tables the
-        last plan has; of others only the length is compared. None: all tables are compared.
+        Where a block may be exchanged between two plans, `planned` are the requests whose tables
+        the last plan has; of others only the length is compared. None: all tables are compared.
         """
         self._findings = []
         is_part = isinstance(snapshot, PartOfState)
@@ -563,7 +563,7 @@ class Worker(Drafter, Stored):
             if is_running:
                 computed = view.num_computed + view.num_rejected
                 tables = self._tables_seen(view, request)
-                if told is not None and request.request_id not in told:
+                if planned is not None and request.request_id not in planned:
                     is_as_long = [*map(len, tables)] == [*map(len, request.block_tables)]
                     tables = request.block_tables if is_as_long else tables
             seen_here = (view.output_token_ids, promised, tables, computed)

@@ -77,7 +77,7 @@ def rest_of_an_item_is_split(
 
 
 @instead(withdraw_items, theirs="#23347")
-def entry_stays_that_nobody_makes(encoder: Encoder, order: Sequence[RequestId]) -> Encoder:
+def entry_of_a_withdrawn_row_stays(encoder: Encoder, order: Sequence[RequestId]) -> Encoder:
     """The row is withdrawn and its compute returned, but the entry stays in the cache."""
     mine = [it for it in encoder.planned if it.holder[0] not in order]
     planned = tuple([it for it in encoder.planned if it not in mine])
@@ -189,7 +189,7 @@ def check_no_entry_is_evicted_without_need(
         assert after == before
 
 
-@ROOM.law("P4 P9 P22", (4, 3, 2, 2), entry_stays_that_nobody_makes)
+@ROOM.law("P4 P9 P22", (4, 3, 2, 2), entry_of_a_withdrawn_row_stays)
 def check_withdrawn_item_leaves_the_cache_unchanged(
     size: int, budget: int, num_unheld: int, num_embeds: int
 ) -> None:
@@ -201,7 +201,7 @@ def check_withdrawn_item_leaves_the_cache_unchanged(
     assert withdraw_items(taken, ()) == before
 
 
-@ROOM.law("P4 P9", (4, 3, 2), entry_stays_that_nobody_makes)
+@ROOM.law("P4 P9", (4, 3, 2), entry_of_a_withdrawn_row_stays)
 def check_withdrawn_item_is_encoded_for_the_next_request_at_the_same_cost(
     size: int, budget: int, num_embeds: int
 ) -> None:

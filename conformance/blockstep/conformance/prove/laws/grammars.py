@@ -75,21 +75,21 @@ def lead(state: int, token: int) -> int:
 def check_drafts_are_cut_to_the_longest_accepted_prefix(first: int, second: int) -> None:
     """A placeholder never belongs to this prefix."""
     assert first >= PAD and second >= PAD
-    stands = get_states(PLAIN, GRAMMAR, GrammarState(), (first, second), get_next_state)
+    states = get_states(PLAIN, GRAMMAR, GrammarState(), (first, second), get_next_state)
     if not is_led(0, first):
-        assert len(stands) == 1
+        assert len(states) == 1
     elif not is_led(lead(0, first), second):
-        assert len(stands) == 2
+        assert len(states) == 2
     else:
-        assert len(stands) == 3
+        assert len(states) == 3
 
 
 @ROOM.law("P23", (4,))
 def check_complete_output_accepts_no_draft(token: int) -> None:
     """This holds for every draft."""
     assert token >= 0
-    stands = get_states(PLAIN, GRAMMAR, GrammarState(2), (token,), get_next_state)
-    assert len(stands) == 1
+    states = get_states(PLAIN, GRAMMAR, GrammarState(2), (token,), get_next_state)
+    assert len(states) == 1
 
 
 @ROOM.law("P24", (2, 3))
@@ -169,8 +169,8 @@ def check_grammar_state_does_not_depend_on_the_division_into_steps(
 def check_grammar_applies_after_the_end_of_reasoning(token: int) -> None:
     """Reasoning ends in the prompt or in an output; before that every token may be sampled."""
     assert token >= 0
-    stand = get_first_state(REASONING, (token,))
-    assert stand.reasoning_ended == (token == 7)
+    state = get_first_state(REASONING, (token,))
+    assert state.reasoning_ended == (token == 7)
     assert get_first_state(PLAIN, (token,)) == GrammarState()
     behind = get_state_after(REASONING, GRAMMAR, GrammarState(), (token,), get_next_state)
     assert behind == GrammarState(0, reasoning_ended=token == 7)

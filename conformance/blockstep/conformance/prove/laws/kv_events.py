@@ -48,9 +48,9 @@ def list_blocks(*there: int) -> tuple[v.BlockId, ...]:
     return tuple([index if is_there == 1 else 0 for index, is_there in enumerate(there, 1)])
 
 
-def follow(copies: Counter[v.BlockKey], told: Sequence[v.KVEvent]) -> None:
+def follow(copies: Counter[v.BlockKey], events: Sequence[v.KVEvent]) -> None:
     """Update the number of copies of each key as a consumer of the events does."""
-    for event in told:
+    for event in events:
         match event:
             case v.BlockStored():
                 copies.update(event.keys)
@@ -64,34 +64,34 @@ def follow(copies: Counter[v.BlockKey], told: Sequence[v.KVEvent]) -> None:
 
 
 @instead(get_stored, theirs="#44451")
-def tokens_of_absent_blocks_are_told(
+def tokens_of_absent_blocks_are_listed(
     right: Right[Stored], request: RequestState, fresh: Sequence[int], first: int, config: v.Config
 ) -> Stored:
     """One event lists the tokens of all blocks that became full, cached or not."""
-    told, size = right(), config.block_sizes[1]
-    keys = tuple([key for event in told for key in event.keys])
+    events, size = right(), config.block_sizes[1]
+    keys = tuple([key for event in events for key in event.keys])
     tokens = request.request.prompt_token_ids[first * size : (first + len(fresh)) * size]
-    return (replace(told[0], keys=keys, token_ids=tokens),) if told else ()
+    return (replace(events[0], keys=keys, token_ids=tokens),) if events else ()
 
 
 @instead(publish_blocks)
-def second_copy_is_not_told(right: Right[Pool], pool: Pool, keys: Sequence[v.BlockKey]) -> Pool:
+def second_copy_is_not_reported(right: Right[Pool], pool: Pool, keys: Sequence[v.BlockKey]) -> Pool:
     """A block is not reported if its key is cached already."""
     return right(changes=()) if all(key in pool.cached for key in keys) else right()
 
 
 @instead(withdraw_blocks)
-def every_block_that_is_taken_is_told(
+def removal_without_a_key_is_reported(
     right: Right[Pool], pool: Pool, block_ids: Sequence[int]
 ) -> Pool:
     """A removal is reported even for a block without a key."""
     gone = [v.BlockRemoved((pool.block_keys[b] or KEYS[0],)) for b in block_ids]
-    told = () if pool.journal is None else pool.journal
-    return replace(right(), journal=(*told, *gone))
+    events = () if pool.journal is None else pool.journal
+    return replace(right(), journal=(*events, *gone))
 
 
 @instead(take_events)
-def told_again_with_the_next_answer(
+def events_are_returned_again(
     pool: Pool,
 ) -> tuple[Pool, tuple[v.KVEvent, ...]]:
     """The events stay in the log and are returned again."""
@@ -101,7 +101,7 @@ def told_again_with_the_next_answer(
 # Blocks that become cached.
 
 
-@ROOM.law("P20", (1, 1, 0, 1, 2), tokens_of_absent_blocks_are_told)
+@ROOM.law("P20", (1, 1, 0, 1, 2), tokens_of_absent_blocks_are_listed)
 def check_stored_event_has_the_parent_and_tokens_of_its_blocks(
     first: int, is_1: int, is_2: int, is_3: int, size: int
 ) -> None:
@@ -128,9 +128,9 @@ def check_each_cached_block_is_reported_once_in_order(
     assert 0 <= first <= 1
     assert 0 <= is_1 <= 1 and 0 <= is_2 <= 1 and 0 <= is_3 <= 1
     fresh = list_blocks(is_1, is_2, is_3)
-    told = get_stored(build_grouped(2), REQUEST, 1, fresh, first)
-    assert all(event.keys for event in told)
-    assert [key for event in told for key in event.keys] == [
+    events = get_stored(build_grouped(2), REQUEST, 1, fresh, first)
+    assert all(event.keys for event in events)
+    assert [key for event in events for key in event.keys] == [
         KEYS[2 * index + 1].in_group(1) for index, block_id in enumerate(fresh, first) if block_id
     ]
 
@@ -138,7 +138,7 @@ def check_each_cached_block_is_reported_once_in_order(
 # Blocks that are no longer cached.
 
 
-@ROOM.law("P20", (1, 0, 1, 0, 1), second_copy_is_not_told, every_block_that_is_taken_is_told)
+@ROOM.law("P20", (1, 0, 1, 0, 1), second_copy_is_not_reported, removal_without_a_key_is_reported)
 def check_events_count_the_copies_of_each_key(
     name_2: int, name_3: int, goes_1: int, goes_2: int, goes_3: int
 ) -> None:
@@ -147,8 +147,8 @@ def check_events_count_the_copies_of_each_key(
     assert 0 <= goes_1 <= 1 and 0 <= goes_2 <= 1 and 0 <= goes_3 <= 1
     pool, copies = publish_each(0, name_2, name_3), Counter[v.BlockKey]()
     leaving = [b for b, goes in ((1, goes_1), (2, goes_2), (3, goes_3)) if goes == 1]
-    after, told = take_events(withdraw_blocks(pool, leaving))
-    follow(copies, told)
+    after, events = take_events(withdraw_blocks(pool, leaving))
+    follow(copies, events)
     assert dict(+copies) == {key: len(blocks) for key, blocks in after.cached.items()}
     assert +copies == copies
 
@@ -160,17 +160,17 @@ def check_events_are_in_order_around_a_reset(name_1: int, name_2: int, is_reset:
     pool, copies = publish_each(name_1, name_2), Counter[v.BlockKey]()
     if is_reset == 1:
         pool = publish_block(withdraw_all(pool), 1, name_1)
-    after, told = take_events(pool)
-    follow(copies, told)
+    after, events = take_events(pool)
+    follow(copies, events)
     assert dict(+copies) == {key: len(blocks) for key, blocks in after.cached.items()}
 
 
-@ROOM.law("P20", (0, 1), told_again_with_the_next_answer)
+@ROOM.law("P20", (0, 1), events_are_returned_again)
 def check_no_event_is_returned_twice(name_1: int, name_2: int) -> None:
     """A second call returns no events."""
     assert 0 <= name_1 <= 2 and 0 <= name_2 <= 2
-    pool, told = take_events(publish_each(name_1, name_2))
-    assert len(told) == (name_1 < 2) + (name_2 < 2)
+    pool, events = take_events(publish_each(name_1, name_2))
+    assert len(events) == (name_1 < 2) + (name_2 < 2)
     assert take_events(pool)[1] == ()
 
 

@@ -75,11 +75,11 @@ def pin_is_freed_with_its_last_holder(
 
 
 @ROOM.law("P17 P18", (3, 5, 5))
-def check_pin_expires_at_its_end(now: int, told: int, end: int) -> None:
+def check_pin_expires_at_its_end(now: int, reported: int, end: int) -> None:
     """The latest time counts, even if an earlier one arrives after it."""
-    assert 0 <= now and 0 <= told and 0 <= end
-    pins = set_time(Pins(now, (Pin("x", (TABLE,), end),)), told)
-    assert bool(list_expired(pins)) == (end <= now or end <= told)
+    assert 0 <= now and 0 <= reported and 0 <= end
+    pins = set_time(Pins(now, (Pin("x", (TABLE,), end),)), reported)
+    assert bool(list_expired(pins)) == (end <= now or end <= reported)
 
 
 @ROOM.law("P17", (3, 5, 4, 9))

@@ -64,11 +64,11 @@ class Journal:
             os._exit(0)
 
     def _write(self, text: str) -> None:
-        told = text.encode(errors="replace")
-        end = self._end + len(told)
+        data = text.encode(errors="replace")
+        end = self._end + len(data)
         if end > len(self._map):
             self._grow(2 * end)
-        self._map[self._end : end] = told
+        self._map[self._end : end] = data
         self._end = end
 
     def _grow(self, num_bytes: int) -> None:
@@ -94,7 +94,7 @@ class WatchedEngine(Wrapped):
 
     def apply(self, event: Event) -> Observation:
         """Return the engine's answer, recorded in the journal."""
-        return self._watched.call(say(event), super().apply, event)
+        return self._watched.call(describe_call(event), super().apply, event)
 
     def snapshot(self) -> Snapshot | None:
         """Return the engine's state, recorded in the journal."""
@@ -133,7 +133,7 @@ class WatchedFactory:
         return value
 
 
-def say(event: Event) -> str:
+def describe_call(event: Event) -> str:
     """Return one line for an event as the engine gets it, however malformed."""
     try:
         return describe_event(event) if isinstance(event, Commit | Drafts) else describe(event)

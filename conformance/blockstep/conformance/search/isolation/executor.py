@@ -126,8 +126,8 @@ class Isolation:
             return self.call(jobs.run, options, program)
         except LostError as lost:
             first, num_events = lost.loss.finding, len(lost.loss.events)
-            told = CheckResult(options, num_episodes=1, num_events=num_events, first=first)
-            return replace(told, failing_program=program, loss=lost.loss)
+            result = CheckResult(options, num_episodes=1, num_events=num_events, first=first)
+            return replace(result, failing_program=program, loss=lost.loss)
 
     def recover(self, result: CheckResult) -> Program | None:
         """Return the failing program; if the engine's process died, it is drawn again.

@@ -179,7 +179,7 @@ class Process:
                     return answer
                 has_ended = True
             if has_ended:
-                self._lose(self._say_how_it_ended())
+                self._lose(self._describe_end())
             self._bound_errors()
             if (now := self._look()) != before:
                 since, before = time.monotonic(), now
@@ -217,7 +217,7 @@ class Process:
         last_words = _find_last_words(self._read_errors())
         config = json.loads(header)[1] if header else ""
         seconds = None if self._event_seconds == EVENT_SECONDS else self._event_seconds
-        loss = Loss(f"{how}{_say_where(where)}", config, events, last_words, seconds)
+        loss = Loss(f"{how}{_format_location(where)}", config, events, last_words, seconds)
         raise LostError(loss, is_imported=where != IMPORTING)
 
     def _bound_errors(self) -> None:
@@ -231,7 +231,7 @@ class Process:
             errors.seek(max(errors.seek(0, os.SEEK_END) - LAST_WORDS_BYTES, 0))
             return errors.read().decode(errors="replace")
 
-    def _say_how_it_ended(self) -> str:
+    def _describe_end(self) -> str:
         try:
             code = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
@@ -287,7 +287,7 @@ def _find_last_words(errors: str) -> tuple[str, ...]:
     return tuple(words[: min([LAST_WORDS_MAX, *ours])])
 
 
-def _say_where(line: str) -> str:
+def _format_location(line: str) -> str:
     if not line:
         return " between two calls"
     if line.startswith(ASIDE):
