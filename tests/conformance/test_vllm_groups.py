@@ -264,7 +264,7 @@ def rekey(snapshot_key: v.BlockKey) -> v.BlockKey:
 def test_a_key_of_another_group_or_of_another_size_is_found(
     lie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = importlib.import_module(f"{ADAPTER}_names")
+    names = importlib.import_module(f"{ADAPTER}_block_keys")
     read = names.Digests.read
 
     def read_wrongly(self: Any, name: bytes, group: int) -> v.BlockKey:

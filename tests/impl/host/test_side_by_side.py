@@ -23,14 +23,14 @@ MANAGERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "adapters": (("adapters",),),
     "masks": (("masks", "async"), ("grammar",)),
     "sessions": (("sessions",),),
-    "encodings": (("encoder",), ("embeds", "keys", "multimodal")),
+    "encoder inputs": (("encoder",), ("embeds", "keys", "multimodal")),
     "events": (("events", "groups"),),
     "transfers": (("transfers", "pipeline"), ("transfers", "async")),
     "pins": (("pins",),),
     "forks": (("forks",),),
     "tiers": (("tiers",),),
     "cadence": (("cadence", "async"),),
-    "refusals": (("hostile",),),
+    "rejections": (("hostile",),),
 }
 """For each manager, features of programs that reach it."""
 DRAWN = [(manager, number) for manager, drawn in MANAGERS.items() for number in range(len(drawn))]

@@ -128,7 +128,7 @@ class Found(msgspec.Struct, frozen=True):
     program: str
     """Text of a program file; "" if the engine's process died in a drawn episode."""
     causes: tuple[str, ...] = ()
-    """Quirks or workarounds that account for it, named as `forgiving.Cause` is."""
+    """Quirks or workarounds that account for it, named as `suppressions.KnownCause` is."""
     raised_at: str = ""
     loss: Loss | None = None
 

@@ -6,7 +6,7 @@ replacement (`protocol.changed_spec`), and it is held to the specification itsel
 engine. `check` must find it; otherwise the checks miss a defect that is known to happen. A repair
 that was tried upstream and was wrong is a seeded bug of its own.
 
-`exhibit` defines what a seeded bug is, and `trial` checks them. Each other module has those of one
+`bug` defines what a seeded bug is, and `trial` checks them. Each other module has those of one
 theme, as a `Page` or several.
 """
 
@@ -30,7 +30,7 @@ from blockstep.spec.vocabulary import Config
 
 __all__ = ["EXHIBITS", "SeededBug", "build"]
 
-_WITHOUT_PAGES = {"exhibit", "trial"}
+_WITHOUT_PAGES = {"bug", "trial"}
 _MODULES = [
     import_module(f"{__name__}.{module.name}")
     for module in iter_modules(__path__)

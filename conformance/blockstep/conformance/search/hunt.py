@@ -1,12 +1,12 @@
 """Hunt: finds every distinct defect of an engine, not only the first one.
 
 A check stops at the first finding. A hunt continues: it shrinks the failing program, looks for the
-known defects that account for the failure, suppresses those from then on (`forgiving`), and plays
-the same episode again. So each defect is found by a run that did not expect it, and named
+known defects that account for the failure, suppresses those from then on (`suppressions`), and
+plays the same episode again. So each defect is found by a run that did not expect it, and named
 afterwards.
 
 A failure that no known defect accounts for cannot be suppressed. Its episode ends there, and the
-hunt continues with another one; `distinct` decides whether later failures are the same defect. If
+hunt continues with another one; `dedup` decides whether later failures are the same defect. If
 the state of an engine that is held to `safety` was wrong, the hunt is repeated with the state
 hidden, so that defects in plans and answers are found too.
 """

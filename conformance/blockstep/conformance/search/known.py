@@ -88,7 +88,8 @@ def play_known(
     forgiven: frozenset[KnownCause] | None = None,
     quirks: Sequence[Quirk] = (),
 ) -> list[KnownProgram]:
-    """Play known programs and return the results; other arguments as of `digging.dig`."""
+    """Play known programs and return the results; other arguments as of
+    `hunt_jobs.analyse_failure`."""
     played = []
     for name, program in programs.items():
         asked = replace(options, program=name)

@@ -1,13 +1,13 @@
 """The model engine turns a checkpoint and prompts into tokens; the host engine is its scheduler.
 
-Modules in the order of the data: `fields`, `config`, `rope`, `checkpoint` and `lora` (reading a
-model folder), `cache`, `adapters` and `model` (memory and forward pass), `params`, `grammars` and
-`sampler` (choosing tokens), `batch` (the requests' state in the worker), `staging` (that state on
-the device), `speculation` (drafts), `graphs` and `runner` (running plans), `settings`, `loading`,
-`prompts`, `text`, `outputs`, `steps`, `beams`, `branches`, `sessions` and `llm` (the interface for
-users); `store`, `remote`, `moves` and `connector` save KV to a store outside the cache and load it;
-`transfer` copies numbers to and from a GPU; `observer` is the protocol of a checker.
-"""
+Modules in the order of the data: `config_json`, `config`, `rope`, `checkpoint` and `lora` (reading
+a model folder), `cache`, `adapters` and `model` (memory and forward pass), `params`, `grammars` and
+`sampler` (choosing tokens), `input_batch` (the requests' state in the worker), `staging` (that
+state on the device), `speculation` (drafts), `graphs` and `runner` (running plans), `settings`,
+`loading`, `prompts`, `detokenizer`, `outputs`, `engine_loop`, `beams`, `forks`, `sessions` and
+`llm` (the interface for users); `store`, `remote_store`, `block_transfers` and `connector` save KV
+to a store outside the cache and load it; `host_to_device` copies numbers to and from a GPU;
+`observer` is the protocol of a checker."""
 
 from blockstep.impl.engine.beams import BeamSequence
 from blockstep.impl.engine.connector import KVRole

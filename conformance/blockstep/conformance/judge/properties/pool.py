@@ -1,7 +1,7 @@
 """Pool: P1 conservation, P2 exclusive writing, P3 sound cache map, P4 and P6 of held blocks.
 
-Each check is about the state after a step; `order` and `refusals` check what a step may change.
-"""
+Each check is about the state after a step; `policy_order` and `rejections` check what a step may
+change."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from blockstep.spec.core.work import Step
 from blockstep.spec.releases.drafts import stale_draft_placeholders as gap_rule
 from blockstep.spec.vocabulary import MAX_INT, Config, SpecMethod, Status
 
-ROOM = LawModule("promises")
+ROOM = LawModule("async_placeholders")
 
 DRAFTS = (-1, -1)
 """Placeholders of drafts that only the worker knows."""

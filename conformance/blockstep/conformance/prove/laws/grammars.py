@@ -38,10 +38,10 @@ Mask = tuple[TokenIds | None, ...]
 
 @instead(get_next_state, theirs="#44006")
 def nothing_holds_the_rest_of_the_step_in_which_reasoning_ends(
-    right: Right[GrammarState | None], config: Config, stand: GrammarState
+    right: Right[GrammarState | None], config: Config, current: GrammarState
 ) -> GrammarState | None:
     """The grammar is not advanced by tokens of the step in which reasoning ends."""
-    return right() if holds(config, stand) else stand
+    return right() if holds(config, current) else current
 
 
 @instead(get_mask, theirs="not found upstream")
@@ -49,12 +49,12 @@ def forbidden_draft_unmasks_later_positions(
     right: Right[Mask],
     config: Config,
     grammar: Grammar,
-    stand: GrammarState,
+    current: GrammarState,
     drafts: TokenIds,
     follow: Follow,
 ) -> Mask:
     """Positions after a placeholder are not masked."""
-    num_read = len(get_states(config, grammar, stand, drafts, follow))
+    num_read = len(get_states(config, grammar, current, drafts, follow))
     return (*right()[:num_read], *[None] * (len(drafts) + 1 - num_read))
 
 

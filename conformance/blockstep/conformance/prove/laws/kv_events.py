@@ -19,7 +19,7 @@ from blockstep.spec.core.block_pool import Pool, publish_blocks, withdraw_all, w
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.features.kv_events import get_stored, take_events
 
-ROOM = LawModule("telling")
+ROOM = LawModule("kv_events")
 TOKENS = tuple(range(20))
 Stored = tuple[v.BlockStored, ...]
 

@@ -14,7 +14,7 @@ from blockstep.spec.core.work import Step
 from blockstep.spec.features.lora import is_within_max_loras, list_seated
 from blockstep.spec.releases.lora import list_seated as list_seated_by_rows
 
-ROOM = LawModule("adapters")
+ROOM = LawModule("lora")
 
 
 # Mistakes.

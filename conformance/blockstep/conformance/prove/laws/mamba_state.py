@@ -40,7 +40,7 @@ from blockstep.spec.vocabulary import (
     SpecMethod,
 )
 
-ROOM = LawModule("states")
+ROOM = LawModule("mamba_state")
 SIZE = 4
 FIRST = BlockKey(None, (0,))
 SECOND = BlockKey(FIRST, (1,))
