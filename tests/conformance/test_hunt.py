@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -276,6 +276,33 @@ def test_two_defects_are_listed_as_two(first: str, second: str) -> None:
     options = CheckOptions(max_events=800)
     result = hunt(options, call_here(plant_both(first, second)), scopes=("tiny",))
     assert len(result.defects) == 2
+
+
+@pytest.mark.parametrize("rare", ["leak-on-abort", "resumed-without-tokens"])
+def test_a_defect_of_nearly_every_episode_hides_no_other(rare: str) -> None:
+    """Almost every program that is run on, or varied, comes to it: that makes nothing a symptom."""
+    make_engine = held_to_safety(plant_both("length-off-by-one", rare))
+    result = hunt(CheckOptions(max_events=600), call_here(make_engine), scopes=("tiny",))
+    assert [defect.first.sentence for defect in result.defects] == [
+        "finish_reason_is_the_one_that_holds",
+        {
+            "leak-on-abort": "every_block_is_free_or_held",
+            "resumed-without-tokens": "tokens_are_sent_after_a_gap",
+        }[rare],
+    ]
+    text, told = render_hunt(result), cast("Any", hunt_to_json(result))["defects"]
+    for defect, row in zip(result.defects, told, strict=True):
+        for other, name, line in zip(defect.also, row["also"], row["also_reproduce"], strict=True):
+            assert f"  also      {name}\n            {line}\n" in text
+            options = replace(other.options, episode=other.episode)
+            again = check(options, place=InProcess(lambda asked: show_to(asked, make_engine)))
+            assert again.failure is not None
+            assert again.failure.findings[0].sentence == other.first.sentence
+    assert bool(told[1]["also"]) == (rare == "leak-on-abort")
+
+
+def show_to(options: CheckOptions, make_engine: EngineFactory) -> EngineFactory:
+    return hide_state(make_engine) if options.hide_state else make_engine
 
 
 NOT_MET = (
@@ -918,8 +945,8 @@ def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
     args = (*drawn, "--preset", "tiny", "--save", str(saved))
     sentences, _ = hunt_and_reproduce(tmp_path, "Broken", *args)
     assert sorted(sentences) == [
-        "engine_returns_from_every_call",
         "engine_raises_nothing",
+        "engine_returns_from_every_call",
         "finish_reason_is_the_one_that_holds",
     ]
     assert len(list(saved.iterdir())) == 2  # nobody lived to name the third

@@ -103,7 +103,7 @@ def _fill(state: Any, slot: int, request: RequestState, config: Config) -> None:
     c, asked, row = COLUMNS, request.request, state.requests.values[slot]
     num_prompt = len(asked.prompt_token_ids)
     row[c.STATUS] = c.IS_RUNNING if request.status is Status.RUNNING else c.IS_WAITING
-    row[c.SEAT] = row[c.LABEL] = slot
+    row[c.BATCH_ROW] = row[c.LABEL] = slot
     row[c.NUM_PROMPT] = num_prompt
     row[c.NUM_KNOWN], row[c.NUM_COMPUTED] = request.num_known_tokens, request.num_computed_tokens
     row[c.NUM_PROMISED] = request.num_output_placeholders

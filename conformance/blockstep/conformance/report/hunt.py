@@ -17,7 +17,7 @@ from blockstep.conformance.report.finding_text import (
 )
 from blockstep.conformance.report.headlines import make_headline
 from blockstep.conformance.report.jsonform import finding_to_json
-from blockstep.conformance.search.defects import Defect, HuntResult, name_of
+from blockstep.conformance.search.defects import Defect, HuntResult, name_of, place_of
 from blockstep.conformance.search.suppressions import KnownCause, SuppressionKind, follow
 from blockstep.spec.profiles import QUIRKS, STRICT
 
@@ -148,7 +148,9 @@ def reproduce_defect(defect: Defect, result: HuntResult) -> str:
 def _body(defect: Defect, result: HuntResult) -> list[str]:
     lines = [f"  found by  {name_of(defect.first)}", *_wrap(defect.first.message)]
     lines += [f"  raised in {defect.raised_at}"] if defect.raised_at else []
-    lines += [f"  also      {name}" for name in defect.also]
+    for other in defect.also:
+        lines += [f"  also      {place_of(other)}"]
+        lines += [f"            {reproduce_defect(other, result)}"]
     if defect.behind:
         lines.append(f"  behind    {defect.behind}: seen with the state hidden")
     seen = f", seen {defect.num_seen:,} times" if defect.num_seen > 1 else ""
@@ -206,7 +208,8 @@ def _defect_to_json(defect: Defect, result: HuntResult) -> dict[str, object]:
         "causes": [{"means": str(cause.means), "name": cause.name} for cause in defect.causes],
         "findings": [finding_to_json(finding) for finding in findings or (defect.first,)],
         "raised_at": defect.raised_at,
-        "also": list(defect.also),
+        "also": [place_of(other) for other in defect.also],
+        "also_reproduce": [reproduce_defect(other, result) for other in defect.also],
         "behind": defect.behind,
         "num_seen": defect.num_seen,
         "num_events": defect.num_events,

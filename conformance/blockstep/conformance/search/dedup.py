@@ -15,6 +15,12 @@ actions, such as
    means, or is the other failure with another bound, with smaller blocks or without a client action
    (`comes_of`).
 
+A defect that nearly every program meets would be a symptom, or the cause, of all others. So a
+variant of a program must fail as the other one does at the event at which the program itself fails.
+A failure that a program meets if it is run on does not count if it is met without the program's own
+failure, too. Once enough failures of one message were shrunk, means are also removed where a
+failure of that message is met first (`settled`).
+
 A quirk that accounts for one failure and causes another one is dropped (`find_refuted`): the engine
 decides like that release by chance.
 
@@ -29,7 +35,7 @@ checks and no program shows both: a pool that is out of count may end in any fai
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from blockstep.conformance.engine import EngineFactory
@@ -307,10 +313,12 @@ class Symptoms:
     beside: frozenset[FailureSignature] = frozenset()
     """Failures at the same event."""
     onward: frozenset[FailureSignature] = frozenset()
-    """Failures at that event and later, if the run continues to the end of its requests."""
+    """Failures at that event and later, if the run continues to the end of its requests, except
+    those that a variant without its own failure meets as well."""
     near: frozenset[FailureSignature] = frozenset()
-    """Failures of variants of the program in which its own failure does not occur: without an act,
-    a bound or a feature, with blocks of one token, or with more blocks or tokens per step."""
+    """Failures, at the last action, of variants of the program in which its own does not occur:
+    without an act, a bound or a feature, with blocks of one token, or with more blocks or tokens
+    per step."""
     length: int = 0
     """Number of actions of the program."""
 
@@ -354,51 +362,108 @@ Play = Callable[[Program], tuple[LockStep, list[Finding]] | None]
 """Runs a program until a finding; returns None if the engine refuses its config."""
 
 
-def play_with(make_engine: EngineFactory, profile: Profile) -> Play:
-    """Return a function that runs programs on engines of a factory."""
+def play_with(
+    make_engine: EngineFactory, profile: Profile, settled: frozenset[str] = frozenset()
+) -> Play:
+    """Return a function that runs programs on engines of a factory.
+
+    A run continues after failures whose messages are all `settled`.
+    """
 
     def play(program: Program) -> tuple[LockStep, list[Finding]] | None:
         try:
-            return run_program(program, make_engine, profile)
+            if not settled:
+                return run_program(program, make_engine, profile)
+            run = start_program(program, make_engine, profile)
         except v.ConfigError:
             return None
+        for action in program.actions:
+            findings = run.perform(action)
+            if not settled.issuperset(map(describe_failure, findings)):
+                return run, findings
+        return run, []
 
     return play
 
 
 def find_symptoms(
-    program: Program, make_engine: EngineFactory, profile: Profile, first: Finding
+    program: Program,
+    make_engine: EngineFactory,
+    profile: Profile,
+    first: Finding,
+    settled: Collection[str] = (),
 ) -> Symptoms:
     """Return the symptoms of a shrunk program that failed with `first`.
 
-    The factory is a `Forgiving`, whose engines note where they raise.
+    The factory is a `SuppressingFactory`, whose engines note where they raise. `settled`: messages
+    of failures after which a plainer program is run on, to its own failure.
     """
-
     play = play_with(make_engine, profile)
     length, played = len(program.actions), _list_marks(play(program), program)
     own = next((mark for mark in played if mark.message.startswith(describe_failure(first))), None)
     if own is None:  # it does not come back
         return Symptoms(FailureSignature(describe_failure(first)))
-    program = relax(program, own.message, play)
-    result = play(program)
-    played = _list_marks(result, program)
+    past = play_with(make_engine, profile, frozenset(settled) - {own.message})
+    program = _end_there(relax(program, own.message, play), play)
+    played = _list_marks(play(program), program)
     own = next(mark for mark in played if mark.message == own.message)
-
-    plainer = [_list_marks(play(it), it) for it in _list_plainer(program)]
-    assert result is not None, "the program has just failed"
-    for roomier in _list_roomier(program):
-        tried = play(roomier)
-        if tried is not None and tried[0].num_events == result[0].num_events:
-            plainer.append(_list_marks(tried, roomier))
+    without: list[Program] = []
+    """Plainer programs that do not fail like this one."""
+    near: set[FailureSignature] = set()
+    for plainer in _list_plainer(program):
+        marks = _list_marks(play(plainer), plainer)
+        if all(mark.message != own.message for mark in marks):
+            without.append(plainer)
+            if _fails_as_late(plainer, program, play):
+                near.update(marks)
     messages = {mark.message for mark in played}
-    near = [marks for marks in plainer if own.message not in {mark.message for mark in marks}]
     return Symptoms(
-        own,
+        mark_plainly(program, own, past) if settled else own,
         beside=frozenset(played) - {own},
-        onward=frozenset(_go_on(program, make_engine, profile)) - {own},
-        near=frozenset(it for marks in near for it in marks if it.message not in messages),
+        onward=_list_onward(program, own, without, lambda it: _go_on(it, make_engine, profile)),
+        near=frozenset(it for it in near if it.message not in messages),
         length=length,
     )
+
+
+def _list_onward(
+    program: Program,
+    own: FailureSignature,
+    without: Sequence[Program],
+    go_on: Callable[[Program], Iterable[FailureSignature]],
+) -> frozenset[FailureSignature]:
+    """Return the marks of a run that continues after its failure `own`, except those of failures
+    that a program without `own` meets as well: they are no consequences."""
+    onward = set(go_on(program)) - {own}
+    for other in without:
+        if not onward:
+            break
+        alone = {mark.message for mark in go_on(other)}
+        if own.message not in alone:
+            onward = {mark for mark in onward if mark.message not in alone}
+    return frozenset(onward)
+
+
+def _fails_as_late(plainer: Program, program: Program, play: Play) -> bool:
+    """Return whether a plainer program fails where the program does: at its last action, and after
+    as many events if that is a drain."""
+    if not plainer.actions or _end_there(plainer, play) != plainer:
+        return False
+    tried, played = play(plainer), play(program)
+    if tried is None or played is None or not isinstance(plainer.actions[-1], Drain):
+        return tried is not None and bool(tried[1])
+    num_left_out = len(program.actions) - len(plainer.actions)
+    return tried[0].num_events + num_left_out >= played[0].num_events
+
+
+def _end_there(program: Program, play: Play) -> Program:
+    """Return a failing program without the actions after its failure."""
+    for end in reversed(range(len(program.actions))):
+        shorter = replace(program, actions=program.actions[:end])
+        if not _list_marks(play(shorter), shorter):
+            break
+        program = shorter
+    return program
 
 
 def _list_marks(
@@ -507,7 +572,10 @@ def _go_on(
     Then all requests come again, under new ids: an engine whose books are wrong raises when it next
     uses them. Of that only the exception counts, since a wrong state may break any property.
     """
-    run = start_program(program, make_engine, profile)
+    try:
+        run = start_program(program, make_engine, profile)
+    except v.ConfigError:
+        return
     steps = (v.Schedule(), Answer()) * STEPS_TO_END
     submits = tuple(it for it in program.actions if isinstance(it, v.Submit))
     twice = _give_ids(replace(program, actions=submits * 2)).actions[len(submits) :]
@@ -524,17 +592,9 @@ def _go_on(
             return
 
 
-def _list_roomier(program: Program) -> Iterator[Program]:
-    """Yield the program in a larger pool, with a larger token budget, and with both."""
-    for roomier in (_give_blocks(program), _give_tokens(program)):
-        if roomier != program:
-            yield roomier
-    yield _give_tokens(_give_blocks(program))
-
-
 def _list_plainer(program: Program) -> Iterator[Program]:
-    """Return the program without each act, without each feature or bound of its config in no
-    smaller a pool, and with blocks of one token."""
+    """Yield the program without each act, without each feature or bound of its config in no
+    smaller a pool, with blocks of one token, and with more blocks, tokens per step, or both."""
     for act in set(list_asked(program)).intersection(ACTS):
         left = tuple(it for it in program.actions if not isinstance(it, act.actions))
         yield replace(program, actions=left)
@@ -546,3 +606,7 @@ def _list_plainer(program: Program) -> Iterator[Program]:
         finer = with_block_size(program.config, 1)
         num_blocks = program.config.num_blocks * program.config.block_size
         yield replace(program, config=replace(finer, num_blocks=num_blocks))
+    for roomier in (_give_blocks(program), _give_tokens(program)):
+        if roomier != program:
+            yield roomier
+    yield _give_tokens(_give_blocks(program))

@@ -39,8 +39,8 @@ class Defect:
     """None if the engine's process died and could not be asked again."""
     loss: Loss | None = None
     """Crash or hang of the engine's process, if any."""
-    also: tuple[str, ...] = ()
-    """Checks that other programs violate for the same reason."""
+    also: tuple[Defect, ...] = ()
+    """Simplest failure of each other check that fails for the same reason."""
     behind: str = ""
     """Earlier finding of the program, if the state of the engine is judged."""
     follows: frozenset[FailureSignature] = frozenset()
@@ -93,7 +93,7 @@ class Group:
         """Return the simplest failure with the same text as the first one."""
         message = self.defects[0].symptoms.own.message
         alike = (it for it in self.defects if it.symptoms.own.message == message)
-        return min(alike, key=lambda it: (bool(it.behind), it.length))
+        return min(alike, key=_plainness)
 
     @property
     def is_of_shape(self) -> bool:
@@ -107,10 +107,12 @@ class Group:
         return [it for it in self.defects if it.symptoms.own.means <= means]
 
     def conclude(self) -> Defect:
-        """Return the simplest failure, with the checks of the others."""
-        plainest = self.plainest
-        names = dict.fromkeys(map(_place, self.defects))
-        also = tuple(name for name in names if name != _place(plainest))
+        """Return the simplest failure, with the simplest ones of the other checks."""
+        plainest, others = self.plainest, dict[str, Defect]()
+        for it in sorted(self.defects, key=_plainness):
+            others.setdefault(place_of(it), it)
+        names = dict.fromkeys(map(place_of, self.defects))  # by first appearance
+        also = tuple(others[name] for name in names if name != place_of(plainest))
         return replace(plainest, also=also, num_seen=sum(it.num_seen for it in self.defects))
 
 
@@ -187,7 +189,11 @@ def name_of(finding: Finding) -> str:
     return f"{finding.property_id or finding.kind} {finding.sentence}"
 
 
-def _place(defect: Defect) -> str:
+def _plainness(defect: Defect) -> tuple[bool, int]:
+    return bool(defect.behind), defect.length
+
+
+def place_of(defect: Defect) -> str:
     """Return the name of a defect's finding, and where an exception was raised."""
     name = name_of(defect.first)
     return f"{name}, raised in {defect.raised_at}" if defect.raised_at else name

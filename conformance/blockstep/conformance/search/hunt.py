@@ -261,9 +261,7 @@ class Hunter:
             self._reported.add(description)
             self._on_found(defect)
         try:
-            dug = self._call(
-                hunt_jobs.analyse_failure, options, self.forgiven, self._quirks, episode
-            )
+            dug = self._analyse(options, episode)
         except LostError as lost:
             self._lose(replace(defect, loss=lost.loss))
             return False
@@ -274,6 +272,14 @@ class Hunter:
         if not dug.causes:
             self._dig_masked(options, episode)
         return should_play_again
+
+    def _analyse(self, options: CheckOptions, episode: EpisodeResult) -> hunt_jobs.FailureAnalysis:
+        """Return a failure, shrunk and explained. Raises LostError."""
+        settled = frozenset(
+            message for message, number in self._in_vain.items() if number >= PATIENCE
+        )
+        known = self.forgiven, self._quirks
+        return self._call(hunt_jobs.analyse_failure, options, *known, episode, settled)
 
     def _take_back(self, refuted: Collection[KnownCause]) -> None:
         """Drop quirks from the profile, and look for other causes of the failures of each."""
@@ -328,9 +334,7 @@ class Hunter:
             masked = replace(episode, first=finding)
             defect = self._describe(wanted, masked)
             try:
-                dug = self._call(
-                    hunt_jobs.analyse_failure, options, self.forgiven, self._quirks, masked
-                )
+                dug = self._analyse(options, masked)
             except LostError as lost:
                 self._lose(replace(defect, loss=lost.loss))
                 return

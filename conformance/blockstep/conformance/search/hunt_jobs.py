@@ -120,11 +120,12 @@ def analyse_failure(
     forgiven: frozenset[KnownCause] | None,
     quirks: Sequence[Quirk],
     episode: EpisodeResult,
+    settled: frozenset[str] = frozenset(),
 ) -> FailureAnalysis:
     """Return the failure of an episode, shrunk, with the known causes that explain it, if any.
 
     `forgiven` is None in a check: the engine is then as its adapter makes it, under the profile of
-    the options, and no cause is looked for.
+    the options, and no cause is looked for. `settled` as in `find_symptoms`.
     """
     assert episode.program is not None
     assert episode.first is not None
@@ -145,7 +146,7 @@ def analyse_failure(
         refuted = find_refuted(shrunk.program, make_engine, forgiven)
         if refuted:
             return FailureAnalysis(shrunk, first, (), None, where, refuted)
-    symptoms = find_symptoms(shrunk.program, factory, profile, first)
+    symptoms = find_symptoms(shrunk.program, factory, profile, first, settled)
     return FailureAnalysis(shrunk, first, (), symptoms, where)
 
 
