@@ -139,26 +139,21 @@ def replay_command(
                 on_progress=lambda now: advance(*describe_progress(now, len(workload))),
                 follows=workload.follows,
             )
-    command_line = (
-        console.format_command_line(context) if brief and report.finding is not None else None
-    )
-    raise typer.Exit(print_report(report, engine, config, command_line, json_path))
+    is_brief = brief and report.finding is not None
+    again = console.format_command_line(context) if is_brief else None
+    raise typer.Exit(print_report(report, engine, config, again, json_path))
 
 
 def print_report(
-    report: ReplayReport,
-    engine: str,
-    config: Config,
-    command_line: str | None,
-    json_path: Path | None,
+    report: ReplayReport, engine: str, config: Config, again: str | None, json_path: Path | None
 ) -> ExitCode:
-    """Print a report, in a few lines if `command_line` is the command to show with them.
+    """Print a report, in a few lines if `again` is the command to show with them.
 
     Returns the exit code.
     """
     console.write_json(json_path, replay_to_json(report))
-    if command_line is not None:
-        console.print_text(brief_replay(report, engine, command_line), json_path)
+    if again is not None:
+        console.print_text(brief_replay(report, engine, again), json_path)
     else:
         screen = console.make_screen(json_path)
         render_replay(report, screen)
