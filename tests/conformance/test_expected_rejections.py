@@ -279,7 +279,7 @@ UNFIT: dict[str, tuple[tuple[Action, ...], v.Fork, v.RejectCode]] = {
     "under a name in flight": ((v.Submit(A), v.Submit(B), v.Schedule(), v.Abort(("B",))),
         v.Fork("A", "B"),
         v.RejectCode.REQUEST_IN_FLIGHT),
-    "of who waits": ((*SAMPLED, v.Submit(B)), v.Fork("B", "C"), v.RejectCode.BAD_FORK),
+    "of a waiting request": ((*SAMPLED, v.Submit(B)), v.Fork("B", "C"), v.RejectCode.BAD_FORK),
     "of a branch that waits": ((*SAMPLED, v.Fork("A", "B")), v.Fork("B", "C"),
         v.RejectCode.BAD_FORK),
     "of a session": ((v.Submit(replace(A, resumable=True)), v.Schedule(), Answer()), v.Fork("A",

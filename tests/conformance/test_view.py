@@ -84,7 +84,7 @@ def test_blocks_are_followed_by_snapshots_and_by_plans() -> None:
     assert seen[4].cached
     by_plans = make_film(CheckOptions(), hide_state(SpecEngine), PROGRAM)
     assert [it.holders for it in by_plans[:5]] == [it.holders for it in seen[:5]]
-    assert by_plans[5].holders == by_plans[4].holders, "an abort is told by the next plan"
+    assert by_plans[5].holders == by_plans[4].holders, "the next plan names the aborted request"
     assert not any(picture.free for picture in by_plans)
 
 

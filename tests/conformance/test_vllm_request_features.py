@@ -191,7 +191,7 @@ def test_a_session_with_one_token_to_compute_is_padded_past_the_threshold_and_de
     driver.plan()
     driver.commit(0, A=(7,))
     driver.update("A", 3)
-    driver.submit("B", 1, 2)  # the threshold binds nobody who is alone
+    driver.submit("B", 1, 2)  # a single request has no threshold
     assert "threshold" in driver.declines(v.Schedule())
     with pytest.raises(AssertionError):
         driver.plan()

@@ -227,7 +227,7 @@ def test_a_load_that_is_under_way_is_waited_for() -> None:
     run.submit("B", 1)
     assert run.why() == {"A": "store", "B": "next"}
     run.requests["A"] = replace(run.requests["A"], skip_reading_prefix_cache=True)
-    assert run.why() == {"A": "next", "B": "behind"}  # who does not ask waits for no answer
+    assert run.why() == {"A": "next", "B": "behind"}  # A skips the cache, and so the store
     del run.requests["A"]
     run.submit("A", *range(7))
     run.engine.apply(KVOffer("A", 6, is_async=True))
@@ -278,7 +278,7 @@ def test_what_is_loaded_needs_room_as_what_is_computed(
 def test_free_blocks_are_kept_for_running_requests_only() -> None:
     run = Run(replace(CONFIG, num_blocks=7, watermark_blocks=3))
     run.submit("A", 1, 2, 3, 4)
-    assert run.why() == {"A": "next"}, "of six blocks it takes two, and nobody runs"
+    assert run.why() == {"A": "next"}, "A takes two of six blocks, and no request runs"
     run.schedule()
     run.submit("B", 5, 6, 7, 8)
     assert run.why() == {"B": "capacity"}

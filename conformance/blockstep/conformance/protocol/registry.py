@@ -280,7 +280,7 @@ def _describe_import_error(module_name: str, attribute: str, error: BaseExceptio
         for one in extract_tb(error.__traceback__)
         if one.filename not in (__file__, importlib.__file__) and "<frozen" not in one.filename
     ]
-    if imported and not isinstance(error, SyntaxError):  # whose text has its own place
+    if imported and not isinstance(error, SyntaxError):  # its message names file and line
         return f"raised in {imported[-1].filename}, line {imported[-1].lineno}"
     is_there = isinstance(error, AttributeError) and module_name in sys.modules
     return "name a factory in it" if is_there else "is it installed and importable?"
