@@ -2,7 +2,8 @@
 
     make test ARGS='--whole --durations=0 --durations-min=0.2' | python .ci/slow.py > tests/slow.txt
 
-A test function is slow if its cases took half a second or more together.
+A test function is slow if its cases took half a second or more together. The rules of the house
+stay in: a change breaks them more often than anything else, and CI refuses it then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 
 LINE = re.compile(r"^([\d.]+)s (?:call|setup|teardown)\s+(\S+?)(?:\[.*)?$")
 SECONDS = 0.5
+ALWAYS = "tests/test_house.py::"
 
 
 def main() -> int:
@@ -25,7 +27,8 @@ def main() -> int:
     if not seconds:
         print("slow: no times in the input; give pytest --durations=0", file=sys.stderr)
         return 2
-    print("\n".join(sorted(name for name, total in seconds.items() if total >= SECONDS)))
+    slow = {name for name, total in seconds.items() if total >= SECONDS}
+    print("\n".join(sorted(name for name in slow if not name.startswith(ALWAYS))))
     return 0
 
 

@@ -139,8 +139,7 @@ def replay_command(
                 on_progress=lambda now: advance(*describe_progress(now, len(workload))),
                 follows=workload.follows,
             )
-    is_brief = brief and report.finding is not None
-    again = console.format_command_line(context) if is_brief else None
+    again = console.format_command_line(context) if brief and report.finding is not None else None
     raise typer.Exit(print_report(report, engine, config, again, json_path))
 
 
