@@ -51,7 +51,7 @@ docs: $(DEV) ## Build the documentation into docs/_build/html
 	@echo "docs: docs/_build/html/index.html"
 
 screens: $(SCREENS) ## Draw the pages in chromium and leave pictures in docs/_build/screens (apt install chromium)
-	@$(BIN)/python -m pytest --whole -m "soak or not soak" tests/conformance/test_screens.py $(ARGS)
+	@$(BIN)/python -m pytest --whole -m "soak or not soak" tests/conformance/report/test_screens.py $(ARGS)
 
 NEEDING_A_GPU := $(addprefix benchmarks/,attention.py engine.py kernels.py)
 bench: $(DEV) ## Run every benchmark that needs no GPU (the others are parts of `make gpu`)
@@ -89,8 +89,8 @@ vllm: $(VLLM_DONE) ## Hold the scheduler of a vLLM release to it (VLLM=0.19.1; i
 		$(VLLM_BIN)/blockstep check --engine vllm --profile vllm-$(VLLM) $(ARGS)
 
 # `make test` skips these: its environment has no vLLM.
-VLLM_TESTS := $(wildcard tests/conformance/test_vllm_*.py) \
-	$(addprefix tests/,$(addprefix conformance/test_,headlines.py standalone.py) \
+VLLM_TESTS := $(wildcard tests/conformance/engines/adapters/test_vllm*.py) \
+	$(addprefix tests/,conformance/report/test_headlines.py conformance/search/test_standalone.py \
 	$(addprefix impl/serving/test_,sockets.py wire.py))
 vllm-tests: $(VLLM_DONE) ## Run the tests that need a vLLM release (VLLM=0.19.1; installs 3 GB)
 	@PYTHONHASHSEED=0 VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -m pytest -n 2 $(VLLM_TESTS) $(ARGS)

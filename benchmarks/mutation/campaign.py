@@ -49,7 +49,7 @@ class Plan:
     seed: int = 0
     jobs: int = 1
     trials: tuple[str, ...] = ()
-    """Prefixes of trials: `test tests/spec/test_pool.py`, `law pool`, `play host`; none: all."""
+    """Prefixes of trials: `test tests/spec/core`, `law pool`, `play host`; none: all."""
     again: bool = False
     """Whether survivors in the journal are played again, since the tests may have changed."""
     journal: Path | None = None

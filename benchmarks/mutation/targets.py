@@ -48,12 +48,14 @@ class Target:
     has_bugs: bool = False
 
 
+_SPEC_TESTS = tuple(f"tests/spec{folder}" for folder in ("", "/core", "/features", "/releases"))
+
 TARGETS: Mapping[str, Target] = {
     "spec": Target(
         "the specification",
         "spec/blockstep",
         ("spec/",),
-        ("tests/spec",),
+        _SPEC_TESTS,
         {
             "spec/invariants.py": "predicates that the tests ask of states",
             "spec/features/groups/invariants.py": "predicates that the tests ask of states",
@@ -72,7 +74,7 @@ TARGETS: Mapping[str, Target] = {
             *("impl/host/", "impl/tiers/order.py", "impl/rejections.py", "impl/array_plans.py"),
             *("impl/encoder.py", "impl/grammars.py", "impl/chunks.py"),
         ),
-        ("tests/spec", "tests/impl", "tests/impl/host", "tests/impl/tiers"),
+        (*_SPEC_TESTS, "tests/impl", "tests/impl/host", "tests/impl/tiers"),
         {"impl/host/jit.py": "it hands functions to a compiler, and there is none here"},
         _HOST,
     ),
@@ -85,12 +87,16 @@ TARGETS: Mapping[str, Target] = {
             *[f"features/{feature.name}/properties.py" for feature in FEATURES],
         ),
         tuple(
-            f"tests/conformance/test_{name}.py"
-            for name in (
-                *("properties", "property_checks", "voices", "wiring", "worker", "driver"),
-                *("liveness", "compare", "equivalences", "dataplane", "coverage_goals"),
-                *("deviations", "ill_typed"),
-            )
+            f"tests/conformance/{folder}/test_{name}.py"
+            for folder, names in {
+                "judge": (
+                    *("properties", "property_checks", "worker", "worker_complaints"),
+                    *("dataplane", "coverage_goals"),
+                ),
+                "lockstep": ("wiring", "driver", "liveness", "equivalences", "deviations"),
+                "protocol": ("compare", "type_check"),
+            }.items()
+            for name in names
         ),
         {
             "lockstep/score.py": "it counts and finds nothing",

@@ -1,7 +1,7 @@
 """The parts of a step on the device besides scheduler and model: kernels and their reference.
 
-The reference is what runs on a CPU, where `tests/conformance/test_sync_points.py` compares whole
-bursts with what the host's scheduler says.
+The reference is what runs on a CPU. `tests/conformance/engines/test_sync_points.py` compares whole
+bursts with the decisions of the host's scheduler.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A check of `judge.properties` is a function whose docstring explains it. The worker, the client and
 the driver report others where they find them. Each of those needs an entry here, or in the row of a
-feature (`tests/conformance/test_explain.py`).
+feature (`tests/conformance/report/test_explain.py`).
 """
 
 from __future__ import annotations

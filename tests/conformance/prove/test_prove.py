@@ -33,7 +33,7 @@ from blockstep.conformance.prove.runner import (
 )
 from blockstep.conformance.prove.table import laws_page
 
-HOUSE = Path(__file__).resolve().parents[2]
+HOUSE = Path(__file__).resolve().parents[3]
 NEEDS = "needs the extra [symbolic]: python -m pip install -e '.[symbolic]' (make test does it)"
 solver = pytest.mark.skipif(importlib.util.find_spec("crosshair") is None, reason=NEEDS)
 

@@ -31,7 +31,7 @@ from blockstep.conformance.search.watchpoints import WATCHPOINTS
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import PROFILES, QUIRKS
 
-HOUSE = Path(__file__).parents[2]
+HOUSE = Path(__file__).parents[3]
 WING = HOUSE / "conformance" / "blockstep" / "conformance"
 SPEAKERS = (
     *("judge", "lockstep", "protocol", "search", "recorded", "engines", "explore", "bench"),

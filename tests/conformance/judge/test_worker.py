@@ -1,4 +1,7 @@
-"""The worker follows right plans. test_voices.py has a wrong plan or state for each complaint."""
+"""The worker follows right plans.
+
+test_worker_complaints.py has a wrong plan or state for each of its complaints.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwr
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="apt install chromium")
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 SCREENS = DOCS / "_build" / "screens"
 SIZES = ((1280, 900), (390, 844))
 HOSTILE = "</td></pre><script>alert(1)</script><img src=x onerror=alert(1)>&\"'"

@@ -37,7 +37,7 @@ from blockstep.conformance.search.verdict_requirements import read_engine_facts
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, SpecMethod
 
 ADAPTERS = "blockstep.conformance.engines.adapters"
-PAGE = Path(__file__).parents[2] / "docs/explanation/vllm-adapter.md"
+PAGE = Path(__file__).parents[4] / "docs/explanation/vllm-adapter.md"
 pytestmark = quiet
 STORED = get_stored()
 

@@ -35,7 +35,7 @@ from blockstep.conformance.search.check import CheckResult, play_program
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SERVE = ROOT / "tests" / "support" / "process_support" / "serve.py"
 EXAMPLE = ROOT / "docs" / "how-to" / "process-engine.cpp"
 CONFIG = v.Config(num_blocks=6, block_size=2)

@@ -34,7 +34,7 @@ from blockstep.impl.host import HostEngine
 from blockstep.spec import Oracle
 from blockstep.spec import vocabulary as v
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 CONFIG = v.Config(
     num_blocks=30, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64
 )

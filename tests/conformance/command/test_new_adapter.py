@@ -17,7 +17,7 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.episodes import fit_depth, run_episode
 from blockstep.conformance.search.options import CheckOptions
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 TUTORIAL = (DOCS / "tutorial" / "your-engine.md").read_text()
 HOW_TO = (DOCS / "how-to" / "hold-your-engine.md").read_text()
 FENCE = re.compile(r"([^\n]*\n)\n```(\w+)\n(.*?)```", re.S)

@@ -100,7 +100,7 @@ KINDS = (
     *(Transfers, Load, v.KVLoad, v.HeldBlocks, v.DeferredFree, v.KVOffer, Pins, v.Pin),
 )
 """Of which a state is made."""
-HOUSE = Path(__file__).resolve().parents[2]
+HOUSE = Path(__file__).resolve().parents[3]
 RESULTS = HOUSE / "benchmarks" / "results"
 
 

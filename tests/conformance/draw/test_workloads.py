@@ -31,7 +31,7 @@ from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import Submit, event_problem
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 CONFIG = REPLAY_PRESETS[WorkloadFormat.AZURE].config
 
 

@@ -40,7 +40,7 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.options import ExitCode
 from blockstep.spec.vocabulary import Ack, Commit, OutputRow, Outputs
 
-SIDES = ("host", "tests.conformance.test_bench:make_plain_host")
+SIDES = ("host", "tests.conformance.bench.test_bench:make_plain_host")
 QUICK = ("decode", "storm", "drafts", "async")
 """Scenarios that begin at once."""
 
@@ -201,7 +201,7 @@ def test_too_few_that_run_and_what_an_engine_lacks_are_one_sentence() -> None:
     ],
 )
 def test_an_engine_that_breaks_is_reported_in_one_sentence(engine: str, message: str) -> None:
-    name = engine if ":" in engine else f"tests.conformance.test_bench:{engine}"
+    name = engine if ":" in engine else f"tests.conformance.bench.test_bench:{engine}"
     result = bench("profile", "--engine", name, "--scenario", "decode", "-n", 1, "--steps", 4)
     assert result.exit_code == ExitCode.FAILED
     assert message in result.output
@@ -215,7 +215,7 @@ def test_a_storm_preempts_and_a_draft_is_accepted() -> None:
 
 
 def test_sides_that_decide_differently_are_not_compared() -> None:
-    engines = ("host", "tests.conformance.test_bench:make_deaf_host")
+    engines = ("host", "tests.conformance.bench.test_bench:make_deaf_host")
     with pytest.raises(NotEqualError, match="blockstep check"):
         run("storm", engines, 4, steps=600)
 

@@ -271,7 +271,7 @@ MUSEUM = {
     "plan, no blocks": (NO_BLOCKS, (Blockless,)),
     "safety": (EngineTraits(equivalence=Safety()), ()),
 }
-PAGE = (Path(__file__).parents[2] / "docs/explanation/equivalences.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/explanation/equivalences.md").read_text()
 PLAIN = [name for name, entry in EXHIBITS.items() if not (entry.takes or entry.takes_groups)]
 """Those that need nothing but what every run may have."""
 BROUGHT = {

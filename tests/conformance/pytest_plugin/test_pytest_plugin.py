@@ -472,7 +472,7 @@ def test_without_comparison_divergence_is_not_green() -> None:
 
 # Engines that are not exact.
 
-TOYS = Path(__file__).parents[1] / "support"
+TOYS = Path(__file__).parents[2] / "support"
 
 
 def test_an_engine_of_its_own_is_judged_as_far_as_it_can_be(inner: pytest.Pytester) -> None:

@@ -57,7 +57,7 @@ from blockstep.spec.vocabulary import (
 SHORT, BROKEN, HANGING = (
     f"equivalent_engines:{name}" for name in ("ShortSimulator", "Broken", "Hanging")
 )
-PAGE = (Path(__file__).parents[2] / "docs/explanation/equivalences.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/explanation/equivalences.md").read_text()
 Judged = held_to(Spec, EngineTraits(equivalence=Safety()))
 
 

@@ -32,7 +32,7 @@ from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.verdict_requirements import SAFETY_CANARY, run_canary
 from blockstep.spec import vocabulary as v
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 ADAPTER = ROOT / "conformance/blockstep/conformance/engines/adapters/nano_vllm.py"
 CHECKOUT = os.environ.get("BLOCKSTEP_NANO_VLLM")
 needs_nano_vllm = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from blockstep.conformance.command.main import app
 from blockstep.conformance.explore.vectors import read_vectors
 from blockstep.spec import vocabulary as v
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SERVE = ROOT / "tests" / "support" / "process_support" / "serve.py"
 
 

@@ -53,7 +53,7 @@ from blockstep.spec.vocabulary import (
     TokenIds,
 )
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 NAMED = {entry.id for entry in PROPERTIES} | {"P10"}
 """What a finding may name. P10 is about whole runs: the driver speaks of it."""
 QUICK = ("leak-on-abort", "forward-frees")
