@@ -28,7 +28,7 @@ def apply_alike(engine: Taking, other: Taking, event: v.Event) -> v.Observation:
 
 
 def step_alike(engine: Taking, other: Taking, draw: random.Random) -> None:
-    """Let both engines plan a step, and answer it with one token for each row that samples."""
+    """Let both engines plan a step, and commit it with one token for each row that samples."""
     plan = apply_alike(engine, other, v.Schedule())
     assert isinstance(plan, v.Plan)
     rows = draw_rows(plan, engine.snapshot(), draw)
@@ -40,8 +40,10 @@ def step_alike(engine: Taking, other: Taking, draw: random.Random) -> None:
 def draw_rows(
     plan: v.Plan, state: v.Snapshot | None, draw: random.Random
 ) -> tuple[v.RowTokens, ...]:
-    """Return an answer to the newest plan, in the state behind it: one token for each row that
-    samples."""
+    """Return an answer to the newest plan: one token for each row that samples.
+
+    `state`: the state after that plan.
+    """
     assert state is not None
     prefills = {request.request_id for request in state.requests if request.is_prefill_chunk}
     return tuple(

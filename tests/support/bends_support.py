@@ -1,4 +1,4 @@
-"""The bends of play_support.play for tables of cases: given what differs, each returns the bend."""
+"""Bends for tables of cases: each function takes the fields to change and returns a bend."""
 
 from dataclasses import replace
 from typing import Any

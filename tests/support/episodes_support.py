@@ -1,4 +1,4 @@
-"""Episodes of a check, played one after another until one has a finding or what is looked for."""
+"""Episodes of a check, played one after another until one satisfies a condition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockstep.conformance.search.options import CheckOptions
 
 
 class Played:
-    """What episodes came to: their events and situations, and the last episode."""
+    """Totals of episodes: their events, the coverage goals that they reached, the last episode."""
 
     def __init__(self) -> None:
         self.num_events = self.num_episodes = 0
@@ -38,7 +38,7 @@ class Played:
 
     @property
     def sentence(self) -> str:
-        """The sentence of that finding; "" without a finding."""
+        """Return the name of the check of that finding; "" without a finding."""
         return "" if self.first is None else self.first.sentence
 
 

@@ -40,12 +40,12 @@ class Spec(ChangedSpec):
 
     @property
     def config(self) -> v.Config:
-        """Its config."""
+        """Return the config."""
         return self.state.config
 
 
 def take_last_unnamed(rules: Rules, _config: v.Config) -> Rules:
-    """Of two unnamed free blocks it does not matter which is taken: the last one is, here."""
+    """Take the last free block without a key instead of the first."""
 
     def allocate(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[v.BlockId, ...]]:
         taken: tuple[v.BlockId, ...] = ()
@@ -63,14 +63,14 @@ def take_last_unnamed(rules: Rules, _config: v.Config) -> Rules:
 
 
 class OtherOrder(Spec):
-    """Another free order: other ids, the same decisions."""
+    """The specification with another order of free blocks: other ids, the same decisions."""
 
     traits = RENAMED
     change = staticmethod(take_last_unnamed)
 
 
 class OtherIds(Spec):
-    """Block `b`, if not null, is called `num_blocks - b`; the free queue is seen as a set only."""
+    """The specification with block `b` called `num_blocks - b`; its free queue is a set."""
 
     traits = RENAMED
 
@@ -130,10 +130,10 @@ class OtherIds(Spec):
 
 
 class ShowsPart(OtherOrder):
-    """It shows what `show_state` takes, and of its requests what every engine shows."""
+    """The specification; it shows the part of the state that `show_state` needs."""
 
     kept: ClassVar[tuple[str, ...]] = ()
-    """Further fields of a request that it shows."""
+    """Names of the other fields of a request that the engine shows."""
 
     def snapshot(self) -> v.Snapshot:
         seen = super().snapshot()
@@ -160,7 +160,7 @@ class ShowsPart(OtherOrder):
 
 
 class OtherIdsInReports(OtherIds):
-    """Whoever speaks to it of a block calls it as it does."""
+    """The same, with other ids also in the events that name a block."""
 
     def apply(self, event: v.Event) -> Any:
         if not isinstance(event, v.Commit | v.TransfersReported):
@@ -171,7 +171,7 @@ class OtherIdsInReports(OtherIds):
 
 
 class Restless(OtherIds):
-    """Each state alone could be that of `OtherIds`; from the third plan on, ids mean another."""
+    """A defect: ids of blocks change with the third plan; each state alone looks right."""
 
     num_plans = 0
 
@@ -184,7 +184,7 @@ class Restless(OtherIds):
 
 
 class Mute:
-    """It shows no state."""
+    """The specification without a state."""
 
     def snapshot(self) -> Any:
         return None
@@ -194,8 +194,10 @@ class Mute:
 
 
 class Blockless(Mute):
-    """No blocks, no order of rows, and nothing but what runs; so it cannot be told of blocks that
-    were not loaded."""
+    """The specification without blocks and without an order of rows.
+
+    It shows rows only, so it does not take reports of blocks that were not loaded.
+    """
 
     def capabilities(self) -> frozenset[str]:
         return super().capabilities() - {Capability.TRANSFERS, Capability.TIERS}
@@ -224,11 +226,11 @@ class Blockless(Mute):
 
 
 class Silent(Mute, Spec):
-    """The specification, without a state to look at."""
+    """The specification without a state, compared by plans."""
 
 
 class Simulator(Blockless, Spec):
-    """The specification, as a simulator would show it."""
+    """The specification with the outputs of a simulator: no state and no blocks."""
 
     traits = NO_BLOCKS
 
@@ -237,13 +239,13 @@ class Simulator(Blockless, Spec):
 
 
 def leave_last_hit_out(rules: Rules, _config: v.Config) -> Rules:
-    """A hit leaves its last block out."""
+    """The last block of each hit is left out."""
     find = rules[find_published]
     return rules.replacing(find_published, lambda pool, keys: find(pool, keys)[:-1])
 
 
 class HitOneShort:
-    """A hit leaves its last block out."""
+    """The last block of each hit is left out."""
 
     change = staticmethod(leave_last_hit_out)
 
@@ -343,7 +345,7 @@ class MoodyHits:
 
 
 def leave_hits_out_once(rules: Rules, _config: v.Config) -> Rules:
-    """A hit leaves its last block out, and that is remembered."""
+    """The last block of each hit is left out, and `MoodyHits.was_short` records that."""
 
     def find(pool: Pool, keys: Sequence[v.BlockKey]) -> tuple[v.BlockId, ...]:
         found = rules[find_published](pool, keys)
@@ -354,7 +356,7 @@ def leave_hits_out_once(rules: Rules, _config: v.Config) -> Rules:
 
 
 class Moody(Simulator):
-    """Its engines leave the last block of a hit out until one has done so; later ones do not."""
+    """Leaves the last block of hits out, unless an engine made before has done so."""
 
     def __init__(self, config: v.Config) -> None:
         self.change = change_nothing if MoodyHits.was_short else leave_hits_out_once

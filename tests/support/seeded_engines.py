@@ -1,8 +1,8 @@
 """Engines with one defect each, that answer and show their state as any other engine would.
 
 Each is the specification with a wrong rule, and each defect is one that was reported of a real
-engine, or is the plainest one against a property that `safety` asks. What must find it stands
-beside it.
+engine, or is the plainest one against a property that `safety` asks. Each is listed
+with the check that must find it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from otherwise import Unlike
+from other_policies import Unlike
 
 from blockstep.conformance.protocol.changed_spec import ChangedSpec
 from blockstep.spec import vocabulary as v
@@ -59,7 +59,7 @@ def put_reports_aside(rules: Rules, _config: v.Config) -> Rules:
 
 
 class PutsReportsAside(Unlike):
-    """That a store has read blocks is looked at only while a request waits (SGLang #20049)."""
+    """It handles a store's reports of finished reads only while a request waits (SGLang #20049)."""
 
     change = staticmethod(put_reports_aside)
 
@@ -74,7 +74,7 @@ def report_last_hit(rules: Rules, _config: v.Config) -> Rules:
 
 
 class ReportsLastHit(Unlike):
-    """Clients are told the hit of the last admission, not of the first (LMCache #2912)."""
+    """It reports to clients the hit of the last admission, not of the first (LMCache #2912)."""
 
     change = staticmethod(report_last_hit)
 
@@ -120,7 +120,7 @@ def report_no_aborts(rules: Rules, _config: v.Config) -> Rules:
 
 
 class ReportsNoAborts(Unlike):
-    """No plan tells a worker of requests that were aborted."""
+    """It leaves the names of aborted requests out of its plans."""
 
     change = staticmethod(report_no_aborts)
 
@@ -135,7 +135,7 @@ def ignore_failed_grammars(rules: Rules, _config: v.Config) -> Rules:
 
 
 class IgnoresFailedGrammars(Unlike):
-    """A grammar that cannot be had ends nothing."""
+    """A failed grammar does not end its request."""
 
     change = staticmethod(ignore_failed_grammars)
 
@@ -151,7 +151,7 @@ def leave_sessions(rules: Rules, _config: v.Config) -> Rules:
 
 
 class LeavesSessions(Unlike):
-    """A session that rests stays when its client says that no more input comes."""
+    """An idle session stays when its client ends the input."""
 
     change = staticmethod(leave_sessions)
 
@@ -161,7 +161,7 @@ def keep_pins(rules: Rules, _config: v.Config) -> Rules:
 
 
 class KeepsPins(Unlike):
-    """It keeps what it has pinned beyond its time."""
+    """It keeps pinned blocks longer than their time."""
 
     change = staticmethod(keep_pins)
 
@@ -175,7 +175,7 @@ def count_twice(rules: Rules, _config: v.Config) -> Rules:
 
 
 class CountsTwice(Unlike):
-    """A request that was preempted is counted twice."""
+    """It counts each preempted request twice."""
 
     change = staticmethod(count_twice)
 
@@ -190,7 +190,7 @@ def drop_no_hit(rules: Rules, config: v.Config) -> Rules:
 
 
 class DropsNoHit(Unlike):
-    """With a draft head it gives back no block of a hit."""
+    """It does not drop the last block of a hit for a draft head."""
 
     change = staticmethod(drop_no_hit)
 
@@ -213,19 +213,19 @@ def look_not_ahead(rules: Rules, _config: v.Config) -> Rules:
 
 
 class LooksNotAhead(Unlike):
-    """It takes no slots for drafts."""
+    """It allocates no slots for drafts."""
 
     change = staticmethod(look_not_ahead)
 
 
 class Seeded(NamedTuple):
-    """A defect, and the sentence that must find it."""
+    """A defect, and the check that must find it."""
 
     engine: type[ChangedSpec]
     sentence: str
     features: tuple[str, ...] = ()
     if_hidden: str = ""
-    """The sentence where no state is shown; "": nothing can be seen then."""
+    """The check that finds it where no state is shown; "" if it cannot be found then."""
 
 
 SEEDED = (

@@ -1,7 +1,7 @@
-"""Random walks with recurrent groups, and a worker that knows which tokens a state is behind.
+"""Random walks with recurrent groups, and a worker that knows the tokens of each state.
 
-The worker knows no table but what plans have told it. It writes where the words of `mamba`
-say, and each state that a row goes on from must be that of the row's tokens.
+The worker knows only the tables that plans have sent. It writes where the docstrings of `mamba`
+say, and each state that a row starts from must be that of the row's tokens.
 """
 
 from collections.abc import Mapping
@@ -61,21 +61,21 @@ def draw_config(random: Random) -> Config:
 
 @dataclass
 class View:
-    """What the worker knows of one request."""
+    """A request as the worker knows it."""
 
     tables: list[list[v.BlockId]]
     tokens: v.TokenIds
-    """Those whose state it has gone through."""
+    """Tokens whose states the request has computed."""
     known: v.TokenIds
-    """Those, and what it has sampled behind them."""
+    """The same tokens, and those sampled after them."""
     place: int | None = None
-    """How many blocks behind the first that the last row wrote its state lies, and that block."""
+    """The state's block: its index, counted from the first that the last row wrote, and its id."""
     num_accepted: int = 0
 
 
 @dataclass
 class Worker:
-    """Executes plans in their order; of each block, the tokens that the state in it is behind."""
+    """Executes plans in order and keeps, for each block, the tokens that its state has computed."""
 
     config: Config
     behind: dict[v.BlockId, v.TokenIds | None] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Worker:
 
 
 class Walk(GroupsWalk):
-    """A run of drawn events, and a worker that carries it out."""
+    """A run of drawn events, and a worker that executes its plans."""
 
     def __init__(self, seed: int, config: Config | None = None) -> None:
         random = Random(seed)
@@ -170,7 +170,7 @@ class Walk(GroupsWalk):
         return request
 
     def check_plan(self, _before: State, plan: v.Plan) -> None:
-        """A step that could run something runs something."""
+        """Check that a step with work to do plans something."""
         if not self.oracle.state.frames and self.oracle.state.requests:
             assert plan.rows or plan.preempted_req_ids
 
@@ -184,7 +184,7 @@ class Walk(GroupsWalk):
             self.check_published()
 
     def check_published(self) -> None:
-        """Whatever can be found holds what its key says."""
+        """Check that each published block holds the tokens of its key."""
         groups = self.oracle.state.config.groups
         for block_id, key in enumerate(self.oracle.state.pool.block_keys):
             if key is None or groups[key.group].kind is not RECURRENT:

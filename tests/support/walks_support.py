@@ -1,4 +1,4 @@
-"""Random walks with several KV groups: what is drawn, and that everything ends."""
+"""Random walks with several KV groups; in the end each request must have finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockstep.spec.vocabulary import Plan, RequestId, TokenIds
 
 
 class GroupsWalk:
-    """A run of drawn events. Who walks says what a prompt is, and what is checked on the way."""
+    """A run of drawn events. Subclasses define the prompts and the checks on the way."""
 
     def __init__(self, random: Random, config: Config) -> None:
         self.random = random
@@ -21,26 +21,26 @@ class GroupsWalk:
         self.num_hits = self.num_preempted = 0
 
     def draw_prompt(self) -> TokenIds:
-        """One that is like those before it."""
+        """Return a prompt that shares prefixes with earlier ones."""
         return tuple(self.random.choice((0, 0, 0, 1)) for _ in range(self.random.randint(1, 16)))
 
     def check_plan(self, before: State, plan: Plan) -> None:
         """Look at a plan when it is made."""
 
     def carry_out(self, plan: Plan, sampled: Mapping[RequestId, TokenIds]) -> None:
-        """Do what a plan says; `sampled`: drafts accepted and a token, for whoever samples."""
+        """Execute a plan; `sampled`: accepted drafts and a token for each row that samples."""
 
     def check_outputs(self, outputs: Outputs) -> None:
         """Look at what a commit delivers."""
 
     def submit(self, number: int) -> Request | None:
-        """A request that can be served, if the one that is drawn can."""
+        """Draw a request and submit it; return None if it cannot be served."""
         random, prompt = self.random, self.draw_prompt()
         request = Request(f"r{number}", prompt, random.randint(1, 6), priority=random.randint(0, 2))
         return self.submit_if_servable(request)
 
     def submit_if_servable(self, request: Request) -> Request | None:
-        """The request, taken in, or None."""
+        """Submit the request and return it, or None if it cannot be served."""
         if not slots.is_servable(self.oracle.state.config, request, self.oracle.state.rules):
             return None
         self.oracle.submit(request)
@@ -103,7 +103,7 @@ class GroupsWalk:
         self.drain()
 
     def drain(self) -> None:
-        """Whoever was taken in can be served, and then everything is free again."""
+        """Run until each submitted request has finished, and check that all blocks are free."""
         for _ in range(2000):
             if not self.oracle.state.requests:
                 break

@@ -46,12 +46,12 @@ ROW_BEHIND_A_FAILED_LOAD = Program(
 
 
 def make_worker(**fields: Any) -> Worker:
-    """One that has seen nothing; `fields` of its config."""
+    """Return a worker that has executed nothing; `fields`: fields of its config."""
     return Worker(replace(CONFIG, **fields), token_function(3, 50))
 
 
 def cached(request_id: str, computed: int, outputs: int, **fields: Any) -> CachedRow:
-    """A row that runs one token more."""
+    """Return a row with one more token."""
     row = CachedRow(
         request_id=request_id,
         resumed=False,
@@ -91,5 +91,5 @@ def waiting_for_its_token() -> Worker:
 
 
 def summarize(findings: list[Finding]) -> list[tuple[str, str]]:
-    """Property and sentence of each."""
+    """Return the property and the check of each finding."""
     return [(finding.property_id, finding.sentence) for finding in findings]

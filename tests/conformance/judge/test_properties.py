@@ -9,9 +9,18 @@ from functools import cache
 
 import pytest
 from bends_support import in_answer, in_output, in_request, in_row, in_state, in_step
-from play_support import brought, forking, idling, lacking, pinning, telling, tiering, transferring
+from play_support import (
+    disabled_features,
+    forks,
+    kv_events,
+    kv_transfer,
+    pins,
+    request_features,
+    tiers,
+    work_left,
+)
 from play_support.altered import alter_each
-from play_support.grouped import going_on, with_its_token
+from play_support.groups import going_on, with_its_token
 from play_support.play import (
     CONFIG,
     A,
@@ -575,12 +584,12 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("attended_blocks_are_held", with_its_token, giving_back_one_more),
     ("row_has_freed_skipped_blocks", going_on,
      lambda s: changed(s, "A", block_tables=s.old["A"].block_tables)),
-    *brought.EACH_KIND,
-    *telling.EACH_KIND,
-    *transferring.EACH_KIND,
-    *pinning.EACH_KIND,
-    *forking.EACH_KIND,
-    *lacking.EACH_KIND,
+    *request_features.EACH_KIND,
+    *kv_events.EACH_KIND,
+    *kv_transfer.EACH_KIND,
+    *pins.EACH_KIND,
+    *forks.EACH_KIND,
+    *disabled_features.EACH_KIND,
 ]  # fmt: skip
 
 
@@ -621,24 +630,24 @@ STILL: list[tuple[Callable[[], Play], tuple[str, ...]]] = [
     (aborted, ("pause_state", "block_keys", "cached", *FRAMES)),
     (reset_forced, ("pause_state", "frames_in_flight", "next_frame_id", "finished_req_ids")),
     (
-        brought.ENCODER_RESET,
+        request_features.ENCODER_RESET,
         ("pause_state", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests"),
     ),
     (
-        brought.OFFERED,
+        request_features.OFFERED,
         ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests"),
     ),
     (
-        transferring.offered,
+        kv_transfer.offered,
         ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests"),
     ),
-    (transferring.received, ("pause_state", "block_keys", "cached", *FRAMES)),
+    (kv_transfer.received, ("pause_state", "block_keys", "cached", *FRAMES)),
     *[
         (play, ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests"))
-        for play in (pinning.clocked, pinning.estimated_anew)
+        for play in (pins.clocked, pins.estimated_anew)
     ],
     (
-        forking.forked,
+        forks.forked,
         (
             *("pause_state", "encoder", "running", "skipped_waiting", "free_queue", *FRAMES),
             "finished_req_ids",
@@ -686,10 +695,10 @@ def test_every_sentence_has_a_wrong_step_of_each_kind_of_event() -> None:
         step = bend(stage(scene).step)
         is_refused = isinstance(step.observation, Rejected)
         tried.add((sentence, Rejected if is_refused else type(step.event)))
-    alone = brought.ALONE + transferring.ALONE + pinning.ALONE + forking.ALONE
-    alone += tiering.ALONE + lacking.ALONE
+    alone = request_features.ALONE + kv_transfer.ALONE + pins.ALONE + forks.ALONE
+    alone += tiers.ALONE + disabled_features.ALONE
     tried |= {(name, type(stage(scene).step.event)) for name, scene, _, _ in alone}
-    tried |= {(name, kind) for name in idling.NAMES for kind in EVENT_TYPES}  # test_work.py
+    tried |= {(name, kind) for name in work_left.NAMES for kind in EVENT_TYPES}  # test_work.py
     owed = {(name, kind) for name, each in CHECKS.items() for kind in each.kinds}
     unsaid = (StreamingUpdate, GrammarFailed, GrammarBitmask)
     assert tried >= {(name, kind) for name, kind in owed if kind not in unsaid}
@@ -747,7 +756,7 @@ def test_two_that_preempt_each_other_by_turns_make_no_progress(
 
 def test_the_end_of_a_load_is_progress_once_for_each_length_of_its_request() -> None:
     """A store whose loads all fail brings nobody on, nor does one whose request loses them."""
-    play = transferring.offered().do(Schedule())
+    play = kv_transfer.offered().do(Schedule())
     first = play.history.num_progress
     for _ in range(3):
         block = play.step.plan.kv_loads[0].block_ids[0][0]
@@ -761,7 +770,7 @@ def test_the_end_of_a_load_is_progress_once_for_each_length_of_its_request() -> 
 
 
 def test_a_read_of_a_store_is_progress_with_its_end() -> None:
-    play = transferring.held().do(Schedule())
+    play = kv_transfer.held().do(Schedule())
     before = play.history.num_progress
     play.do(
         TransfersReported(KVTransfers(finished_sending=("B",))), TransfersReported(NO_TRANSFERS)

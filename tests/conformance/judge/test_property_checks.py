@@ -14,8 +14,17 @@ from typing import Any
 
 import pytest
 from bends_support import in_answer, in_output, in_request, in_row, in_state, in_step
-from play_support import brought, forking, idling, lacking, pinning, telling, tiering, transferring
-from play_support.grouped import FULL, WINDOW, attending_as, going_on
+from play_support import (
+    disabled_features,
+    forks,
+    kv_events,
+    kv_transfer,
+    pins,
+    request_features,
+    tiers,
+    work_left,
+)
+from play_support.groups import FULL, WINDOW, attending_as, going_on
 from play_support.plants import Changeable, answering, becoming, going_by
 from play_support.play import (
     CONFIG,
@@ -442,14 +451,14 @@ EXTERNAL: Case = (
     lambda s: first_output(s, num_external_tokens=2),
 )
 ALONE: list[Case] = [
-    *brought.ALONE,
-    *telling.ALONE,
-    *transferring.ALONE,
-    *pinning.ALONE,
-    *forking.ALONE,
-    *tiering.ALONE,
-    *lacking.ALONE,
-    *idling.ALONE,
+    *request_features.ALONE,
+    *kv_events.ALONE,
+    *kv_transfer.ALONE,
+    *pins.ALONE,
+    *forks.ALONE,
+    *tiers.ALONE,
+    *disabled_features.ALONE,
+    *work_left.ALONE,
     *AT_EITHER,
     GIVEN_UP,
     ("row_has_freed_skipped_blocks",
@@ -598,7 +607,7 @@ def test_a_sentence_speaks_alone(case: Case) -> None:
     assert play(case) == [case[0]]
 
 
-BROUGHT = brought.OF_MASKS + brought.OF_ITEMS
+BROUGHT = request_features.OF_MASKS + request_features.OF_ITEMS
 
 
 @pytest.mark.parametrize("case", BROUGHT, ids=[case[0] for case in BROUGHT])
@@ -793,7 +802,7 @@ OF_ANSWERS_AS_OF_STEPS = (
 )
 """What shows these alone does so, too, where nothing is compared."""
 OF_ANSWERS: list[Case] = [
-    *brought.OF_ANSWERS,
+    *request_features.OF_ANSWERS,
     ("rejected_event_changes_nothing", refused_with_a_cache, losing_a_key, same),
     ("stale_or_wrong_event_is_rejected", answered_out_of_turn, nothing,
      in_step(observation=Outputs((OutputRow("A", (1,)),)))),
@@ -833,7 +842,7 @@ OF_ANSWERS_ALONE: list[Case] = [
     ("row_is_of_an_unfinished_request", aborted_while_it_waited, nothing, of_one_that_ended),
     ("plan_stays_within_max_num_seqs", one_at_a_time, going_by(max_num_seqs=2), same),
     ("worker_keeps_at_most_max_num_seqs_requests", one_runs, giving_its_slot_away, same),
-    ("end_of_input_finishes_an_idle_session", brought.ended_at_rest, nothing,
+    ("end_of_input_finishes_an_idle_session", request_features.ended_at_rest, nothing,
      in_step(observation=Aborted())),
 ]  # fmt: skip
 """They speak alone where the state is hidden: a worker with slots, or a state, sees more."""

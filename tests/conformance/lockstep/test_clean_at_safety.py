@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 from foreign_support.toys import AbortingToy
-from lacking_support import make_lacking
+from missing_capabilities import make_lacking
 
 from blockstep.conformance.engine import (
     ALL_CAPABILITIES,

@@ -12,7 +12,7 @@ from itertools import combinations
 
 import pytest
 from episodes_support import play_episodes
-from lacking_support import make_lacking
+from missing_capabilities import make_lacking
 
 from blockstep.conformance.engine import (
     ALL_CAPABILITIES,

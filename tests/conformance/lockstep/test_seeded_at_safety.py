@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import pytest
-from lacking_support import make_lacking
-from otherwise import SAFETY, UNLIKE, Unlike
+from missing_capabilities import make_lacking
+from other_policies import SAFETY, UNLIKE, Unlike
 from seeded_engines import SEEDED, PutsReportsAside, ReportsLastHit, Seeded
 
 from blockstep.conformance.engine import Capability, EngineFactory

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lacking_support import make_lacking
+from missing_capabilities import make_lacking
 
 from blockstep.conformance.engine import (
     ALL_CAPABILITIES,

@@ -1,1 +1,1 @@
-"""Tiny models for tests of the model engine, and what transformers makes of them."""
+"""Tiny models for tests of the model engine, and the tokens that transformers generates."""

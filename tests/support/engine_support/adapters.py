@@ -37,17 +37,17 @@ class Adapter:
     modules: str
     config: dict[str, Any] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
-    """Of modules whose rank is not the common one."""
+    """Ranks of the modules that do not have the common one."""
     alphas: dict[str, float] = field(default_factory=dict)
 
     def get_scale(self, name: str, rank: int) -> float:
-        """By which the product is multiplied."""
+        """Return the scale of the adapter's product in a module."""
         config = {**WRITTEN, **self.config}
         alpha = self.alphas.get(name, config["lora_alpha"])
         return float(alpha / (math.sqrt(rank) if config["use_rslora"] else rank))
 
     def make_factors(self, model: Any) -> dict[str, tuple[Any, Any, float]]:
-        """By module: A, B and the scale."""
+        """Return A, B and the scale of each module."""
         draw = torch.Generator().manual_seed(self.seed)
         made = {}
         for name, module in model.named_modules():
@@ -75,7 +75,7 @@ class Adapter:
 
     @contextmanager
     def merged(self, model: Any) -> Iterator[Any]:
-        """A copy of the model that says by itself what it says with the adapter."""
+        """Return a copy of the model with the adapter merged into its weights."""
         whole = copy.deepcopy(model)
         with torch.no_grad():
             for name, (down, up, scale) in self.make_factors(model).items():
@@ -104,4 +104,4 @@ ADAPTERS = {
         {"model.layers.1.mlp.up_proj": 5, "model.layers.1.self_attn.o_proj": 7.5},
     ),
 }
-"""Different modules, ranks and scales."""
+"""Adapters with different modules, ranks and scales."""

@@ -98,7 +98,7 @@ def save_perturbed(model: Any, folder: Path, std: float = 0.02) -> Path:
 
 
 def save_tokenizer(folder: Path) -> Tokenizer:
-    """Write a tokenizer with one token per byte beside a model of 260 tokens."""
+    """Write a tokenizer with one token per byte, for a model of 260 tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<bos>": 0, "<eos>": 1, "<a>": 2, "<b>": 3}
     vocab |= {letter: number for number, letter in enumerate(alphabet, 4)}
@@ -132,14 +132,14 @@ def make_llama_tokenizer() -> Tokenizer:
 
 @dataclass(frozen=True)
 class Expected:
-    """What transformers generates greedily."""
+    """Greedy outputs of transformers."""
 
     token_ids: list[tuple[int, ...]]
     """Per prompt, up to and with the end-of-sequence token."""
     logits: Any
     """[num_prompts, max_tokens, vocab_size]; after the end they mean nothing."""
     margin: float
-    """The least distance between the best and the second logit of a token that counts."""
+    """The smallest difference between the two highest logits of a token before the end."""
 
 
 def generate(model: Any, prompts: list[list[int]], max_tokens: int) -> Expected:
@@ -167,7 +167,7 @@ def generate(model: Any, prompts: list[list[int]], max_tokens: int) -> Expected:
 
 
 def make_prompts() -> list[list[int]]:
-    """Half of them begin with 16 or 33 tokens of one text; 1 to 19 tokens of their own follow."""
+    """Return prompts; half of them share their first 16 or 33 tokens, and 1 to 19 others follow."""
     draw = random.Random(3)
     shared = [draw.randrange(2, VOCAB_SIZE) for _ in range(40)]
     return [
@@ -179,7 +179,7 @@ def make_prompts() -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A tiny model on disk, beside a worse one that can draft for it."""
+    """A tiny model on disk, and a noisy copy that can draft for it."""
 
     family: str
     model: Any

@@ -1,9 +1,9 @@
-"""A process that computes prompts into a store, stops in the middle, and goes on when it is told.
+"""A process that computes prompts into a store, and waits for a line in the middle.
 
 python -m engine_support.producer FOLDER SOCKET < lines
 <- prompts        as JSON
--> announced      all of them are
--> half           so many of them are saved; now it waits for a line
+-> announced      all prompts are announced
+-> half           half of the prompts are saved; the process waits for a line
 -> all
 """
 

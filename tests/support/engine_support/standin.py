@@ -1,16 +1,16 @@
-"""A GPU that is not there: the memory of the CPU, used by the rules of a CUDA device.
+"""A stand-in for a GPU: the memory of the CPU, used by the rules of a CUDA device.
 
-Code for `device="cuda"` runs on it, kernels interpreted, and three things are seen that only a GPU
-would show otherwise:
+Code for `device="cuda"` runs on it, with interpreted kernels. It shows four things that otherwise
+only a GPU shows:
 
-- whenever the host waits: it reads a number, asks for a size that depends on numbers, copies from
-  or to memory that is not pinned, or waits for an event. Between the ends of a capture that raises,
-  as CUDA does;
-- copies into pinned memory: it holds garbage until the host has waited for an event behind them;
-- tensors of host and device that meet in one operation;
-- graphs: a capture records, and leaves nothing but garbage in what it made; a replay runs what was
-  recorded, on the memory that it was recorded with. What another thread does with the device
-  meanwhile invalidates a capture in the mode "global".
+- each wait of the host: it reads a number, asks for a size that depends on numbers, copies from or
+  to memory that is not pinned, or waits for an event. During a capture a wait raises, as in CUDA;
+- copies into pinned memory: the memory holds garbage until the host has waited for an event that
+  was recorded after the copy;
+- operations on tensors of host and device together;
+- graphs: a capture records launches and leaves garbage in the tensors that it made; a replay runs
+  the recorded launches on the same memory. In the mode "global" a call of another thread to the
+  device invalidates the capture.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ READS = {
     "item", "tolist", "nonzero", "argwhere", "masked_select", "unique", "equal",
     "allclose", "bincount", "__bool__", "__int__", "__float__", "__index__",
 }  # fmt: skip
-"""What cannot be answered before the device has come so far."""
+"""Functions whose result the host has to wait for."""
 GARBAGE = -77
 SHARED_BYTES = 227 * 1024
 """Shared memory of a program, as on an H100."""
 PROCESSORS = 3
-"""Of the device: few, for attention has as many programs, interpreted one after the other."""
+"""Multiprocessors of the device: few, since attention launches that many programs in a loop."""
 
 
 class GpuTensor(torch.Tensor):  # type: ignore[misc]
-    """Says that it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     is_cuda = True
     device = torch.device("cuda", 0)
@@ -49,13 +49,13 @@ class GpuTensor(torch.Tensor):  # type: ignore[misc]
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What the mode `GPU` does not see: calls of other threads, for modes are of a thread."""
+        """Note calls of other threads: the mode `GPU` sees those of its own thread only."""
         GPU.now.note_call_of_another_thread()
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
 class PinnedTensor(torch.Tensor):  # type: ignore[misc]
-    """Memory of the host that a device copies from and to by itself."""
+    """Pinned memory of the host, which the device copies from and to asynchronously."""
 
 
 class Event:
@@ -65,11 +65,11 @@ class Event:
         self._copies: list[Callable[[], object]] = []
 
     def record(self) -> None:
-        """Behind all copies to the host so far."""
+        """Record the event after all copies to the host so far."""
         self._copies = list(GPU.now.copies)
 
     def synchronize(self) -> None:
-        """Wait, and bring the copies home."""
+        """Wait, and carry out the copies."""
         GPU.now.wait("synchronize")
         GPU.now.events.append("wait")
         with torch._C.DisableTorchFunction():
@@ -136,14 +136,14 @@ class GPU(TorchFunctionMode):  # type: ignore[misc]
     events: list[str] = field(default_factory=list)
     """Launches, captures, replays and waits for events, in order."""
     waits: list[str] = field(default_factory=list)
-    """What made the host wait."""
+    """Functions that made the host wait, in order."""
     copies: list[Callable[[], object]] = field(default_factory=list)
-    """To the host, which no event was waited for."""
+    """Copies to the host that no event has been waited for."""
     capturing: Graph | None = None
     stream: Stream = field(default_factory=Stream)
     """The current one."""
     capture_error_mode: str = "global"
-    """Of the capture under way."""
+    """Mode of the capture in progress."""
     is_invalidated: bool = False
     """Whether another thread has spoilt the capture under way."""
     thread: int = field(default_factory=threading.get_ident)
@@ -276,7 +276,7 @@ def takes_home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def flatten(value: object) -> Iterator[Any]:
-    """What is in tuples, lists and dicts, whatever their depth."""
+    """Yield the values in nested tuples, lists and dicts."""
     if isinstance(value, tuple | list):
         for one in value:
             yield from flatten(one)
@@ -312,7 +312,7 @@ def as_plain(value: Any) -> Any:
 
 
 def storage(tensor: Any) -> int:
-    """Where its memory begins."""
+    """Return the address at which the memory of a tensor begins."""
     with torch._C.DisableTorchFunction():
         return int(tensor.untyped_storage().data_ptr())
 

@@ -1,4 +1,4 @@
-"""Storms: ways of running that must not change a single token, and what each must have reached."""
+"""Storms: settings that must not change a token, and the events that each run must reach."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from blockstep.spec.vocabulary import SpecMethod, Stats
 
 NUM_BLOCKS_MIN = 18
-"""Of 4 tokens each: the longest request (50 + 15 tokens computed, 3 drafts) just fits."""
+"""Blocks of 4 tokens: the longest request (50 + 15 tokens computed, 3 drafts) just fits."""
 SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": NUM_BLOCKS_MIN, "max_model_len": 84}
 NGRAM: dict[str, Any] = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 3}
 DRAFT: dict[str, Any] = {
@@ -21,20 +21,20 @@ ASYNC: dict[str, Any] = {"max_frames_in_flight": 2}
 
 @dataclass(frozen=True)
 class Storm:
-    """Settings, and the situations without which the run would prove nothing."""
+    """Settings of a run, and the events without which the run would prove nothing."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     reaches: tuple[str, ...] = ()
 
     windows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What differs for families with windows, where each KV group has blocks of its own."""
+    """Settings of families with windows, where each KV group has its own blocks."""
 
     def get_settings(self, family: str) -> dict[str, Any]:
         """Settings for a family. A small pool is the smallest one that serves every prompt."""
         return {**self.settings, **self.windows.get(family, {})}
 
     def get_missing(self, stats: Stats) -> list[str]:
-        """Situations that were not reached."""
+        """Return the events that the run did not reach."""
         reached = {
             "hit": stats.prefix_cache_hits > 0,
             "preemption": stats.preemptions > 10,
@@ -45,12 +45,12 @@ class Storm:
 
 
 def blocks(qwen2: int, mistral: int, **more: Any) -> dict[str, dict[str, Any]]:
-    """The smallest pools: of a full table beside a window's, and of a window's alone."""
+    """Return the smallest pools: for a full group and a window, and for windows alone."""
     return {"qwen2": {"num_blocks": qwen2}, "mistral": {"num_blocks": mistral, **more}}
 
 
 OPEN: dict[str, Any] = {"scheduler_reserve_full_isl": False}
-"""Who is let in only with room for all that its windows may hold is rarely preempted."""
+"""Admission reserves all blocks of a window otherwise, and preemptions are rare."""
 
 STORMS = {
     "plain": Storm({}, ("hit",)),

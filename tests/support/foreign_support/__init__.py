@@ -1,1 +1,1 @@
-"""Engines that decide otherwise than the specification, for the tools to be tried on."""
+"""Engines whose decisions differ from the specification's, as targets for the tools."""

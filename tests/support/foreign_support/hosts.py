@@ -23,28 +23,28 @@ from blockstep.spec.releases.quirk import Change
 
 
 class AtSafety(HostEngine):
-    """Judged by properties alone."""
+    """The host engine, held to properties alone."""
 
     traits = EngineTraits(equivalence=Safety())
 
 
 class AtRenamed(HostEngine):
-    """Compared up to the ids of blocks."""
+    """The host engine, compared up to the ids of blocks."""
 
     traits = EngineTraits(equivalence=Renamed())
 
 
 class AtPlan(HostEngine):
-    """Compared by its plans."""
+    """The host engine, compared by its plans."""
 
     traits = EngineTraits(equivalence=SamePlans(shows_blocks=True))
 
 
 def drop_in_flight(rules: Rules, _config: v.Config) -> Rules:
-    """What frames in flight sample for a preempted request is dropped, and it runs again.
+    """Drop the tokens in flight of a preempted request; their positions run again.
 
     A request that runs alone is not preempted before its tokens are known: it would drop them each
-    time that it comes to the end of the pool, for ever.
+    time that the pool is exhausted, and never finish.
     """
 
     def preempt(step: Step, victim_index: int) -> v.RequestId:
@@ -66,26 +66,26 @@ def drop_in_flight(rules: Rules, _config: v.Config) -> Rules:
 
 
 class DropsInFlight(ChangedSpec):
-    """It drops what frames in flight sample for a request that it preempts, and runs it again."""
+    """An engine that drops the tokens in flight of a preempted request and runs it again."""
 
     traits = EngineTraits(equivalence=Safety(), drops_tokens_in_flight=True)
     change: Change = staticmethod(drop_in_flight)
 
 
 class DropsAndDoesNotDeclare(DropsInFlight):
-    """It keeps the tokens of no preempted request, and its traits do not say so."""
+    """The same, with traits that do not declare it."""
 
     traits = EngineTraits(equivalence=Safety())
 
 
 class DeclaresAndDoesNotDrop(HostEngine):
-    """It delivers the tokens of preempted requests, and its traits say that it drops them."""
+    """It delivers the tokens of preempted requests, and its traits declare that it drops them."""
 
     traits = DropsInFlight.traits
 
 
 def drop_for_good(rules: Rules, config: v.Config) -> Rules:
-    """A dropped token is known, and not delivered, as soon as its frame is committed."""
+    """Keep a dropped token with the commit of its frame, and do not deliver it."""
 
     def commit(
         state: State, frame: Frame, sampled: Mapping[v.RequestId, v.TokenIds]
@@ -107,7 +107,6 @@ def drop_for_good(rules: Rules, config: v.Config) -> Rules:
 
 
 class DropsForGood(DropsInFlight):
-    """A defect: a dropped token is never delivered, and its position does not run again: the
-    request goes on behind it."""
+    """A defect: a dropped token is never delivered, and its position does not run again."""
 
     change: Change = staticmethod(drop_for_good)

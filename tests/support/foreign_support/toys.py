@@ -1,6 +1,6 @@
 """Toys: a small scheduler of its own kind, held to `safety`; one takes aborts, one does not.
 
-First come, first served, without caching and preemption: who is admitted holds all blocks that it
+It is FCFS, without caching and preemption: an admitted request holds all blocks that it
 will ever need.
 """
 
@@ -22,7 +22,7 @@ from blockstep.spec import vocabulary as v
 
 
 def fit_config(config: v.Config) -> v.Config:
-    """Sizes, and no switches."""
+    """Return a config with the sizes of this one and no features."""
     return v.Config(
         num_blocks=config.num_blocks,
         block_size=config.block_size,
@@ -34,12 +34,12 @@ def fit_config(config: v.Config) -> v.Config:
 
 
 def fit_request(request: v.Request, _config: v.Config) -> v.Request:
-    """A prompt and a length."""
+    """Return a request with the prompt and the length of this one only."""
     return v.Request(request.request_id, request.prompt_token_ids, request.max_tokens)
 
 
 UNSEEN = frozenset({"preempted", "preempted_then_resumed", "resumed_with_outputs"})
-"""Nobody is preempted."""
+"""Coverage goals that the toys cannot reach, since they preempt no request."""
 
 
 @dataclass(eq=False)
@@ -54,13 +54,13 @@ class Life:
 
 @dataclass
 class PlainToy:
-    """No aborts, and it shows no state."""
+    """The toy scheduler; it takes no aborts and shows no state."""
 
     config: v.Config
     waiting: list[Life] = field(default_factory=list)
     running: list[Life] = field(default_factory=list)
     last: list[Life] = field(default_factory=list)
-    """Who is in the last plan."""
+    """Requests of the last plan."""
     is_in_flight: bool = False
     ended: list[v.RequestId] = field(default_factory=list)
     num_plans: int = 0
@@ -146,7 +146,7 @@ class PlainToy:
 
 
 class AbortingToy(PlainToy):
-    """Takes aborts, and shows its state."""
+    """The toy with aborts and a state."""
 
     def capabilities(self) -> frozenset[str]:
         return frozenset({Capability.SNAPSHOT, Capability.ABORT})
@@ -190,14 +190,14 @@ class AbortingToy(PlainToy):
 
 
 class UnannouncedToy(AbortingToy):
-    """It shows its state, and does not name the capability."""
+    """The same, without the capability that says it shows its state."""
 
     def capabilities(self) -> frozenset[str]:
         return frozenset({Capability.ABORT})
 
 
 class AnswersTwice(AbortingToy):
-    """Answers somebody who was aborted in flight once more, and says so."""
+    """It answers a request once more that was aborted in flight, and declares it."""
 
     traits = EngineTraits(
         equivalence=Safety(fit_config, fit_request),
@@ -205,7 +205,7 @@ class AnswersTwice(AbortingToy):
         deviations=(
             Deviation(
                 "late_reply",
-                "who is aborted in flight is answered once more",
+                "a request that is aborted in flight is answered once more",
                 Program(
                     fit_config(v.Config(9, 4)),
                     (v.Submit(v.Request("A", (0,))), v.Schedule(), v.Abort(("A",)), Drain()),
@@ -222,7 +222,7 @@ class AnswersTwice(AbortingToy):
 
 
 class SmallToy(PlainToy):
-    """Cannot be built with more than a few blocks, and does not say so beforehand."""
+    """It raises for more than a few blocks, and `fit_config` does not limit them."""
 
     def __post_init__(self) -> None:
         if self.config.num_blocks > 40:
@@ -263,7 +263,7 @@ class SharingToy(AbortingToy):
         life.blocks = other.blocks[:count] + life.blocks[count:]
 
     def count_shared(self, life: Life, other: Life) -> int:
-        """Leading blocks that the prompts of both fill with the same tokens."""
+        """Return the number of leading blocks that both prompts fill with the same tokens."""
         size, count = self.config.block_size, 0
         mine, others = life.request.prompt_token_ids, other.request.prompt_token_ids
         while count < min(len(mine), len(others)) // size:
@@ -299,7 +299,7 @@ class SharesMoreThanIsEqual(SharingToy):
 
 
 class SharesThePartialBlock(SharingToy):
-    """A defect: the last block is shared as well, in which both write what they sample."""
+    """A defect: the last block, to which both write their sampled tokens, is shared as well."""
 
     def count_shared(self, life: Life, other: Life) -> int:
         is_same = life.request.prompt_token_ids == other.request.prompt_token_ids

@@ -1,1 +1,1 @@
-"""What the tests of the kernels share: oracles, sanitizers and the compiler without a GPU."""
+"""Support for tests of kernels: oracles, sanitizers and the compiler without a GPU."""

@@ -38,13 +38,13 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the assembler says of one kernel."""
+    """The resources of a compiled kernel, as the assembler reports them."""
 
     call: str
     kernel: str
     registers: int
     stack: int
-    """Bytes of stack: where registers are spilled to."""
+    """Bytes of stack, to which registers are spilled."""
     shared: int
     """Bytes of shared memory."""
     seconds: float
@@ -87,7 +87,7 @@ def record(modules: list[ModuleType], call: Callable[[], object]) -> list[Any]:
 def specialise(
     kernel: Any, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
-    """Types, constants and hints of a launch: where one of them differs, it is compiled anew."""
+    """Return types, constants and hints of a launch: another one means another compilation."""
     values = {**dict(zip(kernel.arg_names, args, strict=False)), **named}
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -173,7 +173,7 @@ RULES: list[dict[str, Any]] = [{}, {"sliding_window": 64}, {"soft_cap": 30.0}, B
 
 
 def list_attention(*, every: bool) -> Iterator[Call]:
-    """By default one head size for each that tilings differ by; else all, and all groups."""
+    """Return the cases: one head size per tiling by default, else all sizes and groups."""
     from blockstep.kernels.arguments import HEAD_SIZES
 
     if every:
@@ -196,7 +196,7 @@ def list_attention(*, every: bool) -> Iterator[Call]:
 def attention_calls(
     dtypes: list[Any], sizes: list[int], groups: list[int], rules: list[Any], kinds: list[str]
 ) -> Iterator[Call]:
-    """The product of what is given."""
+    """Return the calls of attention for all combinations of these values."""
     from blockstep.kernels import paged_attention
 
     for (dtype, cache), size, group, rule, kind in product(dtypes, sizes, groups, rules, kinds):
@@ -330,7 +330,7 @@ def list_layers(*, every: bool) -> Iterator[Call]:
 
 
 def list_bursts(*, every: bool) -> Iterator[Call]:
-    """What a step of a burst launches besides the scheduler, the model and sampling."""
+    """Return the launches of a burst's step other than scheduler, model and sampling."""
     from engine_support.bursts import draw_memory
 
     for frames, groups in ((1, 1), (2, 1), (2, 3)):
@@ -354,7 +354,7 @@ LISTS = {
 
 
 def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
-    """What the calls launch, each with the name of its call."""
+    """Return the launches of the calls, each with the name of its call."""
     from blockstep.kernels import dispatch, use_backend
     from blockstep.kernels import attention_triton, blocks_triton, cache_triton  # isort: skip
     from blockstep.kernels import rejection_triton, step_triton  # isort: skip
@@ -376,7 +376,7 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
 
 
 def list_steps() -> Iterator[Call]:
-    """One decode step after the other, of more and longer sequences, with another one's sizes."""
+    """Yield the sizes of successive decode steps with more and longer sequences."""
     from engine_support.bursts import draw_memory
 
     from blockstep.kernels import (
@@ -460,7 +460,7 @@ def list_layers_of_step(
 
 
 def count_variants() -> dict[str, int]:
-    """How often each kernel would be compiled in the course of these steps."""
+    """Return the number of compilations of each kernel in these steps."""
     found: dict[str, set[str]] = {}
     for _, kernel, args, named in record_all(list_steps()):
         name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"

@@ -29,7 +29,7 @@ CONFIGS: Final = {
         num_blocks=40, block_size=4, max_num_seqs=8, max_model_len=48, enable_prefix_caching=False
     ),
 }
-"""What is compiled, by name."""
+"""Kernels that are compiled, by name."""
 CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "max_num_seqs": (1, 64, 100, 256, 1_000, 4_096),
     "block_size": (1, 16, 48, 256),
@@ -50,7 +50,7 @@ FRAMES: Final[tuple[Mapping[str, Any], ...]] = (
 
 
 def list_kinds() -> list[Config]:
-    """A config for each combination of what kernels tell apart."""
+    """Return a config for each combination of the values that kernels depend on."""
     fields = [dict(zip(CHOICES, values, strict=True)) for values in product(*CHOICES.values())]
     return [
         Config(

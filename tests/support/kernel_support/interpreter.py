@@ -1,6 +1,6 @@
 """Triton's interpreter made two to four times faster, and quiet.
 
-It patches `triton.language` anew on every call of a helper, checks every integer for overflow, and
+Unchanged it patches `triton.language` on every call of a helper, checks integers for overflow, and
 makes a Python index in a way that numpy warns of. None of that is public; the versions that this
 was tried with are those that pyproject.toml allows.
 """
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class _Patched:
-    """What the interpreter would undo after a call, if it had patched anything."""
+    """Stands in for the interpreter's scope of patches, which it undoes after a call."""
 
     def restore(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing."""
 
 
 def speed_up() -> None:

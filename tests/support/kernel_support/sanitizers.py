@@ -1,4 +1,4 @@
-"""What the interpreter lets pass and a GPU does not: addresses out of bounds, and missing order.
+"""Sanitizers of interpreted kernels: addresses out of bounds, and missing synchronization.
 
 The interpreter runs programs one after the other and each on one thread, and reads whatever memory
 an address points to. Here every load and store of interpreted kernels is looked at.
@@ -23,24 +23,24 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Access:
-    """Who touched an address last, and where in the source."""
+    """The last access of an address, and its line in the source."""
 
     program: tuple[int, int, int]
     since: int
     """Number of barriers before it, over all programs."""
     pointers: int | None
-    """What identifies a vector of pointers; None for a scalar."""
+    """Identifies a vector of pointers; None for a scalar."""
     line: str
 
 
 @dataclass
 class Order:
-    """What programs know of each other through atomics, in the course of a launch."""
+    """The order between programs that atomics establish during a launch."""
 
     known: dict[tuple[int, int, int], dict[tuple[int, int, int], int]] = field(default_factory=dict)
-    """By program: of other programs, the number of barriers before their last known release."""
+    """Per program, the number of barriers before the last known release of each other program."""
     released: dict[int, dict[tuple[int, int, int], int]] = field(default_factory=dict)
-    """By address of an atomic: the same."""
+    """The same for each address of an atomic."""
 
     def pass_on(self, now: Access, address: int) -> None:
         """An atomic operation that acquires and releases."""
@@ -60,10 +60,10 @@ class Order:
 
 @dataclass
 class Sanitizer:
-    """Of one launch at a time: what each load and store touched."""
+    """Logs the addresses of each load and store of a launch, and finds errors in them."""
 
     findings: list[str] = field(default_factory=list)
-    """Each once: `KIND line before -> line after`."""
+    """Findings, each once: `KIND line before -> line after`."""
     tensors: list[Any] = field(default_factory=list)
     """Arguments of the launch."""
     allowed: list[Any] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Sanitizer:
     program: tuple[int, int, int] = (0, 0, 0)
     barriers: int = 0
     log: list[tuple[Access, str, Any]] = field(default_factory=list)
-    """Of the launch: each access, its kind (`load`, `store`, `atomic` or
+    """Accesses of the launch: the access, its kind (`load`, `store`, `atomic` or
     `relaxed`), and its addresses."""
 
     def start_program(self, *index: int) -> None:

@@ -14,12 +14,12 @@ class Planted:
 
     name: str
     plant: Callable[..., Any]
-    """Plants it."""
+    """Changes the engine."""
     pattern: str
-    """A pattern that a headline matches which names the cause: written from the wrong decision, not
-    from what is printed."""
+    """A pattern of headlines that name the cause: written from the wrong decision, not from what is
+    printed."""
     features: tuple[str, ...] = ()
-    """What the check is asked to draw."""
+    """Features that the check must draw."""
     unseen: str = ""
     """Why no check of the release can meet it, so that no headline is measured; "" if one can."""
 

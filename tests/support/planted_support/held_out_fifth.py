@@ -1,6 +1,6 @@
 """A fifth held-out set: twenty more wrong decisions in an installed vLLM.
 
-As in `held_out_later`, decisions, sentences and patterns were written and committed before any of
+As in `held_out_later`, decisions, docstrings and patterns were written and committed before any of
 them was run against Blockstep. Each docstring says which decision is wrong. A pattern matches what
 must be read in the first line of a report for the cause to be named.
 """
@@ -69,7 +69,7 @@ def last_seat_is_kept_free(scheduler: Any) -> None:
 @planted("P9 (running|plan)_stays_within_max_loras", "adapters")
 def adapters_admitted_together_are_not_counted(scheduler: Any) -> None:
     """The adapter of a request that a step admits is not counted against max_loras when the step
-    goes on to admit others."""
+    admits others."""
     edit(
         scheduler,
         "schedule",
@@ -222,9 +222,9 @@ def idle_sessions_count_as_work(scheduler: Any) -> None:
 
 
 @planted(r"P22 item_that_a_row_reads_is_there|\b(num_freeable|freeable|holders)\b", "encoder")
-def items_are_let_go_at_their_first_token(scheduler: Any) -> None:
-    """An item of the encoder cache is let go once its request has computed the first of its tokens,
-    not the last."""
+def items_are_freed_at_their_first_token(scheduler: Any) -> None:
+    """An item is freed from the encoder cache once its request has computed the first of its
+    tokens, not the last."""
     edit(
         scheduler,
         "_free_encoder_inputs",
@@ -249,11 +249,11 @@ def failed_loads_count_a_block_too_many(scheduler: Any) -> None:
     )
 
 
-# What is told.
+# What plans, outputs and events report.
 
 
 @planted("P20 kv_events_rebuild_the_cache|kv_events|AllBlocksCleared", "events", "reset")
-def resets_are_not_told(scheduler: Any) -> None:
+def resets_are_not_reported(scheduler: Any) -> None:
     """No KV event tells that a reset emptied the prefix cache."""
 
     def reset(right: Any, self: Any) -> bool:

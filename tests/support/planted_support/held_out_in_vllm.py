@@ -142,7 +142,7 @@ def drafts_are_not_held_to_the_grammar(scheduler: Any) -> None:
 
 
 @planted("P22 |free_encoder_mm_hashes", "encoder")
-def evicted_items_are_not_told(scheduler: Any) -> None:
+def evicted_items_are_not_reported(scheduler: Any) -> None:
     def forget(right: Any, _self: Any) -> list[str]:
         right()
         return []
@@ -203,7 +203,7 @@ def tokens_behind_the_stop_are_delivered(scheduler: Any) -> None:
 
 
 @planted("P20 |parent", "events")
-def parents_of_blocks_are_not_told(scheduler: Any) -> None:
+def parents_of_blocks_are_not_reported(scheduler: Any) -> None:
     def publish(right: Any, self: Any, *args: Any, **named: Any) -> None:
         num_before = len(self.kv_event_queue)
         right(*args, **named)
@@ -241,7 +241,7 @@ def queries_are_counted_twice(scheduler: Any) -> None:
 
 
 @planted("P26 |block table that plans told")
-def new_blocks_are_not_told(scheduler: Any) -> None:
+def new_blocks_are_not_reported(scheduler: Any) -> None:
     def make(right: Any, _self: Any, running: Any, *rest: Any) -> Any:
         data = right(running, *rest)
         data.new_block_ids[: len(running)] = [None] * len(running)
@@ -263,7 +263,7 @@ def reset_ignores_blocks_that_are_held(scheduler: Any) -> None:
     subclass(scheduler.kv_cache_manager.block_pool, reset_prefix_cache=reset)
 
 
-@planted("P13 session_goes_on|prompt_token_ids", "sessions")
+@planted("P13 session_keeps_all|prompt_token_ids", "sessions")
 def last_input_of_a_session_comes_first(scheduler: Any) -> None:
     def stop(right: Any, _self: Any, request: Any) -> bool:
         if request.resumable and request.streaming_queue:

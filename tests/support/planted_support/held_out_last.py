@@ -1,6 +1,6 @@
 """A fourth held-out set: twenty more wrong decisions in an installed vLLM.
 
-As in `held_out_later`, decisions, sentences and patterns were written and committed before any of
+As in `held_out_later`, decisions, docstrings and patterns were written and committed before any of
 them was run against Blockstep. Each docstring says which decision is wrong. A pattern matches what
 must be read in the first line of a report for the cause to be named.
 """
@@ -169,8 +169,8 @@ def drafts_come_before_the_prompt_ends(scheduler: Any) -> None:
 
 @planted("P12 counters_stay_within_what_is_known|num_output_placeholders", "async", "drafts")
 def placeholders_of_rejected_drafts_stay(scheduler: Any) -> None:
-    """With asynchronous scheduling, the output placeholders of rejected drafts are not taken back
-    when their step is committed."""
+    """With asynchronous scheduling, the output placeholders of rejected drafts stay when their
+    step is committed."""
     edit(
         scheduler,
         "update_from_output",
@@ -247,7 +247,7 @@ def asynchronous_loads_are_not_waited_for(scheduler: Any) -> None:
     )
 
 
-# What is told.
+# What plans, outputs and events report.
 
 
 @planted("P20 stored_events_match_their_blocks|kv_events", "events", "keys")

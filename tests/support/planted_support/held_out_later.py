@@ -1,6 +1,6 @@
 """A third held-out set: twenty more wrong decisions in an installed vLLM.
 
-Decisions, sentences and patterns were written and committed before any of them was run against
+Decisions, docstrings and patterns were written and committed before any of them was run against
 Blockstep. Each docstring says which decision is wrong, for a reader who has only the first line of
 a report and says what is wrong. A pattern matches what must be read there, whether it is the name
 of a check or the headline of a decision.
@@ -42,8 +42,8 @@ def edit(part: Any, name: str, old: str, new: str) -> None:
 
 
 @planted(r"P16 admissions_follow_the_policy|request \S+ is (not admitted|admitted, and must wait)")
-def newcomers_overtake_the_skipped(scheduler: Any) -> None:
-    """Under FCFS, requests that an earlier step skipped are tried for admission after newcomers."""
+def new_requests_overtake_the_skipped(scheduler: Any) -> None:
+    """Under FCFS, requests that an earlier step skipped are tried for admission after new ones."""
 
     def select(right: Any, self: Any) -> Any:
         if self.policy is SchedulingPolicy.FCFS:
@@ -85,8 +85,8 @@ def tokens_of_a_victim_are_lost(scheduler: Any) -> None:
 
 @planted(r"request \S+ runs \d+ tokens, the spec \d+")
 def hits_count_against_the_threshold(scheduler: Any) -> None:
-    """At admission, cached tokens count against the long-prefill threshold, so a request with a
-    prefix hit gets fewer tokens than the threshold allows."""
+    """Cached tokens count against the long-prefill threshold at admission: a request with a prefix
+    hit gets fewer tokens than the threshold allows."""
     edit(
         scheduler,
         "schedule",
@@ -144,7 +144,7 @@ def plain_blocks_are_freed_to_the_front(scheduler: Any) -> None:
 
 
 @planted("P3 (computed|verified)_full_blocks_are_published")
-def those_who_do_not_read_do_not_publish(scheduler: Any) -> None:
+def requests_that_skip_reading_do_not_publish(scheduler: Any) -> None:
     """The blocks of a request that must not read the prefix cache are not put into it either."""
 
     def publish(right: Any, _self: Any, request: Any, count: int) -> None:
@@ -277,7 +277,7 @@ def undecided_stores_are_not_waited_for(scheduler: Any) -> None:
     )
 
 
-# What is told.
+# What plans, outputs and events report.
 
 
 @planted("P10 loop_sleeps_without_work", "pause")
@@ -298,7 +298,7 @@ def paused_loop_never_sleeps(scheduler: Any) -> None:
 
 
 @planted("P20 kv_events_rebuild_the_cache|kv_events", "events")
-def evictions_are_not_told(scheduler: Any) -> None:
+def evictions_are_not_reported(scheduler: Any) -> None:
     """No KV event tells that a cached block was evicted when it was given to another request."""
 
     def evict(right: Any, self: Any, block: Any) -> bool:

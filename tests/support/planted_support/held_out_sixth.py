@@ -1,6 +1,6 @@
 """A sixth held-out set: twenty more wrong decisions in an installed vLLM.
 
-As in `held_out_later`, decisions, sentences and patterns were written and committed before any of
+As in `held_out_later`, decisions, docstrings and patterns were written and committed before any of
 them was run against Blockstep. Each docstring says which decision is wrong. A pattern matches what
 must be read in the first line of a report for the cause to be named.
 """
@@ -88,8 +88,8 @@ def aborts_leave_the_queue_out_of_order(scheduler: Any) -> None:
 
 @planted(r"P15 running_request_gets_all_it_can|request \S+ gets no token of the plan", "pipeline")
 def one_without_tokens_stops_those_behind(scheduler: Any) -> None:
-    """Where a running request has nothing to run in a step, the running requests behind it get no
-    tokens either."""
+    """A running request that has nothing to run in a step stops those behind it: they get no tokens
+    either."""
     edit(
         scheduler,
         "schedule",
@@ -255,8 +255,8 @@ def ended_loads_hold_blocks_after_an_abort(scheduler: Any) -> None:
     "transfers",
 )
 def blocks_behind_a_failed_one_stay_cached(scheduler: Any) -> None:
-    """After a load that failed, and failed its request, only the first invalid block is taken out
-    of the prefix cache: the blocks of the request behind it can still be hit."""
+    """Only the first invalid block of a failed load is taken out of the prefix cache when the
+    request fails: the later blocks of the request can still be hit."""
     edit(
         scheduler,
         "_update_requests_with_invalid_blocks",
@@ -277,7 +277,7 @@ def reset_keeps_the_rows_of_the_last_plan(scheduler: Any) -> None:
     )
 
 
-# What is told.
+# What plans, outputs and events report.
 
 
 @planted(
@@ -296,10 +296,10 @@ def events_begin_at_the_first_token(scheduler: Any) -> None:
     )
 
 
-@planted(r"P26 (plan_names_the_finished|ended_are_kept)|\bfinished_req_ids")
-def finished_are_told_in_every_plan(scheduler: Any) -> None:
-    """The requests that have finished are not forgotten after a plan has told them, so every later
-    plan tells them to the worker again."""
+@planted(r"P26 (plan_names_the_finished|finished_ids_wait)|\bfinished_req_ids")
+def finished_are_reported_in_every_plan(scheduler: Any) -> None:
+    """The requests that have finished are kept after a plan has named them, so every later
+    plan names them again."""
 
     def update(right: Any, self: Any, output: Any) -> None:
         right(output)
@@ -309,9 +309,9 @@ def finished_are_told_in_every_plan(scheduler: Any) -> None:
 
 
 @planted(r"P26 \S*tokens\S*|\ball_token_ids")
-def only_resumed_are_told_their_tokens(scheduler: Any) -> None:
-    """The tokens of a running request that the last plan left out are not sent when it goes on:
-    all_token_ids is sent for resumed requests only."""
+def only_resumed_get_their_tokens(scheduler: Any) -> None:
+    """The tokens of a running request that the last plan left out are not sent when it runs
+    again: all_token_ids is sent for resumed requests only."""
     edit(
         scheduler,
         "_make_cached_request_data",

@@ -48,7 +48,7 @@ class Release(SpecEngine):
         super().__init__(config, profile)
 
     def capabilities(self) -> frozenset[str]:
-        """Those of a release, which has no counter of preemptions."""
+        """Return the capabilities of a release, which has no counter of preemptions."""
         return ALL_CAPABILITIES - {Capability.STATISTICS, Capability.CACHE_STATISTICS}
 
     @property
@@ -133,7 +133,7 @@ def skipped_requests_return_reversed(engine: Release) -> None:
     engine.plant(process_passed_over, put_back)
 
 
-# What is told.
+# What plans, outputs and events report.
 
 
 @planted("num_cached_tokens|cached")
@@ -142,12 +142,12 @@ def cached_tokens_are_always_none(engine: Release) -> None:
 
 
 @planted("P20 |kv_events", "events")
-def stored_blocks_are_not_told(engine: Release) -> None:
+def stored_blocks_are_not_reported(engine: Release) -> None:
     engine.plant(get_stored, lambda *_: ())
 
 
-@planted("finished_req_ids|plan_names_the_finished|ended_are_kept")
-def aborted_are_not_told(engine: Release) -> None:
+@planted("finished_req_ids|plan_names_the_finished|finished_ids_wait")
+def aborted_are_not_reported(engine: Release) -> None:
     right = engine.apply
 
     def apply(event: v.Event) -> v.Observation:

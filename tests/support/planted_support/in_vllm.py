@@ -188,11 +188,11 @@ def adapters_are_not_counted(scheduler: Any) -> None:
     scheduler.lora_config = None
 
 
-# What is told.
+# What plans, outputs and events report.
 
 
-@planted("P26 (plan_names_the_finished|ended_are_kept)|finished_req_ids")
-def aborted_are_not_told(scheduler: Any) -> None:
+@planted("P26 (plan_names_the_finished|finished_ids_wait)|finished_req_ids")
+def aborted_are_not_reported(scheduler: Any) -> None:
     def finish(right: Any, self: Any, ids: Any, status: Any) -> Any:
         done = right(ids, status)
         self.finished_req_ids -= {ids} if isinstance(ids, str) else set(ids or ())
@@ -202,7 +202,7 @@ def aborted_are_not_told(scheduler: Any) -> None:
 
 
 @planted("P20 |kv_events", "events")
-def stored_blocks_are_not_told(scheduler: Any) -> None:
+def stored_blocks_are_not_reported(scheduler: Any) -> None:
     def publish(right: Any, self: Any, *args: Any, **named: Any) -> None:
         num_before = len(self.kv_event_queue)
         right(*args, **named)
@@ -211,7 +211,7 @@ def stored_blocks_are_not_told(scheduler: Any) -> None:
     subclass(scheduler.kv_cache_manager.block_pool, cache_full_blocks=publish)
 
 
-@planted("P21 (first_hit_is|told_cached_tokens)|num_cached_tokens")
+@planted("P21 reported_cached_tokens|num_cached_tokens")
 def cached_tokens_are_always_none(scheduler: Any) -> None:
     def schedule(right: Any, self: Any) -> Any:
         output = right()
@@ -223,7 +223,7 @@ def cached_tokens_are_always_none(scheduler: Any) -> None:
 
 
 @planted("P26 sent_tokens_are_those_of_the_worker|all_token_ids")
-def resumed_are_told_without_their_outputs(scheduler: Any) -> None:
+def resumed_are_sent_without_their_outputs(scheduler: Any) -> None:
     def make(right: Any, self: Any, running: Any, resumed: Any, *rest: Any) -> Any:
         data = right(running, resumed, *rest)
         for request in resumed:
@@ -340,7 +340,7 @@ def mask_lacks_its_last_row(scheduler: Any) -> None:
     subclass(scheduler, get_grammar_bitmask=ask)
 
 
-@planted("P13 session_goes_on|prompt_token_ids", "sessions")
+@planted("P13 session_keeps_all|prompt_token_ids", "sessions")
 def sessions_forget_their_outputs(scheduler: Any) -> None:
     def update(right: Any, _self: Any, session: Any, chunk: Any) -> None:
         computed = session.num_computed_tokens
@@ -428,7 +428,7 @@ def preempted_lose_their_outputs(scheduler: Any) -> None:
 
 
 @planted("P26 plan_names_the_preempted|preempted_req_ids")
-def preempted_are_not_told(scheduler: Any) -> None:
+def preempted_are_not_reported(scheduler: Any) -> None:
     def schedule(right: Any, _self: Any) -> Any:
         output = right()
         output.preempted_req_ids = set()

@@ -1,1 +1,1 @@
-"""A play: a clean engine with a worker beside it, up to a step that is then bent."""
+"""Plays: an engine and a worker run up to a step, and a test then makes that step wrong."""

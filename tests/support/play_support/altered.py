@@ -1,4 +1,4 @@
-"""Altered: values and records with one thing changed, whatever kind they are of."""
+"""Changed values: copies of values and records with one field changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockstep.spec.vocabulary import BlockKey, EncoderSnapshot, PinsSnapshot, T
 
 
 def alter(value: Any, name: str = "") -> Any:
-    """Another value of the same kind; of a field of this name, where there is none."""
+    """Return another value of the same type. `name`: the field, which decides in place of None."""
     match value:
         case bool():
             return not value
@@ -41,8 +41,10 @@ def alter(value: Any, name: str = "") -> Any:
 
 
 def alter_each(record: Any) -> Iterator[tuple[type, str, Any]]:
-    """Each field of a record, and of the records in it: whose it is, its name, and the record with
-    that field changed alone."""
+    """Yield each field of a record and of the records in it, with that field alone changed.
+
+    Each field comes as its type, its name, and the changed record.
+    """
     for part in fields(record):
         value = getattr(record, part.name)
         inner = value if isinstance(value, tuple) and value and is_dataclass(value[0]) else ()

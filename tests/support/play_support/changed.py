@@ -1,8 +1,8 @@
-"""Changed: each field that is read of an engine is changed, feature by feature, and noticed or not.
+"""Changed fields: each field of an engine's answers and states is changed, and a run must notice.
 
-In an episode of each feature, each field of an answer or a state is changed where it first says
-something, in a copy, and compared as the run compares it: exactly, and as a plan alone. The test of
-fields asks this, and `make docs` makes a page of it.
+In an episode of each feature, each field of an answer or a state is changed where it first has a
+value, in a copy. The copy is compared as the run compares it: exactly, and as a plan alone. A test
+uses this, and `make docs` makes a page from it.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ Field = tuple[str, str]
 """A type and one of its fields."""
 NEVER_MET: dict[Field, str] = {
     ("Aborted", "ending_req_ids"): "an abort of the specification ends at once",
-    ("OutputRow", "num_external_tokens"): "told by engines alone, and held to their plans (P21)",
+    (
+        "OutputRow",
+        "num_external_tokens",
+    ): "engines alone report it; P21 compares it with their plans",
     ("Rejected", "detail"): "wording is free",
 }
 """Fields that the specification never fills, and why."""
 NUM_EPISODES = 1
-"""Of each feature."""
+"""Number of episodes of each feature."""
 RARE = ("encoder", "kinds", "tiers")
-"""Features with a field that few episodes fill: of these more episodes are played, up to this."""
+"""Features with a field that few episodes fill: they get up to `NUM_RARE_EPISODES` episodes."""
 NUM_RARE_EPISODES = 40
 OF_BLOCKS = ("BlockStored", "BlockRemoved", "BlockCopy")
 """Records that are left out of a plan as a whole: they follow from which blocks are which."""
 
 
 def list_fields(kinds: set[type], known: set[Field] | None = None) -> set[Field]:
-    """The fields of these types, and of the records of the vocabulary in them."""
+    """Return the fields of these types, and of the records of the vocabulary in them."""
     found: set[Field] = set() if known is None else known
     for kind in kinds:
         hints = get_type_hints(kind)
@@ -55,7 +58,7 @@ def list_fields(kinds: set[type], known: set[Field] | None = None) -> set[Field]
 
 
 def _list_records(kind: Any) -> Iterator[type]:
-    """The dataclasses that an annotation names, but for requests: they are the driver's own."""
+    """Yield the dataclasses that an annotation names, without requests, which the driver made."""
     if isinstance(kind, type) and is_dataclass(kind) and kind is not v.Request:
         yield kind
     for inner in get_args(kind):
@@ -63,8 +66,10 @@ def _list_records(kind: Any) -> Iterator[type]:
 
 
 def change_each(record: Any) -> Iterator[tuple[Field, Any]]:
-    """Each field of a record, and of the first of the records in it, with the record in which it
-    alone is another; of those only that say something."""
+    """Yield each field of a record that has a value, with a copy in which only that field differs.
+
+    Of a tuple of records the first one is changed.
+    """
     for part in fields(record):
         value = getattr(record, part.name)
         if value is None or value == ():
@@ -85,7 +90,7 @@ def change_each(record: Any) -> Iterator[tuple[Field, Any]]:
 
 
 class Changes:
-    """What was changed, by field and feature, and what of it was passed over."""
+    """The changed fields by feature, and the changes that a run did not notice."""
 
     def __init__(self) -> None:
         self.feature = ""
@@ -94,20 +99,20 @@ class Changes:
         self.not_in_a_plan: set[Field] = set()
 
     def note(self, field: Field, is_noticed: bool) -> None:
-        """A field was changed in an answer or a state."""
+        """Record that a field was changed in an answer or a state."""
         self.features[field].add(self.feature)
         if not is_noticed:
             self.passed_over.append((self.feature, field))
 
     @property
     def met(self) -> set[Field]:
-        """Fields that were changed in some feature."""
+        """Return the fields that were changed in some feature."""
         return {field for field, names in self.features.items() if names}
 
 
 @contextmanager
 def changing(changes: Changes) -> Iterator[None]:
-    """Has each run compare, beside what the engine answers, that with each field changed."""
+    """Let each run compare also copies of the engine's answers with one field changed."""
     compare = LockStep._compare
 
     def compare_all(
@@ -130,13 +135,13 @@ def changing(changes: Changes) -> Iterator[None]:
 
 
 def list_owed() -> set[Field]:
-    """The fields that are compared in some feature: all but hints and those never met."""
+    """Return the fields that are compared in some feature: all but hints and `NEVER_MET`."""
     hints = {(kind.__name__, name) for kind, names in NOT_COMPARED.items() for name in names}
     return list_fields({*get_args(v.Observation), v.Snapshot}) - hints - NEVER_MET.keys()
 
 
 def change_in_features() -> Changes:
-    """The changes of every field in episodes of every feature."""
+    """Change every field in episodes of every feature."""
     changes, owed = Changes(), list_owed()
     more = [(name, index) for index in range(NUM_EPISODES, NUM_RARE_EPISODES) for name in RARE]
     with changing(changes):
@@ -165,17 +170,17 @@ Columns are features, by number; `x`: the field said something there and was cha
 nothing in that episode.
 """
 WHY_NOT = {
-    "block_ids": "which blocks they are is left free",
-    "new_block_ids": "which blocks they are is left free",
-    "all_token_ids": "sent again for the worker, which is held to it",
-    "num_output_tokens": "counted for the worker, which is held to it",
-    "finished_req_ids": "told for the worker, which is held to it",
-    "remapped_req_ids": "which blocks they are is left free",
-    "block_copies": "which blocks they are is left free",
-    "num_common_prefix_blocks": "which blocks they are is left free",
-    "new_block_ids_to_zero": "which blocks they are is left free",
-    "num_cached_tokens": "how long a hit is depends on what is evicted",
-    "num_external_tokens": "how long a hit is depends on what is evicted",
+    "block_ids": "the choice of blocks is free",
+    "new_block_ids": "the choice of blocks is free",
+    "all_token_ids": "sent again for the worker, which checks it",
+    "num_output_tokens": "counted for the worker, which checks it",
+    "finished_req_ids": "reported for the worker, which checks it",
+    "remapped_req_ids": "the choice of blocks is free",
+    "block_copies": "the choice of blocks is free",
+    "num_common_prefix_blocks": "the choice of blocks is free",
+    "new_block_ids_to_zero": "the choice of blocks is free",
+    "num_cached_tokens": "the length of a hit depends on what is evicted",
+    "num_external_tokens": "the length of a hit depends on what is evicted",
     "ending_req_ids": "when an aborted request ends is left to the engine",
     "kv_events": "they follow from which blocks are which",
 }
@@ -183,7 +188,7 @@ WHY_NOT = {
 
 
 def make_page(changes: Changes) -> str:
-    """The page of a table for answers and one for states, of fields and features."""
+    """Return the page: a table of fields and features for answers, and one for states."""
     assert changes.passed_over == [], changes.passed_over
     names = [one.name for one in FEATURES]
     total = sum(map(len, changes.features.values()))
@@ -221,10 +226,10 @@ def make_page(changes: Changes) -> str:
 
 
 def is_in_a_plan(changes: Changes, field: Field) -> bool:
-    """Whether a field of an answer is compared where plans alone are."""
+    """Return whether a field of an answer is compared at equivalence `plan`."""
     return field not in changes.not_in_a_plan
 
 
 def explain_field(name: str) -> str:
-    """Why a field is not compared where plans alone are."""
-    return WHY_NOT.get(name, "which blocks they are is left free")
+    """Return why a field is not compared at equivalence `plan`."""
+    return WHY_NOT.get(name, "the choice of blocks is free")

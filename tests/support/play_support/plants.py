@@ -1,4 +1,4 @@
-"""Plants: rules of the specification, and values of its state, that are made wrong in a play."""
+"""Plants: they make rules of the specification, or values of its state, wrong in a play."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Changeable(ChangedSpec):
     change: Change = staticmethod(keep)
 
     def become(self, change: Change = keep, **fields: Any) -> None:
-        """Go on with the rules of this change, and with other constants."""
+        """Take the rules of this change and other fields of the config from now on."""
         self.change = change
         config = replace(self.state.config, **fields)
         self._linked = link(change, config)
@@ -31,7 +31,7 @@ class Changeable(ChangedSpec):
 
 
 def becoming(change: Change) -> Plant:
-    """The engine has the rules of a change from now on."""
+    """Return a plant: the engine has the rules of this change from now on."""
 
     def plant(engine: Changeable) -> None:
         engine.become(change)
@@ -40,7 +40,7 @@ def becoming(change: Change) -> Plant:
 
 
 def going_by(**fields: Any) -> Plant:
-    """The engine goes by another config."""
+    """Return a plant: the engine has other fields in its config from now on."""
 
     def plant(engine: Changeable) -> None:
         engine.become(**fields)
@@ -49,7 +49,7 @@ def going_by(**fields: Any) -> Plant:
 
 
 def answering(*functions: Callable[..., Any], by: Any) -> Plant:
-    """Functions of the specification answer always the same."""
+    """Return a plant: these functions of the specification always return the value `by`."""
 
     def change(rules: Rules, _config: Config) -> Rules:
         for function in functions:

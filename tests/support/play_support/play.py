@@ -1,4 +1,4 @@
-"""Play: a clean engine, what is known of it, its last step, and ways to bend that."""
+"""Play: an engine run up to a step, the history and the worker, and ways to change that step."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ CONFIG = Config(
 
 
 class Play:
-    """A clean engine, what is known of it, and its last step."""
+    """An engine with its history, a worker, and its last step."""
 
     default: ClassVar[EngineFactory] = HostEngine
-    """The engine of plays that name none."""
+    """The engine of plays that do not name one."""
 
     def __init__(self, config: Config = CONFIG, make_engine: EngineFactory | None = None) -> None:
         self.config = config
@@ -60,7 +60,7 @@ class Play:
         return self._last
 
     def do(self, *events: Event) -> Play:
-        """Events that the engine takes as it should."""
+        """Apply events; each step must pass all checks. Return the play itself."""
         for event in events:
             step = self.take(event)
             assert check_step(step, self.history, self.worker) == []
@@ -68,7 +68,7 @@ class Play:
         return self
 
     def take(self, event: Event) -> Step:
-        """What comes of an event, not judged yet."""
+        """Apply an event and return its step, which is not checked."""
         if self._last is not None:
             self.history.record(self._last)
         self.events.append(event)
@@ -79,7 +79,7 @@ class Play:
         return self._last
 
     def rewound(self) -> tuple[Play, Event]:
-        """The same play up to its last event, and that event."""
+        """Return a new play with all events but the last one, and that event."""
         play = Play(self.config, self.make_engine)
         play.worker.acceptance = self.worker.acceptance
         return play.do(*self.events[:-1]), self.events[-1]
@@ -113,19 +113,19 @@ C = request("C", 7, 8, arrival_time=1)
 
 
 Bend: TypeAlias = Callable[[Step], Step]
-"""Another step than the one that was."""
+"""Returns a wrong step in place of the one that happened."""
 Plant: TypeAlias = Callable[[Any], object]
-"""Breaks an engine that has been right so far."""
+"""Breaks an engine that was right until now."""
 Case: TypeAlias = tuple[str, Callable[[], Play], Plant, Bend]
-"""The sentence, a play that is right, what is planted, and how the last step is bent."""
+"""Name of a check, a play that passes all checks, a plant, and a bend of its last step."""
 
 
 def nothing(_engine: Any) -> None:
-    """The engine is right; only what came of it is bent."""
+    """Plant nothing: the engine is right, and the bend makes its step wrong."""
 
 
 def same(step: Step) -> Step:
-    """What came of it is judged as it is."""
+    """Return the step as it is."""
     return step
 
 
@@ -142,7 +142,7 @@ def observed(step: Step, **fields: Any) -> Step:
 
 
 def changed(step: Step, name: str, **fields: Any) -> Step:
-    """Another state of one request after the step."""
+    """Return the step with other fields in one request after it."""
     requests = tuple(
         replace(each, **fields) if each.request_id == name else each for each in step.after.requests
     )
@@ -150,7 +150,7 @@ def changed(step: Step, name: str, **fields: Any) -> Step:
 
 
 def with_row(step: Step, name: str, **fields: Any) -> Step:
-    """Another row of one request in the plan."""
+    """Return the step with other fields in one request's row of the plan."""
     plan = step.plan
     new = [replace(row, **fields) if row.request_id == name else row for row in plan.new]
     cached = [replace(row, **fields) if row.request_id == name else row for row in plan.cached]
@@ -164,7 +164,7 @@ def first_output(step: Step, **fields: Any) -> Step:
 
 
 def counted(step: Step) -> Step:
-    """As if seven had been preempted."""
+    """Return the step with seven preemptions in its statistics."""
     return after(step, stats=replace(step.after.stats, preemptions=7))
 
 

@@ -1,4 +1,4 @@
-"""Scenes: plays that stop at a step of some kind."""
+"""Scenes: plays, each of which ends with a step of some kind."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def admitted_together() -> Play:
 
 
 def committed_together() -> Play:
-    """Of both the whole prompt has run, and each gets a token."""
+    """The whole prompts of A and C have run, and each request gets a token."""
     return Play().do(Submit(A)).run(1).do(Submit(C), Schedule()).commit()
 
 
 def admitted() -> Play:
-    """A has run; now C is admitted beside it, and B must wait for blocks or budget."""
+    """C is admitted while A runs."""
     return Play().do(Submit(A)).run(1).do(Submit(C), Schedule())
 
 
 def hitting() -> Play:
-    """A has ended and its blocks are free; B finds two of them."""
+    """A has ended and its blocks are free; B hits two of them."""
     return Play().do(Submit(A)).run(3).do(Submit(B), Schedule())
 
 
@@ -61,7 +61,7 @@ def hitting_all() -> Play:
 
 
 def hitting_before_a_head() -> Play:
-    """Two blocks of B are cached; the draft head needs the second once more."""
+    """Two blocks of B are cached; the draft head needs the second one computed again."""
     config = replace(CONFIG, spec_method=SpecMethod.EAGLE, num_speculative_tokens=1)
     play = Play(config).do(Submit(A)).run(3).do(Submit(B), Schedule())
     assert play.step.plan.new[0].num_computed_tokens == 2
@@ -69,7 +69,7 @@ def hitting_before_a_head() -> Play:
 
 
 def hitting_a_copy() -> Play:
-    """Two blocks carry one key: what both computed in one step, in different chunks."""
+    """Two blocks have one key, since A and B computed the same tokens in different chunks."""
     config = replace(CONFIG, long_prefill_token_threshold=1)
     play = Play(config).do(Submit(request("A", 1, 2, 3)), Submit(request("B", 1, 2, 4)))
     play.run(5).do(Submit(request("D", 1, 2, 5)), Schedule())
@@ -83,7 +83,7 @@ def skipping_the_cache() -> Play:
 
 
 def blocked() -> Play:
-    """A holds so much that B does not fit; the plan has A only."""
+    """A holds too many blocks for B to fit; the plan has A only."""
     config = replace(CONFIG, num_blocks=5, max_model_len=8)
     other = request("B", 6, 6, 6, 6, 6)
     return Play(config).do(Submit(A)).run(1).do(Submit(other), Schedule())
@@ -145,7 +145,7 @@ def sharing() -> Play:
 
 
 def committed() -> Play:
-    """A samples its last token and ends, C goes on."""
+    """A samples its last token and ends, while C runs."""
     return (
         Play()
         .do(Submit(A), Submit(request("C", 7, 8, max_tokens=9)))
@@ -180,7 +180,7 @@ def grammar_ready() -> Play:
 
 
 def promoted() -> Play:
-    """A has its grammar, and no room yet."""
+    """The grammar of A is ready, and there are too few blocks for A."""
     config = replace(CONFIG, num_blocks=5, max_model_len=8)
     play = Play(config).do(Submit(request("B", 6, 6, 6, 6, 6))).run(1)
     play.do(Submit(replace(A, structured_output=True)), GrammarReady("A"), Schedule())
@@ -243,7 +243,7 @@ DRAFTING_AHEAD = replace(AHEAD, spec_method=SpecMethod.NGRAM, num_speculative_to
 
 
 def starving(num_steps: int) -> Play:
-    """A takes a block in each step; B, behind it, must give way in the fifth and the seventh."""
+    """A takes a block in each step; B is preempted in the fifth step and in the seventh."""
     config = replace(
         CONFIG,
         max_num_seqs=2,
@@ -265,7 +265,7 @@ def preempted_again() -> Play:
 
 
 def ahead() -> Play:
-    """Three plans in flight, the last two of tokens that the one before each will sample."""
+    """Three plans are in flight; the last two compute tokens that are not sampled yet."""
     return Play(AHEAD).do(Submit(LONG), Schedule(), Schedule(), Schedule())
 
 
@@ -287,7 +287,7 @@ def answered() -> Play:
 
 
 def publishing() -> Play:
-    """The second token verifies the sixth, and with it a block."""
+    """The second token confirms position 6, and the block that ends there is published."""
     play = answered().commit()
     assert play.step.new["A"].num_cached_blocks == (3,)
     return play
@@ -302,7 +302,7 @@ def publishing_at_the_end() -> Play:
 
 
 def last_token_in_flight() -> Play:
-    """Nothing is left to plan for A, so the plan is empty."""
+    """The plan is empty: the last token of A is in flight."""
     return Play(AHEAD).do(Submit(request("A", 1, 2, 3, max_tokens=1)), Schedule(), Schedule())
 
 
@@ -313,7 +313,7 @@ def chunks_ahead() -> Play:
 
 
 def drafted_ahead() -> Play:
-    """A plan with placeholders for the drafts that the worker made after the plan before."""
+    """The plan has placeholders for drafts that the worker proposes after the plan before."""
     play = Play(DRAFTING_AHEAD)
     play.worker.acceptance = (1,)
     return play.do(Submit(LONG), Schedule(), Schedule())
@@ -327,7 +327,7 @@ def rolled_back_ahead() -> Play:
 
 
 def gap() -> Play:
-    """A runs but has no row, so the drafts that the worker has for it are of no use."""
+    """A runs but has no row, so the worker's drafts for A are not used."""
     play = drafted_ahead()
     return play.do(SetPause(PauseState.PAUSED_ALL), Schedule())
 
@@ -346,7 +346,7 @@ def passing_over_by_priority() -> Play:
 
 
 def back_again() -> Play:
-    """A has got its tokens and is admitted from where it was passed over to."""
+    """A has got its tokens and is admitted from the queue of skipped requests."""
     play = passing_over().commit().do(Schedule())
     assert play.step.plan.cached[-1].resumed
     return play
@@ -371,7 +371,7 @@ def delivering_to_the_preempted() -> Play:
 
 
 def alone_and_preempted() -> Play:
-    """Planned ahead, A needs more blocks than it ever will, and there are no more."""
+    """Plans in flight need a block for A that its sampled tokens never need, and none is free."""
     config = replace(AHEAD, num_blocks=4, max_num_batched_tokens=9)
     play = Play(config).do(Submit(request("A", *range(5), max_tokens=2)))
     play.do(Schedule(), Schedule(), Schedule())
@@ -382,7 +382,7 @@ PIPELINE = replace(CONFIG, max_frames_in_flight=3)
 
 
 def waiting_for_its_token() -> Play:
-    """A's token is in flight: C is planned behind it, and A has no row."""
+    """A's token is in flight: the next plan has C, and no row of A."""
     play = Play(PIPELINE, SpecEngine).do(Submit(LONG), Schedule(), Submit(C), Schedule())
     assert [row.request_id for row in play.step.plan.new] == ["C"]
     assert play.step.plan.cached == ()
@@ -390,7 +390,7 @@ def waiting_for_its_token() -> Play:
 
 
 def chunks_in_pipeline() -> Play:
-    """Three chunks of a prompt are in flight, of which the last samples; the first is committed."""
+    """Three chunks of a prompt are in flight, the last one samples; the first is committed."""
     config = replace(PIPELINE, max_num_batched_tokens=2)
     return Play(config, SpecEngine).do(Submit(A), *[Schedule()] * 3).commit()
 
@@ -413,7 +413,7 @@ def passing_over_in_pipeline() -> Play:
 
 
 def back_again_in_pipeline() -> Play:
-    """A has got its token and is admitted from where it was passed over to."""
+    """A has got its token and is admitted from the queue of skipped requests."""
     play = passing_over_in_pipeline().commit()
     assert play.step.new["A"].output_token_ids
     play.do(Schedule())
@@ -440,7 +440,7 @@ def delivering_in_pipeline() -> Play:
 
 
 def embedded() -> Play:
-    """B has the tokens and embeddings of A in the first block, and others in the second."""
+    """B has the tokens and embeddings of A in its first block, other embeddings in the second."""
     first = replace(A, prompt_embeds=(7, 7, 7, 7, 7))
     play = Play(CONFIG, SpecEngine).do(Submit(first)).run(1)
     play.do(Submit(replace(first, request_id="B", prompt_embeds=(7, 7, 7, 8, 7))), Schedule())
@@ -467,10 +467,10 @@ def refused_out_of_order() -> Play:
 def taking_turns(
     depth: int, num_steps: int, beside: Event | None = None
 ) -> Iterator[tuple[Step, History, Worker]]:
-    """Each step of a release that of two equals preempts the older, what was known before it, and a
-    worker that has not heard of it; two requests take each other's blocks by turns.
+    """Yield the steps of a release in which two requests preempt each other in turn.
 
-    `beside`: an event of a store that comes before every other step.
+    Each step comes with the history and the worker before they have recorded the step. The release
+    preempts the older one of two equal requests. `beside`: an event before every second step.
     """
     config = Config(
         num_blocks=6,

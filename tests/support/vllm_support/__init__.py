@@ -1,1 +1,1 @@
-"""What tests know of the releases of vLLM without having one."""
+"""Facts about the releases of vLLM that tests use without an installed one."""

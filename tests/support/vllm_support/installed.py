@@ -1,4 +1,4 @@
-"""The vLLM release that is installed, if any, and marks of tests that need something of it."""
+"""The installed vLLM release, if there is one, and marks of tests that need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The knobs of a release of vLLM, read from its source: nothing of it is imported.
+"""The knobs of a release of vLLM, read from its source, which is not imported.
 
 A knob is a field of a config class that is the scheduler's, a value of any other config that the
 scheduler's code reads, or a variable of the environment that it reads. `knobs.json` holds those of
@@ -43,7 +43,7 @@ NO_DEFAULT = "-"
 
 
 def read_knobs(package: Path) -> Knobs:
-    """Returns the knobs of the release whose package stands in a folder."""
+    """Return the knobs of the release whose package is in a folder."""
     found = dict(_list_fields(package))
     for reader in READERS:
         for path in sorted(package.glob(reader)):
@@ -67,7 +67,7 @@ def _list_fields(package: Path) -> Iterator[tuple[str, str]]:
 
 
 def _format_default(value: ast.expr | None) -> str:
-    """Returns the default as it is written, without what only validates it."""
+    """Return the default as it is written, without what only validates it."""
     if value is None:
         return NO_DEFAULT
     if isinstance(value, ast.Call) and ast.unparse(value.func) in ("Field", "field"):
@@ -92,7 +92,7 @@ def _list_reads(tree: ast.AST) -> Iterator[str]:
 
 
 def get_stored() -> dict[str, Knobs]:
-    """Returns the stored knobs, by release, oldest first."""
+    """Return the stored knobs, by release, oldest first."""
     stored = json.loads(STORED.read_text())
     found: dict[str, Knobs] = {version: {} for version in stored["releases"]}
     for name, history in stored["knobs"].items():

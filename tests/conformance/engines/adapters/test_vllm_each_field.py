@@ -56,7 +56,7 @@ class Ear:
     """What a scheduler tells, call by call: listened to, or changed in one place."""
 
     def __init__(self, call: int = -1, path: str = "") -> None:
-        from foreign_support.told import change_each
+        from foreign_support.changed_records import change_each
 
         self._change_each = change_each
         self.call, self.path = call, path

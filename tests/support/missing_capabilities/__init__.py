@@ -1,6 +1,6 @@
-"""Lacking: an engine of ours that says that it cannot do some things, and breaks if it is asked to.
+"""An engine of ours without some capabilities, which raises if a tool uses one of them.
 
-What an engine does not claim it must never be given. So whoever is sent an event, a request or a
+An engine must never get what it does not claim. So an engine that is sent an event, a request or a
 config for which a capability is missing raises, and the tools that did it are wrong.
 """
 
@@ -20,7 +20,7 @@ from blockstep.conformance.protocol.features import find_lacking
 from blockstep.spec import vocabulary as v
 
 HIDDEN = frozenset({Capability.SNAPSHOT})
-"""What an engine only shows less by: nothing that it is given depends on it."""
+"""Capabilities that change only what an engine shows, not what it is given."""
 
 
 class LackingEngine:
@@ -36,7 +36,7 @@ class LackingEngine:
                 raise EngineFault(f"given {feature.name} in {config}")
 
     def capabilities(self) -> frozenset[str]:
-        """All but what it lacks."""
+        """Return all capabilities but the missing ones."""
         return self._has
 
     def snapshot(self) -> v.Snapshot | None:
@@ -44,7 +44,7 @@ class LackingEngine:
         return self._engine.snapshot() if Capability.SNAPSHOT in self._has else None
 
     def apply(self, event: v.Event) -> v.Observation:
-        """As the engine does. Raises EngineFault at what it should not have been given."""
+        """Apply an event. Raises EngineFault if the event needs a capability that is missing."""
         self._look_at(event)
         answer: v.Observation = self._engine.apply(event)
         if isinstance(answer, v.Rejected) and Capability.REJECTION not in self._has:
@@ -61,8 +61,10 @@ class LackingEngine:
                 raise EngineFault(f"given {feature.name}: {event}")
 
     def _look_at_drafts(self, event: v.Drafts, answer: v.DraftsTaken) -> None:
-        """Without REJECTION and LATE_DRAFTS no drafts may come too late; those of a chunk of a
-        prompt are not late."""
+        """Raise for drafts that are too late, without REJECTION and LATE_DRAFTS.
+
+        Drafts for a chunk of a prompt are not late.
+        """
         if {Capability.REJECTION, Capability.LATE_DRAFTS} & self._has:
             return
         shown = {request.request_id: request for request in self._engine.snapshot().requests}
@@ -74,7 +76,7 @@ class LackingEngine:
 def make_lacking(
     make_engine: EngineFactory, lacks: Collection[str], traits: EngineTraits | None = None
 ) -> Callable[[v.Config], LackingEngine]:
-    """A factory of such engines."""
+    """Return a factory of such engines."""
 
     class Lacking(LackingEngine):
         def __init__(self, config: v.Config) -> None:

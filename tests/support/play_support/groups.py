@@ -1,4 +1,4 @@
-"""Grouped: plays with several KV groups, where a request gives back what it attends to no more."""
+"""KV groups: plays in which a request frees the blocks that have left its window."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ GROUPED = replace(CONFIG, num_blocks=17, groups=(FULL, WINDOW))
 
 
 def going_on(config: Config = GROUPED) -> Play:
-    """A goes on at position 5 and gives back its first block of the window."""
+    """A computes position 5 and frees its first block of the sliding window."""
     play = Play(config, SpecEngine).do(Submit(A)).run(1).do(Schedule())
     assert play.step.new["A"].block_tables[1][0] == 0
     return play
 
 
 def with_its_token(config: Config = GROUPED) -> Play:
-    """The token that A sampled at position 5 is committed."""
+    """The same, with the token that A sampled at position 5 committed."""
     return going_on(config).commit()
 
 
 def attending_as(*groups: KVGroup) -> Any:
-    """Plants other kinds of attention: the specification goes by them from now on."""
+    """Return a plant: from now on the specification has these KV groups."""
 
     def plant(engine: Any) -> None:
         state = engine.state

@@ -1,4 +1,4 @@
-"""Idling: steps after which a state says wrongly whether work is left."""
+"""Work left: steps after which a state says wrongly whether work is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ALONE", "NAMES"]
 
 
 def planned_for_no_request() -> Play:
-    """Nothing was ever submitted, and nothing is left to do."""
+    """A step is planned before any request was submitted."""
     return Play().do(Schedule())
 
 

@@ -1,4 +1,4 @@
-"""What is told of blocks: plays with a log of KV events, and the sentences that speak of it."""
+"""KV events: plays with a log of KV events, and the checks of the log."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from blockstep.spec.vocabulary import (
 from play_support.play import CONFIG, A, B, Bend, Case, Play, nothing, observed, request
 
 NEVER = BlockKey(None, (8, 8))
-"""The key of a block that nobody has stored."""
+"""The key of a block that was never stored."""
 LAST = request("D", *[6] * 14)
-"""Of seven blocks, so that only one of another request is left."""
+"""A request of seven blocks: one block of another request stays in the pool."""
 
 
 def storing() -> Play:
-    """Two blocks of A are told."""
+    """The log reports two blocks of A as stored."""
     return Play(replace(CONFIG, enable_kv_cache_events=True)).do(Submit(A), Schedule()).commit()
 
 
 def storing_more() -> Play:
-    """One block is told behind them."""
+    """The log reports one more block of A as stored."""
     return storing().do(Schedule()).commit()
 
 
 def evicting() -> Play:
-    """Blocks of A are needed for D, and told to be gone."""
+    """D takes blocks of A, and the log reports these as removed."""
     return storing_more().run(1).do(Submit(LAST)).run(1).do(Schedule()).commit()
 
 
 def resetting() -> Play:
-    """A reset amid a plan in flight: what that stored is told, and that all is cleared."""
+    """A reset with a plan in flight: the log has the plan's blocks, then `AllBlocksCleared`."""
     return storing().do(Submit(B), Schedule(), Reset(reset_running_requests=True))
 
 
@@ -53,17 +53,17 @@ def list_events(step: Step) -> tuple[KVEvent, ...]:
 
 
 def silent(step: Step) -> Step:
-    """Nothing is told."""
+    """Return the step without KV events."""
     return observed(step, kv_events=())
 
 
 def removing_another(step: Step) -> Step:
-    """A block is told to be gone that was never there."""
+    """Return the step with the removal of a block that was never stored."""
     return observed(step, kv_events=(BlockRemoved((NEVER,)), *list_events(step)))
 
 
 def stored_as(**fields: Any) -> Bend:
-    """Blocks are told with something of another."""
+    """Return a bend: stored blocks are reported with other fields."""
 
     def bend(step: Step) -> Step:
         events = [
@@ -84,7 +84,7 @@ ALONE: list[Case] = [
 
 
 def out_of_order(step: Step) -> Step:
-    """Blocks that are told together stand the wrong way round."""
+    """Return the step with the keys of each `BlockStored` in reverse order."""
     events = [
         replace(event, keys=event.keys[::-1]) if isinstance(event, BlockStored) else event
         for event in list_events(step)
@@ -104,7 +104,7 @@ def of_no_group(step: Step) -> Step:
 
 
 def stored_once_more(step: Step) -> Step:
-    """A block that is told is told again, as if there were another copy."""
+    """Return the step with each event twice, as if there were a second copy of the block."""
     return observed(step, kv_events=(*list_events(step), *list_events(step)))
 
 
@@ -121,7 +121,7 @@ def not_cleared(step: Step) -> Step:
 
 
 def refused(step: Step) -> Step:
-    """The reset is refused, and tells all the same."""
+    """Return the step as a refused reset that has KV events."""
     return observed(step, success=False)
 
 
@@ -143,4 +143,4 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("stored_events_match_their_blocks", storing, of_no_group),
     ("stored_events_match_their_blocks", resetting, stored_as(token_ids=())),
 ]
-"""More that is wrong, of each kind of event and of each field."""
+"""Wrong steps of each kind of event, and with each field of a KV event changed."""

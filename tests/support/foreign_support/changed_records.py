@@ -1,4 +1,4 @@
-"""Told: what a release of vLLM told in one call, copied with one thing in it changed."""
+"""Changed records: copies of what a release of vLLM returned, each with one value changed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import msgspec
 import numpy as np
 
 Change = tuple[str, Any]
-"""The path of what was changed, by type and fields, and the copy."""
+"""The path of the changed value, by type and fields, and the copy."""
 
 
 FIRST_FIELDS = {"SamplingParams": ("max_tokens",)}
-"""Of records that are handed on as they are, by type: the fields that stand for all."""
+"""Fields to change in records that the adapter passes on as a whole, by type."""
 
 
 def change_each(record: Any, path: str = "") -> Iterator[Change]:
-    """Copies of a record of the release, each with one of its values changed by one.
+    """Yield copies of a record of the release, each with one of its values changed.
 
-    A record inside of a record is changed likewise, and of records in a list the first one. A value
-    that says nothing (None, or empty) is left alone: there is nothing in it to change.
+    A record inside of a record is changed in the same way; of a list, its first record. None and
+    empty values are left alone: they have nothing to change.
     """
     path = path or type(record).__name__
     for name in _list_fields(record):
@@ -53,7 +53,7 @@ def _change_field(value: Any, path: str) -> Iterator[Change]:
 
 
 def change(value: Any) -> Any:
-    """Another value of the same kind, with one thing changed in it; None if there is none."""
+    """Return another value of the same type; None if there is none."""
     match value:
         case bool():
             return not value
@@ -95,7 +95,7 @@ def change(value: Any) -> Any:
 
 
 def _shorten(value: Any) -> Any:
-    """A container without one of its entries."""
+    """Return a container without one of its entries."""
     match value:
         case list() | tuple():
             return value[:-1]
@@ -106,7 +106,7 @@ def _shorten(value: Any) -> Any:
 
 
 def _list_fields(value: Any) -> tuple[str, ...]:
-    """Names of the fields of a record, of whatever kind records are in that release."""
+    """Return the names of the fields of a record, for each kind of record in that release."""
     if type(value).__name__ in FIRST_FIELDS:
         return FIRST_FIELDS[type(value).__name__]
     if isinstance(value, msgspec.Struct):

@@ -1,4 +1,4 @@
-"""What stays between turns: plays with pins, and the sentences that speak of them."""
+"""Pins: plays in which blocks stay between the turns of a job, and the checks of pins."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from play_support.play import CONFIG, Bend, C, Case, Play, after, counted, nothi
 
 PINNED = replace(CONFIG, policy=Policy.CONTINUUM)
 X = replace(request("X", 1, 2, 3, 4, 5, max_tokens=1), job_id="x")
-"""A turn of two blocks that can be found, and one that cannot."""
+"""A turn of two full blocks and a partial one."""
 
 
 def estimated() -> Play:
-    """Blocks of job x stay for five ticks."""
+    """Blocks of job x are pinned for five ticks."""
     return Play(PINNED).do(Submit(X), PinEstimate("x", 5))
 
 
 def pinned() -> Play:
-    """Its turn has ended."""
+    """The turn of job x has ended, and its blocks are pinned."""
     return estimated().do(Schedule()).commit()
 
 
@@ -61,13 +61,13 @@ def two_run() -> Play:
 
 
 def none_left() -> Play:
-    """Nobody runs, and D needs what the pin has."""
+    """No request runs, and D needs the blocks of the pin."""
     play = pinned()
     return play.do(Submit(request("D", *[9] * 14, max_tokens=2)), Schedule())
 
 
 def one_has_to_go() -> Play:
-    """E runs, and F behind it, the next turn of job x; then blocks are short."""
+    """E runs, then F, the next turn of job x; then the pool has no free block."""
     play = Play(replace(PINNED, num_blocks=6, scheduler_reserve_full_isl=False))
     play.do(Submit(X), PinEstimate("x", 5), Schedule()).commit()
     turn = replace(request("F", 1, 2, 3, 4, 6, max_tokens=6), job_id="x")
@@ -142,7 +142,7 @@ def went_on() -> Play:
 
 
 def with_pins(step: Step, **fields: Any) -> Step:
-    """Another state of the pins after a step."""
+    """Return the step with other fields in the state of pins after it."""
     assert step.after.pins is not None
     return after(step, pins=replace(step.after.pins, **fields))
 
@@ -157,14 +157,14 @@ def another_pin(step: Step) -> Step:
 
 
 def longer(step: Step) -> Step:
-    """The pin has more time than it was given."""
+    """Return the step with a pin that ends later than its estimate says."""
     assert step.after.pins is not None
     (pin,) = step.after.pins.pins
     return with_pins(step, pins=(replace(pin, end=pin.end + 1),))
 
 
 def let_go(step: Step) -> Step:
-    """The pin has gone, and its blocks are free."""
+    """Return the step without the pin, its blocks in the free queue."""
     assert step.after.pins is not None
     (pin,) = step.after.pins.pins
     blocks = [block for block in chain(*pin.block_tables) if block != NULL_BLOCK]
@@ -175,7 +175,7 @@ def let_go(step: Step) -> Step:
 
 
 def forgotten(step: Step) -> Step:
-    """Nobody can find any more what the pin holds."""
+    """Return the step with a pinned block that has no key."""
     assert step.after.pins is not None
     (pin,) = step.after.pins.pins
     block = pin.block_tables[0][-1]
@@ -189,7 +189,7 @@ def preempt_the_last(rules: Rules, _config: Config) -> Rules:
 
 
 def malformed(step: Step) -> Step:
-    """What was taken should have been refused."""
+    """Return the step with an accepted event that had to be refused."""
     is_clock = isinstance(step.event, Clock)
     return replace(step, event=Clock(-1) if is_clock else PinEstimate("", 1))
 
@@ -237,4 +237,4 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
         )
     ],
 ]
-"""More that is wrong, of each kind of event."""
+"""Wrong steps of each kind of event."""

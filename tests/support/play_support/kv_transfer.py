@@ -1,4 +1,4 @@
-"""What a store brings: plays with loads and holds, and the sentences that speak of them."""
+"""KV transfer: plays with loads from a store and held blocks, and the checks of both."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ STORE = replace(FAILING, kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE)
 
 
 def offered(num_tokens: int = 4, is_async: bool = True, config: Config = STORE) -> Play:
-    """A store has the first two blocks of A."""
+    """A store offers the first two blocks of A."""
     return Play(config).do(Submit(A), KVOffer("A", num_tokens, is_async))
 
 
@@ -84,7 +84,7 @@ def returned() -> Play:
 
 
 def loaded() -> Play:
-    """A is loaded and runs in one step."""
+    """One step loads the blocks of A and runs it."""
     return offered(is_async=False).do(Schedule())
 
 
@@ -93,7 +93,7 @@ def settled() -> Play:
 
 
 def without_block(play: Play, index: int) -> Play:
-    """The plan in flight is answered, and a block of A could not be loaded."""
+    """Commit the plan in flight, with one block of A reported as invalid."""
     plan = play.plans[0]
     transfers = KVTransfers(invalid_block_ids=(plan.kv_loads[0].block_ids[0][index],))
     return play.do(Commit(plan.frame_id, play.worker.answer(plan.frame_id), transfers))
@@ -104,26 +104,26 @@ def void() -> Play:
 
 
 def lost() -> Play:
-    """A is parked, and its second block could not be loaded."""
+    """The second block of A's asynchronous load is reported as invalid."""
     play = parked()
     block = play.step.plan.kv_loads[0].block_ids[0][1]
     return play.do(TransfersReported(KVTransfers(invalid_block_ids=(block,))))
 
 
 def failed() -> Play:
-    """So it ends."""
+    """The same, with the policy that fails the request: A ends."""
     play = offered(config=FAILING).do(Schedule())
     block = play.step.plan.kv_loads[0].block_ids[0][1]
     return play.do(TransfersReported(KVTransfers(invalid_block_ids=(block,))))
 
 
 def failed_at_once() -> Play:
-    """A runs in the step that loads it, and ends with the answer that says that it failed."""
+    """A runs in the step that loads its blocks, and ends with the commit that reports failure."""
     return without_block(offered(is_async=False, config=FAILING).do(Schedule()), 1)
 
 
 def ending() -> Play:
-    """The store reads the blocks of B when it ends."""
+    """The store will read the blocks of B when B ends."""
     play = Play(STORE).do(Submit(B), KVOffer("B", delays_free=True), Schedule()).commit()
     return play.do(Schedule())
 
@@ -145,7 +145,7 @@ def held_and_reset() -> Play:
 
 
 def stranded() -> Play:
-    """D does not fit, and A, whose load has come, stands behind it."""
+    """D, the head of the queue, does not fit; A behind it has received its load."""
     config = replace(STORE, num_blocks=7, policy=Policy.PRIORITY)
     play = Play(config).do(Submit(request("E", 1, max_tokens=9)), Schedule()).commit()
     play.do(Submit(replace(A, priority=1)), KVOffer("A", 4, True), Schedule()).commit()
@@ -154,12 +154,12 @@ def stranded() -> Play:
 
 
 def reported_again() -> Play:
-    """Whose load was reported is reported once more."""
+    """The load of A is reported a second time, with one of an unknown request."""
     return received().do(TransfersReported(KVTransfers(("A", "nobody"))))
 
 
 def committed_beside() -> Play:
-    """A is parked, and the answer to a plan with C comes."""
+    """A plan with C is committed while A waits for its asynchronous load."""
     play = offered().do(Submit(C))
     return play.do(Schedule()).commit()
 
@@ -172,7 +172,7 @@ AHEAD = replace(STORE, max_frames_in_flight=2, async_scheduling=True)
 
 
 def deferred() -> Play:
-    """A is aborted while its first plan is in flight: its blocks wait for the answer."""
+    """A is aborted while its first plan is in flight: its blocks are freed with the commit."""
     return Play(AHEAD).do(Submit(A), Schedule(), Abort(("A",)))
 
 
@@ -193,14 +193,14 @@ def deferred_and_reset() -> Play:
 
 
 def short_in_flight() -> Play:
-    """D lacks a block, and the answer to the plan in flight has not come that names D and E."""
+    """D lacks a block while a plan with D and E is in flight."""
     config = replace(AHEAD, num_blocks=3, block_size=2, scheduler_reserve_full_isl=False)
     play = Play(config).do(Submit(request("D", 1, 2, max_tokens=2)))
     return play.do(Submit(request("E", 3, 4, max_tokens=2)), Schedule(), Schedule())
 
 
 def preempt_in_flight(rules: Rules, _config: Config) -> Rules:
-    """Whether the blocks of a victim wait for a frame is not looked at."""
+    """Return rules that preempt a request without looking for its rows in flight."""
     victims: list[int] = []
 
     def preempt(step: Planning, victim_index: int) -> str:
@@ -216,7 +216,7 @@ def preempt_in_flight(rules: Rules, _config: Config) -> Rules:
 
 
 def waiting_for_no_frame(step: Step) -> Step:
-    """Blocks wait for a frame that is not in flight, and did before."""
+    """Return the step with deferred frees, before and after, of a frame that is not in flight."""
     assert step.before.transfers is not None
     (entry,) = step.before.transfers.deferred_frees
     wrong = (replace(entry, frame_id=99),)
@@ -226,14 +226,14 @@ def waiting_for_no_frame(step: Step) -> Step:
 
 
 def waiting_besides(step: Step) -> Step:
-    """A block more waits for a frame."""
+    """Return the step with one more deferred free."""
     assert step.after.transfers is not None
     more = DeferredFree(99, (1,))
     return with_store(step, deferred_frees=(*step.after.transfers.deferred_frees, more))
 
 
 def with_store(step: Step, **fields: Any) -> Step:
-    """Another state of the transfers after a step."""
+    """Return the step with other fields in the state of transfers after it."""
     assert step.after.transfers is not None
     return after(step, transfers=replace(step.after.transfers, **fields))
 
@@ -252,7 +252,7 @@ def out_of_order(step: Step) -> Step:
 
 
 def published_at_once(step: Step) -> Step:
-    """What is loaded for a plan in flight can be found."""
+    """Return the step with the blocks of a load in flight already published."""
     first = BlockKey(None, (1, 2))
     block = step.new["A"].block_tables[0][0]
     keys = [first if at == block else key for at, key in enumerate(step.after.block_keys)]
@@ -322,7 +322,7 @@ ALONE: list[Case] = [
 def each(
     play: Callable[[], Play], bends: dict[str, Bend]
 ) -> list[tuple[str, Callable[[], Play], Bend]]:
-    """Sentences that speak of the last step of a play, once it is bent."""
+    """Return a row for each check that fails once the last step of the play is bent."""
     return [(name, play, bend) for name, bend in bends.items()]
 
 
@@ -351,14 +351,14 @@ def with_held(step: Step) -> Step:
 
 
 def malformed(step: Step) -> Step:
-    """What was taken should have been refused."""
+    """Return the step with an accepted event that had to be refused."""
     if isinstance(step.event, KVOffer):
         return replace(step, event=KVOffer(""))
     return replace(step, event=TransfersReported(KVTransfers(("",))))
 
 
 def stored_for_nothing(step: Step) -> Step:
-    """What is told of blocks tells of one more."""
+    """Return the step with the KV event of a block that was not stored."""
     assert isinstance(step.observation, Outputs)
     event = BlockStored((BlockKey(None, (8, 8)),), None, (8,), 2)
     return observed(step, kv_events=(*step.observation.kv_events, event))
@@ -412,7 +412,7 @@ OF_DEFERRED = (
     *(deferred, deferred_and_planned, deferred_and_answered),
     *(deferred_and_reported, deferred_and_reset),
 )
-"""A play for each kind of event that gives blocks up, or answers."""
+"""A play for each kind of event that frees blocks or commits a plan."""
 
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     (
@@ -482,4 +482,4 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("load_is_what_the_store_offers", parked, loaded_at_once),
     ("finished_ids_wait_for_the_next_plan", failed, lambda s: after(s, finished_req_ids=())),
 ]
-"""More that is wrong, of each kind of event."""
+"""Wrong steps of each kind of event."""

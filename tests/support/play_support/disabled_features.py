@@ -1,4 +1,4 @@
-"""What a config lacks: plays, and the sentence that says that nothing is known of it."""
+"""Disabled features: plays in which a state or an answer has a value of one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from blockstep.spec.vocabulary import (
     Submit,
     TransfersSnapshot,
 )
-from play_support import forking, pinning
+from play_support import forks, pins
+from play_support.kv_transfer import loading_for_no_request
 from play_support.play import Bend, C, Case, Play, after, nothing, observed
-from play_support.tiering import closed
-from play_support.transferring import loading_for_no_request
+from play_support.tiers import closed
 
 LACKED = "disabled_features_leave_no_state"
 
 
 def planned() -> Play:
-    """C runs, and no store is there."""
+    """C runs, and the config has no store."""
     return Play().do(Submit(C)).run(1).do(Schedule())
 
 
@@ -37,13 +37,13 @@ def reset() -> Play:
 
 
 def with_an_event(step: Step) -> Step:
-    """The log tells of a block, and nobody asked for one."""
+    """Return the step with a KV event, which the config does not ask for."""
     return observed(step, kv_events=(BlockStored((BlockKey(None, (8, 8)),), None, (8, 8), 2),))
 
 
 ALONE: list[Case] = [(LACKED, planned, nothing, loading_for_no_request)]
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
-    *[(LACKED, play, closed) for play in (*pinning.OF_EACH, forking.forked)],
+    *[(LACKED, play, closed) for play in (*pins.OF_EACH, forks.forked)],
     *[
         (LACKED, committed, bend)
         for bend in (
@@ -55,4 +55,4 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ],
     (LACKED, reset, with_an_event),
 ]
-"""More that is wrong, of each kind of event and of each thing that may be lacking."""
+"""Wrong steps of each kind of event, and for each feature that may be disabled."""

@@ -1,4 +1,4 @@
-"""What requests bring: plays with adapters and grammars, and the sentences that speak of them."""
+"""Features of requests: plays with LoRA, grammars, sessions and items, and their checks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def of_two_adapters() -> Play:
 
 
 def capped_behind_its_back() -> Play:
-    """The engine knows of no cap on adapters, and there is one."""
+    """The config has a cap on LoRA adapters that the engine ignores."""
     play = of_two_adapters()
     play.config = replace(play.config, max_loras=1)
     play.make_engine = uncapped
@@ -76,7 +76,7 @@ def held_prompt() -> Play:
 
 
 def forget_the_wait(engine: Any) -> None:
-    """The engine counts no steps since the last prompt."""
+    """Set the engine's count of steps since the last prompt to 0."""
     engine.requests.state.scalars[c.PREFILL_WAIT] = 0
 
 
@@ -85,12 +85,12 @@ def uncapped(config: Config) -> HostEngine:
 
 
 STEPS = Grammar((((1, 1), (2, 1)), ((3, 2), (4, 2)), ((1, 0),)))
-"""1 or 2, then 3 or 4, then 1, and again."""
+"""The grammar accepts 1 or 2, then 3 or 4, then 1, and begins again."""
 HELD = request("A", 1, 2, 3, max_tokens=9, structured_output=True, grammar=STEPS)
 
 
 def held(config: Config = AHEAD) -> Play:
-    """A has its grammar, and its first step is planned."""
+    """The grammar of A is ready, and its first step is planned."""
     return Play(config, SpecEngine).do(Submit(HELD), GrammarReady("A"), Schedule())
 
 
@@ -103,7 +103,7 @@ def held_and_drafted() -> Play:
 
 
 def drafted_beyond_its_grammar() -> Play:
-    """Of two drafts the grammar accepts the first."""
+    """The grammar accepts the first of two drafts."""
     return held(DRAFTING).commit().do(Drafts((RowTokens("A", (3, 3)),)))
 
 
@@ -121,7 +121,7 @@ def masked() -> Play:
 
 
 def masked_with_drafts() -> Play:
-    """Of two drafts the first is right, and its grammar forbids the other."""
+    """The first of two drafts is right, and the grammar forbids the second."""
     play = Play(DRAFTING_AHEAD, SpecEngine)
     play.worker.acceptance = (1,)
     play.do(Submit(HELD), GrammarReady("A"), Schedule(), Schedule()).commit()
@@ -138,7 +138,7 @@ def masks_of(step: Step) -> Any:
 
 
 def with_mask(step: Step, **fields: Any) -> Step:
-    """Another row of A in a mask."""
+    """Return the step with other fields in the row of A of the bitmask."""
     (row,) = masks_of(step)
     return observed(step, rows=(replace(row, **fields),))
 
@@ -169,11 +169,11 @@ OF_MASKS: list[Case] = [
         lambda s: with_mask(s, allowed=(*masks_of(s)[0].allowed[:2], None)),
     ),
 ]
-"""What the worker says of masks."""
+"""Wrong bitmasks, and the check of the worker that finds each."""
 
 
 def resting() -> Play:
-    """A session has come to its stop, and rests with its blocks."""
+    """A session has stopped; it is idle and keeps its blocks."""
     session = request("A", 1, 2, 3, max_tokens=1, resumable=True)
     return Play(CONFIG, SpecEngine).do(Submit(session), Schedule()).commit()
 
@@ -186,7 +186,7 @@ CAT, DOG = MultiModalItem("cat", 0, 2), MultiModalItem("dog", 3, 2)
 
 
 def encoding(budget: int = 2, size: int = 4) -> Play:
-    """A has two items of two embeddings each; the first one is made in its first step."""
+    """A has two items of two embeddings each; its first step encodes the first item."""
     config = replace(
         CONFIG,
         encoder_compute_budget=budget,
@@ -197,7 +197,7 @@ def encoding(budget: int = 2, size: int = 4) -> Play:
 
 
 def encoding_both() -> Play:
-    """Its first chunk reads both items."""
+    """The first chunk of A reads both items."""
     return encoding(8, 4)
 
 
@@ -213,7 +213,7 @@ def encoding_at_ease() -> Play:
 
 
 def a_whole_item_waits() -> Play:
-    """O has two tokens of the three of a step, and one is no room for the item of A."""
+    """O takes two of the three tokens of a step; the item of A needs more than one token."""
     config = replace(
         CONFIG,
         max_num_batched_tokens=3,
@@ -226,26 +226,26 @@ def a_whole_item_waits() -> Play:
 
 
 def splitting_whole_items(engine: Any) -> None:
-    """As vLLM 0.19.1 does: A has that token."""
+    """Give A that one token, as vLLM 0.19.1 does."""
     rules = get_rules(frozenset({Quirk.WHOLE_ITEMS_ARE_SPLIT}), engine.state.config)
     engine.state = replace(engine.state, rules=rules)
 
 
 def with_inputs(*indices: int) -> Bend:
-    """Other items of A are made."""
+    """Return a bend: the plan encodes these items of A."""
     inputs = (EncoderInputs("A", indices),) if indices else ()
     return lambda step: observed(step, scheduled_encoder_inputs=inputs)
 
 
 def with_encoder(step: Step, **fields: Any) -> Step:
-    """Another state of the encoder."""
+    """Return the step with other fields in the encoder's state after it."""
     encoder = step.after.encoder
     assert encoder is not None
     return after(step, encoder=replace(encoder, **fields))
 
 
 def with_entry(step: Step, **fields: Any) -> Step:
-    """Another entry of what the first step made."""
+    """Return the step with other fields in the entry that the first step made."""
     encoder = step.after.encoder
     assert encoder is not None
     (entry,) = encoder.entries
@@ -268,12 +268,12 @@ OWL = MultiModalItem("owl", 0, 3)
 
 
 def beginning_beside(config: Config = BESIDE) -> Play:
-    """A reads across what is made of its item in this step."""
+    """A reads by cross attention the item that this step encodes."""
     return Play(config, SpecEngine).do(Submit(request("A", 1, 2, 3, items=(OWL,))), Schedule())
 
 
 def going_on_beside() -> Play:
-    """A reads across what an earlier step has written."""
+    """A reads by cross attention what an earlier step has written."""
     return beginning_beside().commit().do(Schedule())
 
 
@@ -291,7 +291,7 @@ OF_ITEMS: list[Case] = [
         lambda s: observed(s, free_encoder_mm_hashes=()),
     ),
 ]
-"""What the worker says of items."""
+"""Wrong plans of items, and the check of the worker that finds each."""
 ALONE: list[Case] = [
     (
         "encoder_cache_adds_up",
@@ -358,7 +358,7 @@ ALONE: list[Case] = [
 
 
 def encoding_and(*events: Event) -> Callable[[], Play]:
-    """What happens next, where A has an item in the encoder's cache."""
+    """Return a play in which these events follow while A has an item in the encoder's cache."""
     return lambda: encoding().do(*events)
 
 
@@ -380,7 +380,7 @@ def held_by_no_request(step: Step) -> Step:
 
 
 def elsewhere(step: Step) -> Step:
-    """The grammar of A stands where its outputs did not lead it."""
+    """The state of A's grammar does not follow from its outputs."""
     return changed(step, "A", grammar_state=2)
 
 
@@ -414,7 +414,7 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
         lambda s: first_output(s, num_cached_tokens=2),
     ),
 ]
-"""A wrong step of each other kind of event of which they speak."""
+"""Wrong steps of the other kinds of events that these checks read."""
 OF_ANSWERS: list[Case] = [
     ("plan_stays_within_max_loras", capped_behind_its_back, nothing, lambda s: s),
 ]

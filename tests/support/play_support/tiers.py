@@ -1,4 +1,4 @@
-"""Victims that are saved, and admission that closes: plays, and the sentences about them."""
+"""Swap-out and admission control: plays in which victims are saved or admission closes."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ Q = request("Q", 5, 4, 3, 2, 1, max_tokens=6)
 
 
 def saved() -> Play:
-    """Q gives way to P, with two full blocks, and one that is begun."""
+    """Q, with two full blocks and a partial one, is preempted for P."""
     return Play(TIERED).do(Submit(P), Submit(Q)).run(2).do(Schedule())
 
 
 def admitted() -> Play:
-    """C comes beside P."""
+    """C is admitted while P runs."""
     return Play(TIERED).do(Submit(P)).run(1).do(Submit(C), Schedule())
 
 
 def committed() -> Play:
-    """P gets a token, and nobody is short of blocks."""
+    """P gets a token, and there are enough free blocks."""
     return Play(TIERED).do(Submit(P)).run(1)
 
 
 def other_save(step: Step, **fields: object) -> Step:
-    """Another save of Q."""
+    """Return the step with other fields in the save of Q."""
     (save,) = step.plan.kv_saves
     return observed(step, kv_saves=(replace(save, **fields),))  # type: ignore[arg-type]
 
@@ -47,7 +47,7 @@ def saved_in_part(step: Step) -> Step:
 
 
 def closed(step: Step) -> Step:
-    """Admission is closed behind the step."""
+    """Return the step with admission closed after it."""
     return after(step, admission_closed=True)
 
 

@@ -1,4 +1,4 @@
-"""Engines that decide otherwise than the specification, and are right.
+"""Engines with other policies than the specification that are right.
 
 Each is the specification with another policy. None breaks a property that an engine must keep, so
 `safety` must say nothing of any: they are the controls against false alarms.
@@ -38,19 +38,19 @@ SAFETY = EngineTraits(equivalence=Safety())
 
 
 class Unlike(Spec):
-    """The specification, held to the properties alone."""
+    """The specification, held to properties alone."""
 
     traits = SAFETY
 
 
 class OtherBlocks(Unlike):
-    """Of the free blocks without a key it takes the last one."""
+    """It takes the last free block without a key."""
 
     change = staticmethod(take_last_unnamed)
 
 
 class OtherNames(OtherIdsInReports):
-    """Its blocks have other ids, and its free queue is a sorted set."""
+    """The specification with other ids of blocks and a sorted free queue."""
 
     traits = SAFETY
 
@@ -65,7 +65,7 @@ def preempt_the_second(rules: Rules, _config: v.Config) -> Rules:
 
 
 class OtherVictim(Unlike):
-    """FCFS: it preempts the second youngest, if that is not the oldest, which always goes on."""
+    """FCFS: it preempts the second youngest request, unless that is the oldest."""
 
     change = staticmethod(preempt_the_second)
 
@@ -108,7 +108,7 @@ def skip_the_youngest(rules: Rules, _config: v.Config) -> Rules:
 
 
 class Skipping(Unlike):
-    """In every fourth step the youngest of several running requests gets no row."""
+    """The youngest of several running requests gets no row in every fourth step."""
 
     change = staticmethod(skip_the_youngest)
 
@@ -120,7 +120,7 @@ class UnsharedHits(Unlike):
 
 
 class ShortHitting(Unlike):
-    """Its hits are a block shorter than they could be."""
+    """It leaves out the last block of each hit."""
 
     change = staticmethod(leave_last_hit_out)
 
@@ -133,7 +133,7 @@ def find_newest(rules: Rules, _config: v.Config) -> Rules:
 
 
 class NewestCopy(Unlike):
-    """Of several copies of a block it hits the one that was published last."""
+    """It hits the copy of a block that was published last."""
 
     change = staticmethod(find_newest)
 
@@ -195,7 +195,7 @@ class LateEnds(Unlike):
         self.to_end: dict[str, None] = {}
 
     def list_known(self, names: Sequence[str]) -> dict[str, None]:
-        """Those that are unfinished, each once."""
+        """Return the unfinished requests among these names, each once."""
         return {name: None for name in names if name in self.state.requests}
 
     def apply(self, event: v.Event) -> v.Observation:
@@ -236,7 +236,7 @@ def load_less(rules: Rules, config: v.Config) -> Rules:
 
 
 class LoadingLess(Unlike):
-    """It has a store load a block less than that has."""
+    """It loads one block less than the store has."""
 
     change = staticmethod(load_less)
 

@@ -1,4 +1,4 @@
-"""Requests that go on as several: plays with branches, and the sentences that speak of them."""
+"""Forks: plays with branches, and the checks of forks."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from play_support.play import (
 
 FORKING = replace(CONFIG, enable_forks=True)
 P = request("P", 1, 2, 3, 4, 5, max_tokens=6)
-"""Two full blocks, and one that is begun."""
+"""A request of two full blocks and a partial one."""
 Q = Fork("P", "Q", (7,))
 
 
 def forked() -> Play:
-    """A branch with another output shares what the parent has computed."""
+    """A branch with another output shares the computed blocks of its parent."""
     return Play(FORKING).do(Submit(P), Schedule()).commit().do(Q)
 
 
 def forked_ahead() -> Play:
-    """C waits, and the branch goes ahead of it."""
+    """C waits, and the branch is queued in front of C."""
     return Play(FORKING).do(Submit(P), Schedule()).commit().do(Submit(C), Q)
 
 
 def copied() -> Play:
-    """The parent gets a copy, and the branch goes on in what it shared."""
+    """The parent gets a copy of the partial block, and the branch writes to the shared one."""
     return forked().do(Schedule())
 
 
 def copied_beside_a_waiting_one() -> Play:
-    """There is one seat, and nothing is found again."""
+    """One request can run, and prefix caching is off."""
     config = replace(FORKING, max_num_seqs=1, enable_prefix_caching=False)
     return Play(config).do(Submit(P), Schedule()).commit().do(Q, Schedule())
 
 
 def not_admitted() -> Play:
-    """One who would leave nothing to another who runs waits."""
+    """W waits: its admission would leave fewer free blocks than the watermark."""
     config = replace(FORKING, watermark_blocks=1, scheduler_reserve_full_isl=False)
     config = replace(config, max_num_batched_tokens=16)
     play = Play(config).do(Submit(P), Schedule()).commit()
@@ -65,7 +65,7 @@ def not_admitted() -> Play:
 
 
 def shared_and_written(step: Step) -> Step:
-    """As if the parent had gone on in the block that the branch holds, too."""
+    """Return the step with the parent writing to the block that it shares with the branch."""
     (copy,) = step.plan.block_copies
     counts = list(step.before.ref_counts)
     table = step.old["P"].block_tables[0]
@@ -77,7 +77,7 @@ def shared_and_written(step: Step) -> Step:
 
 
 def named_once_more(step: Step) -> Step:
-    """A block that nobody holds carries the key of one that is shared."""
+    """Return the step with a free block that has the key of a shared block."""
     keys = list(step.after.block_keys)
     block = step.new["P"].block_tables[0][0]
     free, key = step.after.free_queue[-1], keys[block]
@@ -88,7 +88,7 @@ def named_once_more(step: Step) -> Step:
 
 
 def malformed(step: Step) -> Step:
-    """What was taken should have been refused."""
+    """Return the step with an accepted event that had to be refused."""
     return replace(step, event=Fork("P", ""))
 
 
@@ -135,4 +135,4 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("only_running_requests_hold_anything", forked, lambda s: changed(s, "Q", spec_token_ids=(1,))),
     ("every_request_is_in_one_queue", forked, lambda s: after(s, waiting=())),
 ]
-"""More that is wrong, of a fork."""
+"""Wrong steps of a fork."""
