@@ -6,7 +6,7 @@ admission, new and resumed mixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
@@ -305,13 +305,6 @@ class ArrayPlan:
             finished_req_ids=set(self.finished_req_ids),
             preempted_req_ids=set(self.preempted_req_ids),
         )
-
-    def pack_answer(self, tokens: Sequence[TokenIds]) -> tuple[Int32s, Int32s | None]:
-        """Return the arguments of `commit_arrays` for the tokens of each row."""
-        flat = np.fromiter((token for row in tokens for token in row), np.int32)
-        if not self.draft_token_ids:
-            return flat, None
-        return flat, np.fromiter(map(len, tokens), np.int32, len(tokens))
 
 
 @dataclass(eq=False)
