@@ -1,4 +1,7 @@
-"""The bench: every side decides the same, and what it says can be read. Nothing is timed here."""
+"""Scheduler benchmark: timed engines make the same decisions, and reports are right.
+
+Nothing is timed here.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,11 @@ from blockstep.spec.vocabulary import Ack, Commit, OutputRow, Outputs
 
 SIDES = ("host", "tests.conformance.bench.test_bench:make_plain_host")
 QUICK = ("decode", "storm", "drafts", "async")
-"""Scenarios that begin at once."""
+"""Scenarios without a long start."""
 
 
 class Plain:
-    """An engine that knows the protocol only."""
+    """An engine that has the protocol's methods only, and no arrays."""
 
     def __init__(self, engine: Any) -> None:
         self.apply, self.snapshot = engine.apply, engine.snapshot
@@ -57,8 +60,8 @@ def make_plain_host(config: Any) -> Plain:
     return Plain(load_engine("host")(config))
 
 
-def make_deaf_host(config: Any) -> Plain:
-    """Preempts the oldest."""
+def make_host_that_preempts_the_oldest(config: Any) -> Plain:
+    """A host engine that preempts the oldest request instead of the newest."""
     return Plain(load_engine("museum:oldest-preempted")(config))
 
 
@@ -72,25 +75,25 @@ def make_broken_host(config: Any) -> Any:
     return change_commits(Plain(load_engine("host")(config)), lambda _outputs: int("no"))
 
 
-def make_mute_host(config: Any) -> Any:
+def make_host_that_answers_ack(config: Any) -> Any:
     return change_commits(Plain(load_engine("host")(config)), lambda _outputs: Ack())
 
 
-def make_forgetful_toy(config: Any) -> Any:
+def make_toy_with_unknown_outputs(config: Any) -> Any:
     rows = (OutputRow("r77", (1,)),)
     return change_commits(load_engine(TOYS[0])(config), lambda _outputs: Outputs(rows))
 
 
-make_forgetful_toy.traits = PlainToy.traits  # type: ignore[attr-defined]
+make_toy_with_unknown_outputs.traits = PlainToy.traits  # type: ignore[attr-defined]
 COUNTER = count()
 
 
-def make_moody_toy(config: Any) -> Any:
-    """Of two runs the second has a smaller budget."""
+def make_toy_with_changing_budget(config: Any) -> Any:
+    """A toy that has a smaller token budget in every second run."""
     return PlainToy(replace(config, max_num_batched_tokens=64 - next(COUNTER) % 2))
 
 
-make_moody_toy.traits = PlainToy.traits  # type: ignore[attr-defined]
+make_toy_with_changing_budget.traits = PlainToy.traits  # type: ignore[attr-defined]
 
 
 def run(scenario: str, engines: tuple[str, ...], size: int, steps: int = 8) -> Measurement:
@@ -98,7 +101,7 @@ def run(scenario: str, engines: tuple[str, ...], size: int, steps: int = 8) -> M
 
 
 @pytest.mark.parametrize("scenario", QUICK)
-def test_sides_decide_the_same_in_few_rows_and_in_many(scenario: str) -> None:
+def test_timed_engines_make_the_same_decisions_at_each_size(scenario: str) -> None:
     for size in (2, 14):
         entry = run(scenario, SIDES, size)
         assert {found.engine for found in entry.readings} == set(SIDES)
@@ -107,11 +110,11 @@ def test_sides_decide_the_same_in_few_rows_and_in_many(scenario: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["window", "recurrent"])
-def test_rows_of_several_groups_are_decided_alike(scenario: str) -> None:
+def test_timed_engines_make_the_same_decisions_with_several_kv_groups(scenario: str) -> None:
     assert run(scenario, SIDES, 3).rows_mean == 3
 
 
-def test_each_step_of_waves_admits_all_and_ends_all() -> None:
+def test_each_step_of_waves_admits_and_finishes_all_requests() -> None:
     entry = run("waves", SIDES, 5)
     assert (entry.rows_mean, entry.new_mean, entry.tokens_mean) == (5, 5, 160)
 
@@ -126,19 +129,19 @@ def test_an_engine_with_arrays_is_timed_through_apply_too() -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
-def test_all_that_run_fit_into_a_step_with_room_for_prompts(scenario: Scenario) -> None:
+def test_the_token_budget_exceeds_what_running_requests_need(scenario: Scenario) -> None:
     for size in (1, 8, 64, 256, 1024, scenario.num_running_max):
         config = scenario.get_config(size)
         assert config.max_num_batched_tokens > size * (1 + config.num_speculative_tokens)
 
 
-def test_as_many_can_run_in_the_mixed_scenario_as_are_wanted() -> None:
+def test_the_mixed_scenario_admits_as_many_requests_as_finish() -> None:
     for size in (256, 1024, 4096):
         budget = SCENARIOS["mixed"].get_config(size).max_num_batched_tokens
         lengths = list(islice(SCENARIOS["mixed"].get_requests(size), 128))
         prompts = sum(len(request.prompt_token_ids) for request in lengths)
         outputs = sum(request.max_tokens for request in lengths)
-        # While they decode, one token each, the rest of the budget must bring as many newcomers.
+        # Decodes take one token each; the rest of the budget must admit as many as finish.
         assert (budget - size) * outputs > size * prompts
 
 
@@ -150,7 +153,7 @@ def bench(*args: object) -> Result:
 
 
 @pytest.mark.parametrize("engine", [*TOYS, "foreign_support.hosts:AtSafety"])
-def test_an_engine_that_decides_otherwise_is_timed_by_itself(engine: str) -> None:
+def test_an_engine_that_is_not_exact_is_timed_alone(engine: str) -> None:
     assert split(["host", engine, "spec"]) == [("host", "spec"), (engine,)]
     entry = run("storm", (engine,), 4)
     assert (entry.equivalence, entry.num_steps) == ("safety", 8)
@@ -161,12 +164,12 @@ def test_an_engine_that_decides_otherwise_is_timed_by_itself(engine: str) -> Non
 
 @pytest.fixture
 def _rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little is played before a measurement: nothing is timed here."""
+    """Shorten the rehearsal before a measurement, since nothing is timed here."""
     monkeypatch.setattr("blockstep.conformance.bench.measure.REHEARSAL", {"decode": 1})
 
 
 @pytest.mark.usefixtures("_rehearsed")
-def test_beside_exact_engines_it_is_marked(tmp_path: Path) -> None:
+def test_an_engine_that_is_not_exact_is_marked_in_the_results(tmp_path: Path) -> None:
     out, toy = tmp_path / "out.json", TOYS[1]
     asked = ("--engine", "host", "--engine", toy, "--scenario", "decode", "--scenario", "drafts")
     result = bench("scheduler", *asked, "-n", 1, "--steps", 4, "--json", out)
@@ -180,7 +183,7 @@ def test_beside_exact_engines_it_is_marked(tmp_path: Path) -> None:
     }
 
 
-def test_too_few_that_run_and_what_an_engine_lacks_are_one_sentence() -> None:
+def test_a_scenario_that_an_engine_cannot_run_is_a_usage_error() -> None:
     few = bench("scheduler", "--engine", TOYS[0], "--scenario", "decode", "-n", 4)
     assert few.exit_code == ExitCode.USAGE
     assert "no more than 2 run at once" in few.output
@@ -194,13 +197,13 @@ def test_too_few_that_run_and_what_an_engine_lacks_are_one_sentence() -> None:
     ("engine", "message"),
     [
         ("make_broken_host", "raised ValueError"),
-        ("make_mute_host", "a Commit was answered with Ack"),
-        ("make_forgetful_toy", "the engine names"),
-        ("make_moody_toy", "does not decide the same twice"),
+        ("make_host_that_answers_ack", "a Commit was answered with Ack"),
+        ("make_toy_with_unknown_outputs", "the engine names"),
+        ("make_toy_with_changing_budget", "does not decide the same twice"),
         ("foreign_support.toys:SmallToy", "raised MemoryError: too many blocks"),
     ],
 )
-def test_an_engine_that_breaks_is_reported_in_one_sentence(engine: str, message: str) -> None:
+def test_a_failing_engine_is_reported_in_one_line(engine: str, message: str) -> None:
     name = engine if ":" in engine else f"tests.conformance.bench.test_bench:{engine}"
     result = bench("profile", "--engine", name, "--scenario", "decode", "-n", 1, "--steps", 4)
     assert result.exit_code == ExitCode.FAILED
@@ -209,18 +212,18 @@ def test_an_engine_that_breaks_is_reported_in_one_sentence(engine: str, message:
     assert len(result.output.splitlines()) == 1
 
 
-def test_a_storm_preempts_and_a_draft_is_accepted() -> None:
+def test_storm_preempts_requests_and_drafts_are_accepted() -> None:
     assert run("storm", ("host",), 14, steps=60).preempted_mean > 0
     assert run("drafts", ("host",), 4).tokens_mean > 4
 
 
-def test_sides_that_decide_differently_are_not_compared() -> None:
-    engines = ("host", "tests.conformance.bench.test_bench:make_deaf_host")
+def test_engines_that_decide_differently_are_not_compared() -> None:
+    engines = ("host", "tests.conformance.bench.test_bench:make_host_that_preempts_the_oldest")
     with pytest.raises(NotEqualError, match="blockstep check"):
         run("storm", engines, 4, steps=600)
 
 
-def test_an_engine_is_asked_for_arrays_if_it_has_them() -> None:
+def test_an_engine_with_arrays_is_timed_through_its_arrays() -> None:
     config = SCENARIOS["decode"].get_config(1)
     assert type(open_side("host", config)) is ArraySide
     assert type(open_side(SIDES[-1], config)) is TimedEngine
@@ -241,7 +244,7 @@ def test_the_slope_is_per_request_and_leaves_small_sizes_out() -> None:
     assert get_slope(entries[:2], "host", "arrays") is None
 
 
-def test_of_several_rounds_medians_count_and_scenarios_are_grouped() -> None:
+def test_rounds_are_merged_by_median_and_grouped_by_scenario() -> None:
     long = replace(entry_of(1, 5.0), scenario="long")
     rounds = [entry_of(1, 10.0), long, entry_of(1, 90.0), long, entry_of(1, 20.0), entry_of(8, 7.0)]
     merged = merge_rounds(rounds)
@@ -272,7 +275,7 @@ def test_a_report_gives_ratios_machine_and_command() -> None:
     assert msgspec.convert(again, list[Measurement]) == entries
 
 
-def test_a_trace_is_one_row_and_the_sum_of_its_steps() -> None:
+def test_a_trace_is_reported_as_one_row_with_the_sum_of_its_steps() -> None:
     entry = replace(entry_of(256, 10.0), scenario="trace", num_steps=5000)
     machine = dict.fromkeys(("processor", "cores", "python", "system", "date", "load_1min"), "")
     page = make_markdown([entry], {"command": "C", "machine": machine, "gc": "off"}, None)
@@ -280,14 +283,14 @@ def test_a_trace_is_one_row_and_the_sum_of_its_steps() -> None:
     assert "![" not in page
 
 
-def test_without_the_yardstick_there_is_no_ratio() -> None:
+def test_there_is_no_ratio_without_a_reading_of_vllm() -> None:
     entry = entry_of(64, 10.0)
     alone = replace(entry, readings=entry.readings[:1])
     assert get_ratio(alone, alone.readings[0]) is None
     assert make_rows(alone)[0]["times vllm"] == ""
 
 
-def test_what_is_rehearsed_is_every_way_to_plan() -> None:
+def test_the_rehearsal_plays_every_scenario_of_its_table() -> None:
     texts: list[str] = []
     rehearse(("host",), lambda _done, text: texts.append(text))
     assert {text.split()[0] for text in texts} == set(REHEARSAL)
@@ -301,7 +304,7 @@ def test_what_is_rehearsed_is_every_way_to_plan() -> None:
         (SIDES[-1], {"impl/host/engine.py: HostEngine.apply": 2.0}),
     ],
 )  # fmt: skip
-def test_a_profile_sees_the_steps_and_nothing_else(engine: str, calls: dict[str, float]) -> None:
+def test_a_profile_counts_the_calls_of_each_step(engine: str, calls: dict[str, float]) -> None:
     found = profile(SCENARIOS["drafts"], 4, engine, 8, 1000, lambda _done, _text: None)
     steps = {line.function: line for line in found.lines if line.function in calls}
     assert {name: line.calls for name, line in steps.items()} == calls

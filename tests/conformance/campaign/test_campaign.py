@@ -70,7 +70,7 @@ def write_plan(folder: Path, budget: int = 1500, lease: float = 30.0, more: str 
 
 
 def read_summary(plan: Plan, address: str) -> dict[str, Any]:
-    """The summary without times, and a check that the campaign is finished."""
+    """Return the summary of a campaign, which must be finished, without times."""
     found = summary_to_json(summarize(plan, open_store(address, plan.key)))
     assert found["finished"]
     assert found.pop("seconds")
@@ -108,7 +108,7 @@ def test_a_plan_that_cannot_be_used_is_refused(text: str, message: str, tmp_path
     assert message in str(refused.value)
 
 
-def test_the_key_of_a_campaign_follows_from_what_decides_its_results(tmp_path: Path) -> None:
+def test_the_key_of_a_campaign_names_settings_that_change_results(tmp_path: Path) -> None:
     key = read_plan(write_plan(tmp_path)).key
     assert read_plan(write_plan(tmp_path, budget=99, lease=1)).key == key
     assert read_plan(write_plan(tmp_path, more="environments = 9\n")).key == key
@@ -119,7 +119,7 @@ def test_the_key_of_a_campaign_follows_from_what_decides_its_results(tmp_path: P
 
 
 class Doubling(FolderStore):
-    """Gives a unit to two workers: leases are not looked at."""
+    """A store that gives a unit to two workers, as it ignores leases."""
 
     def take(self, owner: str, seconds: float) -> str | None:
         leases = self.list_leases()
@@ -127,14 +127,14 @@ class Doubling(FolderStore):
 
 
 class Losing(FolderStore):
-    """Does not give a unit again whose worker is lost."""
+    """A store that never gives a unit again after its worker is lost."""
 
     def take(self, owner: str, seconds: float) -> str | None:
         return super().take(owner, 1e6)
 
 
 class Recounting(FolderStore):
-    """Takes the result of a unit twice."""
+    """A store that takes the result of a unit twice."""
 
     def commit(self, unit: str, data: bytes) -> bool:
         return super().commit(unit, data) or True
@@ -194,7 +194,7 @@ def test_no_lease_is_lost_or_doubled_in_a_folder(tmp_path: Path) -> None:
     ("kind", "fault"),
     [(Doubling, "doubled lease"), (Losing, "lost lease"), (Recounting, "doubled result")],
 )
-def test_a_store_that_loses_or_doubles_is_caught(
+def test_a_store_that_loses_or_doubles_leases_is_caught(
     kind: type[FolderStore], fault: str, tmp_path: Path
 ) -> None:
     assert fault in find_lease_faults(kind(tmp_path), num_units=40, patience=1.0)
@@ -216,7 +216,7 @@ def test_a_lease_is_renewed_by_its_owner_only(tmp_path: Path) -> None:
     assert store.take("c", 30) is None
 
 
-def test_a_store_that_is_away_is_asked_again(
+def test_an_unreachable_store_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, folder = FolderStore(tmp_path / "it"), tmp_path / "it"
@@ -233,7 +233,9 @@ def test_a_store_that_is_away_is_asked_again(
         store.put("finding/1", b"{}")
 
 
-def test_what_is_read_back_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_are_too_long_or_of_another_type_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(records.RecordError, match="too long"):
         records.decode(b" " * (records.RECORD_BYTES_MAX + 1), Round)
     with pytest.raises(records.RecordError, match="not a Round"):
@@ -246,7 +248,7 @@ def test_what_is_read_back_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 # Steering.
 
 
-def test_units_go_where_goals_are_rare(tmp_path: Path) -> None:
+def test_cells_that_reach_rare_goals_get_more_units(tmp_path: Path) -> None:
     plan = read_plan(write_plan(tmp_path))
     facts = replace(hunt_jobs.UNKNOWN.facts, equivalence="exact")
     totals = steering.start_totals(plan)
@@ -266,12 +268,12 @@ def test_units_go_where_goals_are_rare(tmp_path: Path) -> None:
     counts = [sum(unit.cell == cell for unit in units) for cell in range(len(plan.cells))]
     assert counts[0] > 3 * max(counts[1:])
     assert counts[1]
-    assert not counts[2]  # nothing is kept, of which there could be mutants
+    assert not counts[2]  # no program is kept, so there is nothing to mutate
     last = Round(5, (), (1, 0, 0, 1, 1, 0), records.Past(0.0))
     assert steering.open_round(plan, totals, last, 0.0).units[0].cell == 1
 
 
-def test_an_episode_of_a_cell_is_played_once(tmp_path: Path) -> None:
+def test_units_of_a_cell_have_no_episode_in_common(tmp_path: Path) -> None:
     plan = read_plan(write_plan(tmp_path, more="seeds = [3, 4]\n"))
     turns = [
         steering._make_unit(plan, steering.start_totals(plan), 0, n, random.Random(0))
@@ -337,7 +339,7 @@ def test_the_results_do_not_depend_on_the_workers(
     assert read_summary(hasty, lossy) == expected
 
 
-def test_a_crash_counts_if_it_happens_again(tmp_path: Path) -> None:
+def test_a_crash_counts_only_if_it_happens_again(tmp_path: Path) -> None:
     plan = read_plan(write_plan(tmp_path))
     options = plan.make_options(plan.cells[0])
     engine, crashes = load(options), [3, 7, 7]

@@ -1,4 +1,4 @@
-"""Campaigns steered by the lines of the engine: what is recorded, kept and told."""
+"""Campaigns steered by the lines that an engine runs: recording, kept programs and reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ lines = [{modules}]
 
 
 class TracedMonitoring:
-    """The part of `sys.monitoring` that is used, made of `sys.settrace`, for Python 3.11."""
+    """The used part of `sys.monitoring`, written with `sys.settrace` for Python 3.11."""
 
     DISABLE = object()
     events = SimpleNamespace(LINE=1)
@@ -79,7 +79,7 @@ class TracedMonitoring:
 
 @pytest.fixture
 def _recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lines can be recorded by any Python."""
+    """Record lines with `sys.settrace` where Python has no `sys.monitoring`."""
     if lines._monitoring is None:
         before = sys.gettrace()
         monkeypatch.setattr(lines, "_monitoring", TracedMonitoring())
@@ -145,7 +145,9 @@ def test_lines_of_the_named_modules_are_recorded_in_each_episode(
     assert f"{name}:4" not in reached
 
 
-def test_what_cannot_be_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_cannot_be_recorded_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with LineWatch(()).watch() as reached:
         assert not reached
     monkeypatch.setattr(lines, "_monitoring", None)
@@ -200,7 +202,7 @@ def test_a_campaign_counts_and_shows_lines(tmp_path: Path) -> None:
     assert found.course[-1].lines > 100
 
 
-def test_units_go_where_lines_are_rare(tmp_path: Path) -> None:
+def test_a_round_is_rewarded_for_rare_lines(tmp_path: Path) -> None:
     plan = read_plan(write_plan(tmp_path, "plain_engine"))
     totals = steering.start_totals(plan)
     totals.targets[0].look = Look(hunt_jobs.UNKNOWN.facts, "", 1, {}, ())
@@ -214,7 +216,7 @@ def test_units_go_where_lines_are_rare(tmp_path: Path) -> None:
     assert totals.targets[0].kept == {"m:2": "digest"}
 
 
-def test_lines_of_a_plan_name_another_campaign(tmp_path: Path) -> None:
+def test_recorded_modules_are_part_of_the_key_of_a_campaign(tmp_path: Path) -> None:
     keys = [read_plan(write_plan(tmp_path, *it)).key for it in ((), ("json",), ("csv",), ())]
     assert keys[0] == keys[3]
     assert len(set(keys)) == 3

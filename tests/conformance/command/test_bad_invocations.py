@@ -1,4 +1,7 @@
-"""Bad invocations and broken engines: a documented exit code, few words, nothing left behind."""
+"""Bad invocations and broken engines end with a documented exit code and a short message.
+
+They leave no file and no process behind.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ from blockstep.conformance.protocol.findings import ERROR_CHARS_MAX
 from blockstep.conformance.search.isolation import process
 
 COMMAND = typer.main.get_command(app)
-"""Made once: a runner makes it every time, which takes longer than most of these."""
+"""Made once, as making it takes longer than most of these tests."""
 LINES_MAX = 5
 REPORT_LINES_MAX = 30
-"""Of a finding without --brief: what was seen, the config, and a short program."""
+"""Most lines of a finding without --brief: what was seen, the config and a short program."""
 
 INVOCATIONS = {
     "": """
@@ -329,7 +332,7 @@ INVOCATIONS = {
     "engines": "--json . | it is a folder",
     "quirks": "--json /no/such/x | there is no folder",
 }
-"""By command: arguments, and a word of what is said of them. All end with exit code 2."""
+"""Arguments of each command, and a part of the error message. All end with exit code 2."""
 
 
 def list_invocations() -> Iterator[tuple[str, str]]:
@@ -345,7 +348,7 @@ MOONCAKE = '{"timestamp": 0, "input_length": 40, "output_length": 3, "hash_ids":
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that are not what a command wants, and some that are."""
+    """A folder with files that commands must refuse, and a few that they accept."""
     root = tmp_path_factory.mktemp("bad")
     (root / "empty").mkdir()
     (root / "EMPTY").touch()
@@ -381,7 +384,7 @@ class Ended:
 
 
 def run(folder: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> Ended:
-    """How a command ends, which must raise nothing else and leave no file and no process."""
+    """Run a command, which must exit, raise nothing else and leave no file and no process."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("COLUMNS", "100")
@@ -396,19 +399,19 @@ def run(folder: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> Ended:
 
 
 def list_files(folder: Path) -> dict[Path, int]:
-    """When each was written, caches of Python left out."""
+    """Return when each file was written, without caches of Python."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path: path.stat().st_mtime_ns for path in files if path.suffix != ".pyc"}
 
 
-def test_there_are_enough_and_no_two_are_alike() -> None:
+def test_invocations_are_many_and_distinct() -> None:
     lines = [line for line, _ in CASES]
     assert len(set(lines)) == len(lines)
     assert len(lines) + len(BROKEN) >= 150
 
 
 @pytest.mark.parametrize(("line", "message"), CASES)
-def test_a_bad_invocation_is_refused_in_a_sentence(
+def test_a_bad_invocation_is_a_usage_error_in_few_lines(
     folder: Path, line: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = run(folder, line, monkeypatch)
@@ -445,9 +448,9 @@ MODULES = {
     "kills_itself": "import os; os.kill(os.getpid(), 9)",
     "is_interrupted": "raise KeyboardInterrupt",
 }
-"""Modules that cannot be imported, each for a reason of its own."""
+"""Modules that cannot be imported, each for another reason."""
 ALONE = ("leaves", "kills_itself", "is_interrupted")
-"""Those that end the process that imports them."""
+"""Modules that end the process that imports them."""
 
 ENGINES = """
 import os, resource, signal, sys, time
@@ -534,7 +537,7 @@ class Prints(SpecEngine):
         raise RuntimeError("enough said")
 """
 
-BUILDING = {  # how it ends, and what is said of it, wherever it runs in this process
+BUILDING = {  # exit code and message of an engine that fails while it is built
     "RaisesBuilt": (1, "RuntimeError: no device while built"),
     "ExitsBuilt": (1, "SystemExit: 3 while built"),
     "RaisesCapabilities": (1, "RuntimeError: no idea while built"),
@@ -581,7 +584,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("line", "code", "message"), BROKEN)
-def test_a_broken_engine_in_this_process(
+def test_a_broken_engine_in_this_process_gets_a_short_report(
     folder: Path, line: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = run(folder, line, monkeypatch)
@@ -618,7 +621,7 @@ def test_an_engine_that_cannot_be_imported_is_bad_input(
         ("src/deeper.py:make", "a file: deeper:make, and its folder with --path src"),
     ],
 )
-def test_an_import_that_fails_is_placed(
+def test_a_failed_import_names_its_place_and_a_fix(
     folder: Path, engine: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "importing.py").write_text("import deeper\n")
@@ -645,7 +648,7 @@ def test_an_import_that_fails_is_placed(
             ("broken_engines:OddSnapshot", 1, "snapshot() after"))),
     ],
 )  # fmt: skip
-def test_a_broken_engine_in_a_process_of_its_own(
+def test_a_broken_engine_in_its_own_process_gets_a_short_report(
     folder: Path, engine: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = "--preset tiny --budget 300 --jobs 1 --event-seconds 0.5 --brief"

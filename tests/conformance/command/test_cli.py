@@ -1,4 +1,4 @@
-"""The command line: what it prints, and how it ends."""
+"""The command line: output, JSON and exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blockstep(*args: object) -> Result:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str) -> None:
+def test_every_command_has_help(command: str) -> None:
     result = blockstep(command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.output
@@ -40,7 +40,7 @@ def test_a_short_run_gives_no_verdict() -> None:
     assert "not reached" in result.output
 
 
-def test_one_episode_is_enough_to_reproduce() -> None:
+def test_a_check_of_one_episode_has_a_verdict() -> None:
     result = blockstep("check", "--episode", "3", "--preset", "tiny")
     assert result.exit_code == 0
     assert result.output.startswith("conforms: engine host")
@@ -62,7 +62,7 @@ def test_json_of_a_failure(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["failure"] == result["failure"]
 
 
-def test_json_on_standard_output_is_all_there_is() -> None:
+def test_json_is_alone_on_standard_output() -> None:
     result = blockstep("check", "--episode", "1", "--preset", "tiny", "--json", "-")
     assert json.loads(result.stdout)["conforms"]
 
@@ -125,7 +125,7 @@ def check_engine(folder: Path, name: str, *args: object) -> Result:
     return blockstep(*engine, "--event-seconds", 1, *args)
 
 
-def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path) -> None:
+def test_an_isolated_engine_can_conform(tmp_path: Path) -> None:
     result = check_engine(tmp_path, "Reached", "--budget", 1_200, "--jobs", 2)
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1].startswith("conforms: engine cli_engines:Reached, ")
@@ -141,7 +141,7 @@ def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path)
         ("Stubborn", 2, "FAULT", "the engine gave no answer within 1 s at: abort "),
     ],
 )
-def test_an_engine_that_fails_fails_no_campaign(
+def test_a_failing_isolated_engine_is_reported_with_its_episode(
     tmp_path: Path, name: str, jobs: int, headline: str, message: str
 ) -> None:
     started = time.monotonic()
@@ -154,11 +154,11 @@ def test_an_engine_that_fails_fails_no_campaign(
     assert message in " ".join(result.output.split())
     again = f"blockstep check --engine cli_engines:{name} --path {tmp_path} --preset tiny --seed 0"
     assert f"  reproduce  {again} --episode " in result.output
-    if name != "CanaryEngine":  # where it was, in its own words
+    if name != "CanaryEngine":  # the report shows the engine's stack
         assert 'cli_engines.py", line ' in result.output
 
 
-def test_an_engine_that_is_never_built_is_reported_by_its_name(
+def test_an_engine_whose_constructor_hangs_is_reported_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("blockstep.conformance.search.isolation.process.BUILD_SECONDS", 4.0)
@@ -179,12 +179,12 @@ def test_json_of_an_engine_that_hangs(tmp_path: Path) -> None:
     assert [finding["kind"] for finding in failure["findings"]] == ["fault"]
     assert len(failure["program"]) == failure["event"] > 0
     assert failure["program"][-1].startswith("abort")
-    # What it says is said again.
+    # The command of `reproduce` gives the same message.
     again = blockstep(*failure["reproduce"].split()[1:])
     assert failure["findings"][0]["message"] in " ".join(again.output.split())
 
 
-def test_a_run_in_this_process_is_the_same_run(tmp_path: Path) -> None:
+def test_a_run_in_this_process_prints_the_same_report(tmp_path: Path) -> None:
     there, here = (
         check_engine(tmp_path, "Raising", *args) for args in ((), ("--in-process", "--jobs", "2"))
     )
@@ -205,20 +205,20 @@ def test_an_episode_of_an_isolated_engine_is_recorded(tmp_path: Path) -> None:
     assert "lost.jsonl: nothing to write: the engine's process was ended" in lost.output
 
 
-def test_a_check_that_fails_by_itself_proves_nothing(tmp_path: Path) -> None:
+def test_a_failure_of_the_check_itself_ends_with_code_5(tmp_path: Path) -> None:
     result = check_engine(tmp_path, "Meddling", "--jobs", 1)
     assert result.exit_code == 5
     assert "blockstep: the check itself failed: Traceback" in result.output
 
 
-def test_budgets() -> None:
+def test_budgets_are_read_as_seconds_or_events() -> None:
     assert read_budget("90s") == (None, 90.0)
     assert read_budget("2m") == (None, 120.0)
     assert read_budget("200_000") == (200_000, None)
     assert read_budget("500 events") == (500, None)
 
 
-def test_features_are_asked_for_and_kept_out() -> None:
+def test_features_can_be_required_and_excluded() -> None:
     wanted = ("--with", "drafts", "--without", "caching,pause", "--without", "async")
     args = ("check", "--engine", "museum:tail-freed-twice", "--preset", "tiny", *wanted)
     result = blockstep(*args, "--budget", 50_000, "--json", "-")
@@ -262,11 +262,11 @@ def test_properties_are_listed_with_their_checks(tmp_path: Path) -> None:
         "P26",
     ]
     assert set(wanted) <= set(listed)
-    # The worker speaks for the rest: it sees what is written and read.
+    # The worker checks the other properties: it sees what is written and read.
     assert all(listed[name]["checks"] for name in wanted)
 
 
-def test_record_validate_explain(tmp_path: Path) -> None:
+def test_a_recorded_run_is_validated_and_explained(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl.gz"
     assert blockstep("check", "--episode", 2, "--preset", "tiny", "--record", path).exit_code == 0
     assert blockstep("validate", path).output.startswith("conforms: run.jsonl.gz")
@@ -275,7 +275,7 @@ def test_record_validate_explain(tmp_path: Path) -> None:
     assert explained.exit_code == 0
     assert "evicted next:" in explained.output
     assert blockstep("explain", path, "--at", len(trace.steps) + 1).exit_code == 2
-    # Now with one answer bent.
+    # Then one observation is changed.
     number = next(i for i, step in enumerate(trace.steps) if isinstance(step.observation, Plan))
     steps = list(trace.steps)
     write_trace(path, trace.config, [*steps[:number], (steps[number].event, Ack())])
@@ -292,7 +292,9 @@ def test_record_validate_explain(tmp_path: Path) -> None:
         ("properties", "P1", "pool_keeps_its_size"),
     ],
 )
-def test_a_listing_is_an_overview_of_a_screen(command: str, first: str, entry: str) -> None:
+def test_a_listing_fits_a_screen_and_all_shows_every_entry(
+    command: str, first: str, entry: str
+) -> None:
     overview = blockstep(command).output
     assert len(overview.splitlines()) <= 32
     assert f"\n{first} " in overview
@@ -328,7 +330,7 @@ def test_replay_in_lock_step_and_alone(tmp_path: Path) -> None:
         (("--engine", SAFETY), (True, "fcfs"), "judged by properties alone"),
     ],
 )
-def test_a_replay_has_the_features_that_it_can_have(
+def test_a_replay_runs_with_the_features_asked_for(
     tmp_path: Path, args: tuple[str, ...], seen: tuple[bool, str], message: str
 ) -> None:
     path, out = tmp_path / "mooncake.jsonl", tmp_path / "out.json"
@@ -370,7 +372,7 @@ def test_an_engine_that_is_not_exact_is_replayed(
 
 
 @pytest.mark.parametrize("args", [(), ("--no-spec",)])
-def test_an_engine_that_breaks_while_it_is_built_is_a_fault_of_a_replay(
+def test_an_engine_whose_constructor_raises_is_a_fault_of_a_replay(
     args: tuple[str, ...], tmp_path: Path
 ) -> None:
     path, engine = tmp_path / "mooncake.jsonl", "foreign_support.toys:SmallToy"

@@ -53,7 +53,7 @@ def test_options_are_in_sections(command: str) -> None:
 # A finding.
 
 
-def test_a_check_prints_what_it_found_before_it_makes_it_short(
+def test_a_check_prints_a_finding_before_shrinking_it(
     snapshot: SnapshotAssertion,
 ) -> None:
     args = ("check", "--engine", "museum:leak-on-abort", "--preset", "tiny", "--jobs", 1)
@@ -70,7 +70,7 @@ def test_a_check_prints_what_it_found_before_it_makes_it_short(
     assert blockstep(*args[:5], "--episode", episode, "--brief").exit_code == 1
 
 
-def test_a_hunt_prints_each_kind_of_failure_once_as_it_comes() -> None:
+def test_a_hunt_prints_each_kind_of_failure_when_it_is_found() -> None:
     result = blockstep(
         "hunt", "--engine", "museum:leak-on-abort", "--preset", "tiny", "--budget", 900
     )
@@ -96,18 +96,18 @@ def make_result(num_events: int, num_missing: int) -> CheckResult:
     ("num_events", "advice"),
     [(300, "raise --budget to 150000"), (150_010, "try --budget 300020 or another --seed")],
 )
-def test_a_budget_that_is_too_small_names_one_that_would_do(num_events: int, advice: str) -> None:
+def test_a_verdict_without_all_goals_suggests_a_larger_budget(num_events: int, advice: str) -> None:
     text = verdict_text(make_result(num_events, 1))
     assert f"NO VERDICT (coverage goals not reached: {advice})" in text
 
 
-def test_a_verdict_names_few_of_many_situations() -> None:
+def test_a_verdict_lists_only_some_of_many_missing_goals() -> None:
     lines = verdict_text(make_result(300, MISSING_MAX + 5)).splitlines()
     assert len(lines) == MISSING_MAX + 4
     assert lines[-2] == "not reached 5 more (--json FILE names all)"
 
 
-def test_lines_break_between_words_on_a_terminal_and_nowhere_else() -> None:
+def test_lines_are_wrapped_at_words_on_a_terminal_only() -> None:
     text = f"  seen  {'word ' * 30}\n  reproduce  blockstep check --engine {'x' * 90} --seed 1\nend"
     terminal = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
     lines = fit(text, terminal).splitlines()

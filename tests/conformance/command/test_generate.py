@@ -1,4 +1,4 @@
-"""`blockstep generate`: what it prints, and how it ends."""
+"""`blockstep generate`: output, checks and exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_prompt_is_streamed(model: Path) -> None:
     assert result.stdout.strip()
 
 
-def test_what_a_terminal_cannot_show_is_a_question_mark(model: Path) -> None:
+def test_a_character_that_the_terminal_lacks_is_a_question_mark(model: Path) -> None:
     result = CliRunner(charset="ascii").invoke(
         app, ["generate", "--model", str(model), "abc", "--max-tokens", "40", "--ignore-eos"]
     )
@@ -50,7 +50,7 @@ def test_several_prompts_are_labelled(model: Path) -> None:
     assert "--- 2 (length)" in result.stdout
 
 
-def test_an_adapter_generates_something_else(model: Path, tmp_path: Path) -> None:
+def test_an_adapter_changes_the_output(model: Path, tmp_path: Path) -> None:
     lora = ADAPTERS["some"].save(build_model("llama", vocab_size=260), tmp_path / "lora")
     args = ("--model", model, "one", "--max-tokens", 9, "--ignore-eos", "--num-blocks", 9)
     adapted = blockstep(*args, "--lora", lora, "--check")
@@ -62,7 +62,7 @@ def test_an_adapter_generates_something_else(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(find_spec("llguidance") is None, reason="needs the extra [grammars]")
-def test_an_output_may_be_held_to_a_grammar(model: Path) -> None:
+def test_an_output_follows_its_grammar(model: Path) -> None:
     one = blockstep("--model", model, "one", "--choice", "yes", "--choice", "no", "--check")
     assert one.exit_code == 0
     assert one.stdout.strip() in ("yes", "no")
@@ -112,7 +112,7 @@ def test_the_scheduler_of_the_device_is_checked_at_fences(model: Path) -> None:
     assert re.search(r"check: nothing found; \d+ events, [2-9] fences", result.stderr)
 
 
-def test_the_same_seed_generates_the_same(model: Path) -> None:
+def test_the_same_seed_generates_the_same_text(model: Path) -> None:
     options = ("--model", model, "abc", "--temperature", 1.2, "--top-p", 0.9, "--max-tokens", 20)
     first, again, other = (blockstep(*options, "--seed", seed) for seed in (3, 3, 4))
     assert first.stdout == again.stdout != other.stdout
@@ -161,7 +161,7 @@ def test_a_folder_without_a_model_is_bad_input(tmp_path: Path) -> None:
     assert "config.json: cannot be read" in result.stderr
 
 
-def test_without_torch_it_names_what_to_install(
+def test_a_missing_torch_is_named_with_the_command_that_installs_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(name: str) -> None:

@@ -1,4 +1,4 @@
-"""What an adapter's author meets: the template, the tutorial's steps and the how-to's toy."""
+"""Writing an adapter: the template, the steps of the tutorial and the toy of the how-to work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMED = re.compile(r"`(\w+\.py)`")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder to be in, whose modules are forgotten afterwards."""
+    """An empty working directory; modules imported from it are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
@@ -41,7 +41,7 @@ def forget(folder: Path) -> None:
 
 
 def blockstep(*args: object) -> Result:
-    """The command in this process; a module that was edited since is read again."""
+    """Run the command in this process; modules of the folder are imported again."""
     forget(Path.cwd())
     sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
     try:
@@ -51,13 +51,13 @@ def blockstep(*args: object) -> Result:
 
 
 def shows(output: str, text: str) -> bool:
-    """Whether lines stand in an output in this order; "..." stands for whatever there is."""
+    """Return whether an output has these lines in this order; "..." matches any text."""
     parts = [" ".join(part.split()) for part in text.split("...")]
     return re.search(".*".join(map(re.escape, parts)), " ".join(output.split())) is not None
 
 
 def play(page: str, folder: Path) -> list[int]:
-    """Do what a page says, from its first line to its last: the exit codes of its commands."""
+    """Do all steps of a page in order. Return the exit codes of its commands."""
     codes, output = [], ""
     for before, kind, text in FENCE.findall(page):
         named = NAMED.findall(before)
@@ -84,7 +84,7 @@ def play(page: str, folder: Path) -> list[int]:
 
 
 def test_the_tutorial_leads_from_an_empty_file_to_a_verdict(folder: Path) -> None:
-    """All its steps: files, commands in order, what they print, and the repair."""
+    """The test does all steps of the page: files, commands, their output, and the repair."""
     assert play(TUTORIAL, folder) == [0, 1, 1, 0, 0]
     assert 90 <= len((folder / "scheduler.py").read_text().splitlines()) <= 110
 
@@ -115,7 +115,7 @@ def test_the_toy_of_the_how_to_conforms_as_it_is(folder: Path) -> None:
     ],
 )
 def test_a_mistake_in_the_toy_is_found(folder: Path, right: str, wrong: str, message: str) -> None:
-    """What the page shows is no engine that anything would be said of."""
+    """Each mistake is found, so it means something that the toy conforms."""
     toy = get_toy()
     assert toy.count(right) == 1
     (folder / "toy.py").write_text(toy.replace(right, wrong))
@@ -126,7 +126,7 @@ def test_a_mistake_in_the_toy_is_found(folder: Path, right: str, wrong: str, mes
     assert any(name.startswith(message) for name in found), found
 
 
-def test_the_how_to_lists_what_each_capability_is_given() -> None:
+def test_the_how_to_lists_every_capability() -> None:
     rows = re.findall(r"^\| `([a-z ]+)` \|", HOW_TO.split("### What a plan says")[0], re.M)
     assert sorted(rows) == sorted(Capability)
 
@@ -135,7 +135,7 @@ def test_the_how_to_lists_what_each_capability_is_given() -> None:
 
 
 @pytest.mark.parametrize("safety", [[], ["--safety"]])
-def test_a_new_adapter_has_a_verdict_at_once_and_lists_what_is_open(
+def test_a_new_adapter_can_be_checked_and_names_the_method_to_fill_in(
     folder: Path, safety: list[str]
 ) -> None:
     written = blockstep("new-adapter", "mine", *safety)
@@ -152,14 +152,14 @@ def test_a_new_adapter_is_written_as_json(folder: Path) -> None:
     assert result.stdout == '{\n  "path": "mine.py",\n  "engine": "mine:make"\n}\n'
 
 
-def test_a_module_in_a_package_is_written_where_it_belongs(folder: Path) -> None:
+def test_an_adapter_in_a_package_is_written_into_its_folder(folder: Path) -> None:
     (folder / "pkg").mkdir()
     assert blockstep("new-adapter", "pkg.mine").exit_code == 0
     assert "--engine pkg.mine:make" in (folder / "pkg" / "mine.py").read_text()
 
 
 def check_oracle_in_template(folder: Path, safety: list[str], *options: object) -> Result:
-    """What a check says of the template, filled in with the specification."""
+    """Fill in the template with the specification, and return the result of a check."""
     assert blockstep("new-adapter", "mine", *safety).exit_code == 0
     text = (folder / "mine.py").read_text()
     text = text.replace("self.config = config\n", "self.oracle = Oracle(config)\n")
@@ -180,19 +180,21 @@ def check_oracle_in_template(folder: Path, safety: list[str], *options: object) 
 
 
 @pytest.mark.parametrize("safety", [[], ["--safety"]])
-def test_the_template_filled_in_with_our_oracle_is_not_accused(
+def test_the_template_filled_in_with_the_spec_has_no_finding(
     folder: Path, safety: list[str]
 ) -> None:
-    """What is not sent without a capability is not sent, and nothing else is needed."""
+    """A check sends no event that needs a capability which the template lacks."""
     result = check_oracle_in_template(folder, safety, "--preset", "tiny", "--budget", 1500)
-    assert result.exit_code in {0, 5}, result.output  # too few events for every situation
+    assert result.exit_code in {0, 5}, result.output  # too few events for every coverage goal
     assert "canary      caught" in result.output
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("safety", [[], ["--safety"]])
-def test_the_template_filled_in_with_our_oracle_conforms(folder: Path, safety: list[str]) -> None:
-    """Every situation that is required can be reached without the capabilities that it lacks."""
+def test_the_template_filled_in_with_the_spec_conforms(
+    folder: Path, safety: list[str]
+) -> None:
+    """Every required coverage goal can be reached without the capabilities that it lacks."""
     result = check_oracle_in_template(folder, safety, "--budget", 60_000)
     assert result.exit_code == 0, result.output
 
@@ -267,7 +269,7 @@ class Remapping(Filled):
 
 
 @pytest.mark.parametrize("like", ["plain", "async", "caching"])
-def test_a_longer_template_lists_what_is_open(folder: Path, like: str) -> None:
+def test_a_longer_template_names_the_method_to_fill_in(folder: Path, like: str) -> None:
     assert blockstep("new-adapter", "mine", "--like", like).exit_code == 0
     result = blockstep("check", "--engine", "mine:make", "--preset", "tiny", "--in-process")
     assert result.exit_code == 1
@@ -286,10 +288,10 @@ def test_a_longer_template_lists_what_is_open(folder: Path, like: str) -> None:
         ("caching", "Remapping", {"prefix_hit", "preempted_then_resumed"}),
     ],
 )
-def test_a_longer_template_makes_plans_of_five_functions(
+def test_a_longer_template_needs_only_five_functions(
     folder: Path, like: str, name: str, shows: set[str]
 ) -> None:
-    """Filled in with the specification it makes the specification's plans, and none is accused."""
+    """Filled in with the specification, it makes the same plans, and a check finds nothing."""
     assert blockstep("new-adapter", "mine", "--like", like).exit_code == 0
     with (folder / "mine.py").open("a") as file:
         file.write(FILLED)

@@ -1,4 +1,4 @@
-"""How a command ends before its time: by a signal, without a reader, on a full disk."""
+"""Commands that end early: by a signal, with a closed pipe or on a full disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blockstep.conformance.command import signals
 from blockstep.conformance.protocol.program_file import read_program
 
 SECONDS_MAX = 5.0
-"""Two are promised; the rest is for a machine with other work."""
+"""The limit for users is 2 seconds; the rest is for a machine with other work."""
 ENGINES = """
 import os, time
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -63,13 +63,13 @@ class Forking(SpecEngine):
 
 @pytest.fixture
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where engines write down the processes that they are in."""
+    """A file in which engines note the ids of their processes."""
     (tmp_path / "ending_engines.py").write_text(ENGINES)
     path = tmp_path / "marks"
     path.touch()
     monkeypatch.setenv("MARKS", str(path))
     yield path
-    for pid in map(int, path.read_text().split()):  # whatever became of the test
+    for pid in map(int, path.read_text().split()):  # also if the test failed
         if is_running(pid):
             os.kill(pid, signal.SIGKILL)
 
@@ -83,9 +83,9 @@ def is_running(pid: int) -> bool:
 
 
 def start(folder: Path, *args: object) -> subprocess.Popen[str]:
-    """The command in a process group of its own, as a shell starts one in the foreground.
+    """Start the command in a process group of its own, as a shell does in the foreground.
 
-    In the background Ctrl-C is ignored, and the command would inherit that of these tests.
+    A process in the background ignores Ctrl-C, and the command would inherit this of the tests.
     """
     return subprocess.Popen(
         [sys.executable, "-m", "blockstep", *map(str, args)],
@@ -210,7 +210,7 @@ def test_processes_of_our_own_end_with_their_command(
 
 
 @pytest.mark.soak
-def test_a_solver_that_takes_signals_for_itself_is_ended(tmp_path: Path) -> None:
+def test_an_interrupt_ends_prove_although_the_solver_handles_signals(tmp_path: Path) -> None:
     pytest.importorskip("z3")
     command = start(tmp_path, "prove", "--all", "--jobs", 1)
     time.sleep(8)
@@ -221,7 +221,7 @@ def test_a_solver_that_takes_signals_for_itself_is_ended(tmp_path: Path) -> None
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
 @pytest.mark.parametrize("name", ["Leaving", "Forking"])
-def test_what_an_engine_forks_neither_multiplies_nor_outlives_it(
+def test_an_engine_that_forks_gives_one_report_and_leaves_no_process(
     tmp_path: Path, marks: Path, name: str
 ) -> None:
     command = check(tmp_path, name, "--budget", 60, "--jobs", 1, "--episode", 0)
@@ -240,7 +240,7 @@ def test_what_an_engine_forks_neither_multiplies_nor_outlives_it(
         *(pytest.param(args, marks=pytest.mark.soak) for args in [("--help",), ("nothing",)]),
     ],
 )
-def test_a_closed_pipe_is_no_violation(tmp_path: Path, args: tuple[str, ...]) -> None:
+def test_a_closed_pipe_ends_with_code_141(tmp_path: Path, args: tuple[str, ...]) -> None:
     command = start(tmp_path, *args)
     assert command.stdout is not None
     assert command.stderr is not None
@@ -265,10 +265,10 @@ def test_a_full_disk_is_reported_before_the_work(tmp_path: Path) -> None:
     assert command.stderr == message
 
 
-def test_a_command_that_fails_by_itself_is_no_violation(
+def test_an_unexpected_error_of_a_command_ends_with_code_5(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What nobody expects is shown with its traceback, and ends with the code of the harness."""
+    """An unexpected exception is shown with its traceback; the exit code is the harness's."""
     monkeypatch.setattr(signals, "_listen", lambda: None)
     with pytest.raises(SystemExit) as ended:
         signals.run(lambda: 1 // 0)
@@ -278,7 +278,7 @@ def test_a_command_that_fails_by_itself_is_no_violation(
     assert "blockstep: the command itself failed: ZeroDivisionError: " in text.splitlines()[-1]
 
 
-def test_the_version_and_the_module(tmp_path: Path) -> None:
+def test_the_module_prints_its_version(tmp_path: Path) -> None:
     out, errors = start(tmp_path, "--version").communicate(timeout=60)
     assert re.fullmatch(r"blockstep \d\S* \(Python 3\.\S+\)\n", out)
     assert errors == ""

@@ -297,7 +297,7 @@ def test_an_option_that_cannot_be_used_is_refused_before_anything_runs(
     result.stderr.fnmatch_lines([f"ERROR: {message}"])
 
 
-def test_features_are_asked_for_and_kept_out(inner: pytest.Pytester) -> None:
+def test_features_can_be_required_and_excluded(inner: pytest.Pytester) -> None:
     path = inner.path / "out.json"
     run(
         *(inner, "spec", "--blockstep-preset=tiny", "--blockstep-budget=300"),
