@@ -191,9 +191,7 @@ def test_the_template_filled_in_with_the_spec_has_no_finding(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("safety", [[], ["--safety"]])
-def test_the_template_filled_in_with_the_spec_conforms(
-    folder: Path, safety: list[str]
-) -> None:
+def test_the_template_filled_in_with_the_spec_conforms(folder: Path, safety: list[str]) -> None:
     """Every required coverage goal can be reached without the capabilities that it lacks."""
     result = check_oracle_in_template(folder, safety, "--budget", 60_000)
     assert result.exit_code == 0, result.output

@@ -85,7 +85,7 @@ PROGRAM = Program(
 
 
 def play(engine: str) -> CheckResult:
-    """What a short program comes to, in this process."""
+    """Play a short program on an engine in this process."""
     return play_program(CheckOptions(engine=engine), PROGRAM, load_engine(engine))
 
 
@@ -95,7 +95,7 @@ def test_an_engine_of_ours_in_a_process_agrees_with_the_specification() -> None:
     assert (result.num_events, result.has_snapshot) == (5, True)
 
 
-def test_an_exact_engine_agrees_at_plan_and_its_blocks_are_no_finding() -> None:
+def test_an_exact_engine_agrees_if_only_plans_are_compared() -> None:
     for engine in ("host@plan", f"cmd:{command_of('host')}@plan"):
         assert play(engine).first is None
     assert play(f"cmd:{command_of('host', 'decision')}@plan").first is not None
@@ -147,7 +147,7 @@ def test_a_wrong_process_gives_exit_code_1_and_one_report(
         ("capability", "Invalid enum value 'aborts'"),
     ],
 )
-def test_a_first_answer_that_is_not_understood_is_a_usage_error(wrong: str, words: str) -> None:
+def test_a_wrong_hello_is_a_usage_error(wrong: str, words: str) -> None:
     with pytest.raises(EngineNotFoundError) as caught:
         load_engine(f"cmd:{command_of('spec', wrong)}")
     assert words in str(caught.value)
@@ -163,12 +163,12 @@ def test_a_check_ends_with_its_exit_code(wrong: str, code: int, words: str) -> N
     assert words in " ".join(result.output.split())
 
 
-def test_a_run_that_is_refused_is_a_fault() -> None:
+def test_an_engine_that_refuses_a_config_is_a_fault() -> None:
     with pytest.raises(EngineFault, match="no such block size"):
         load_engine(f"cmd:{command_of('spec', 'refusal')}")(CONFIG)
 
 
-def test_every_way_to_be_wrong_is_tried() -> None:
+def test_every_mistake_of_the_wrong_process_is_tested() -> None:
     text = Path(__file__).read_text()
     assert [
         wrong for wrong in WRONGS if f'"{wrong}"' not in text and f"'{wrong}'" not in text
@@ -189,13 +189,13 @@ def test_every_way_to_be_wrong_is_tried() -> None:
         ({"format": "engine"}, "says 'engine' version 1"),
     ],
 )
-def test_a_hello_that_cannot_be_meant_is_refused(fields: dict[str, Any], words: str) -> None:
+def test_a_contradictory_hello_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(BadEngineError) as caught:
         ProcessFactory(answer_hello(**fields))
     assert words in str(caught.value)
 
 
-def test_a_hello_has_the_fields_of_traits() -> None:
+def test_a_hello_sets_the_traits_of_the_engine() -> None:
     fields = {
         "equivalence": "plan",
         "shows_blocks": True,
@@ -264,14 +264,14 @@ def test_processes_end_with_their_factory() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and has not ended."""
+    """Return whether a process exists and has not ended."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 @pytest.mark.parametrize("engine", ["spec", "spec exit"])
-def test_what_a_process_has_started_ends_with_it(tmp_path: Path, engine: str) -> None:
+def test_children_of_an_engine_process_end_with_it(tmp_path: Path, engine: str) -> None:
     script, started = tmp_path / "engine.sh", tmp_path / "pid"
     script.write_text(f"sleep 600 & echo $! > {started}\nexec {command_of(engine)}\n")
     factory = ProcessFactory(f"sh {script}")
@@ -309,7 +309,7 @@ def test_a_command_that_cannot_run_is_a_usage_error(name: str, words: str) -> No
     assert words in str(caught.value)
 
 
-def test_a_command_may_hold_an_at_sign_and_an_equivalence_may_follow() -> None:
+def test_an_equivalence_can_follow_a_command_with_an_at_sign() -> None:
     assert split_name("cmd:./a@b --x") == ("cmd:./a@b --x", "")
     assert split_name("cmd:./a@b --x@plan") == ("cmd:./a@b --x", "plan")
     held = load_engine(f"cmd:{command_of('spec')}@safety")
@@ -321,7 +321,7 @@ def test_a_failure_is_reproduced_by_a_quoted_command() -> None:
     assert line.startswith("blockstep check --engine 'cmd:./a --b' --preset tiny")
 
 
-def test_the_schema_names_every_line() -> None:
+def test_the_schema_describes_every_kind_of_line() -> None:
     schema = build_schema(Hello, 1)
     asked = [one["properties"]["type"]["const"] for one in schema["asked"]["oneOf"]]
     assert asked == ["Hello", "Start", "Snapshot", *(cls.__name__ for cls in v.EVENT_TYPES)]
@@ -338,7 +338,7 @@ def test_the_schema_names_every_line() -> None:
     assert json.loads(result.stdout) == json.loads(text)
 
 
-def test_a_state_is_the_same_when_it_is_read() -> None:
+def test_a_state_is_unchanged_after_encoding_and_decoding() -> None:
     config = v.Config(
         num_blocks=8,
         block_size=2,

@@ -1,4 +1,4 @@
-"""The engine under check: clean storms show nothing, and planted defects fall."""
+"""The serving checker: it finds nothing in a right engine, and it finds each seeded bug."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 SLOWEST = "async-draft-model"
-"""Runs beside the others in `make soak`; either half of it is a storm of its own."""
+"""It runs in `make soak` only: `async` and `draft-model` are storms of their own."""
 
 
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] * (name == SLOWEST)) for name in STORMS]
 )
-def test_a_clean_engine_shows_nothing(checkpoint: Checkpoint, name: str) -> None:
+def test_a_right_engine_has_no_finding(checkpoint: Checkpoint, name: str) -> None:
     llm = serve(checkpoint, name)
     assert STORMS[name].get_missing(llm.get_stats()) == []
     checker = llm.observer
@@ -71,7 +71,7 @@ def test_a_clean_engine_shows_nothing(checkpoint: Checkpoint, name: str) -> None
         *(pytest.param(name, 64, marks=pytest.mark.soak) for name in STORMS),
     ],
 )
-def test_a_clean_engine_with_windows_shows_nothing(
+def test_a_right_engine_with_windows_has_no_finding(
     windows: Checkpoint, name: str, num_prompts: int
 ) -> None:
     llm = serve(windows, name, num_prompts)
@@ -84,7 +84,7 @@ def test_a_clean_engine_with_windows_shows_nothing(
     assert llm.get_stats().preemptions > 0 or num_prompts == 64
 
 
-# Planted defects. Each changes what one part really does; the plan and the specification stay.
+# Seeded bugs. Each changes what one part does; the plan and the specification stay.
 
 Build: Any = Batch.build_inputs
 Change = Callable[[Inputs, Sequence[BatchRow]], Inputs]
@@ -139,7 +139,7 @@ def run_another_token(inputs: Inputs, rows: Sequence[BatchRow]) -> Inputs:
         (run_another_token, "model_runs_the_tokens_of_the_plan"),
     ],
 )
-def test_a_defect_of_the_inputs_falls(
+def test_a_bug_in_the_model_inputs_is_found(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, change: Change, sentence: str
 ) -> None:
     plant_inputs(monkeypatch, change)
@@ -165,7 +165,7 @@ def write_one_group(inputs: Inputs, rows: Sequence[BatchRow]) -> Inputs:
 
 
 def null_what_a_window_left(inputs: Inputs, num_more: int) -> Inputs:
-    """The blocks before the window of the first token, and more behind them, are null blocks."""
+    """Replace the blocks before the window of the first token, and more, by null blocks."""
     tables, size = inputs.block_tables.clone(), 4
     counts = inputs.query_start_loc.diff()
     for row, first in enumerate((inputs.seq_lens - counts).tolist()):
@@ -182,7 +182,7 @@ def null_what_a_window_left(inputs: Inputs, num_more: int) -> Inputs:
         (lambda inputs, _: null_what_a_window_left(inputs, 1), "attended_slot_was_written"),
     ],
 )
-def test_a_defect_of_the_groups_falls(
+def test_a_bug_in_tables_or_slots_of_kv_groups_is_found(
     windows: Checkpoint, monkeypatch: pytest.MonkeyPatch, change: Change, sentence: str
 ) -> None:
     plant_inputs(monkeypatch, change)
@@ -190,15 +190,15 @@ def test_a_defect_of_the_groups_falls(
         serve(windows, "small-pool", 8)
 
 
-def test_a_null_block_where_nothing_is_attended_is_nobodys_loss(
+def test_null_blocks_outside_the_window_are_no_finding(
     windows: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The twin of the defect: what the window has left behind may be any block."""
+    """Blocks that a window has left may be replaced by any block."""
     plant_inputs(monkeypatch, lambda inputs, _: null_what_a_window_left(inputs, 0))
     serve(windows, "small-pool", 8)
 
 
-def test_a_defect_of_the_draft_models_cache_falls(
+def test_a_draft_model_that_skips_its_prompt_is_found(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft model runs only the last token of a step, and never fills its own prompt KV."""
@@ -215,8 +215,10 @@ def test_a_defect_of_the_draft_models_cache_falls(
         serve(checkpoint, "draft-model", 8)
 
 
-def test_a_stale_table_falls(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed request goes on with the blocks that it had before it was preempted."""
+def test_a_stale_block_table_is_found(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed request keeps the block table that it had before it was preempted."""
     start: Any = Batch._start_cached
 
     def stale(self: Batch, cached: CachedRow) -> Any:
@@ -232,7 +234,7 @@ def test_a_stale_table_falls(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyP
         serve(checkpoint, "small-pool")
 
 
-def test_rejected_drafts_that_stay_computed_fall(
+def test_rejected_drafts_that_stay_computed_are_found(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept: Any = Runner._accept
@@ -247,7 +249,7 @@ def test_rejected_drafts_that_stay_computed_fall(
         serve(checkpoint, "ngram")
 
 
-def test_a_defect_of_the_scheduler_falls(
+def test_a_bug_in_the_scheduler_is_found(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply: Any = HostEngine.apply
@@ -262,7 +264,7 @@ def test_a_defect_of_the_scheduler_falls(
     assert {str(finding.kind) for finding in caught.value.findings} >= {"divergence"}
 
 
-def test_what_the_client_does_is_checked_too(checkpoint: Checkpoint) -> None:
+def test_an_abort_of_the_client_is_checked(checkpoint: Checkpoint) -> None:
     llm = LLM(checkpoint.folder, check=ServingChecker, max_frames_in_flight=2)
     names = [llm.add_request(prompt, PARAMS) for prompt in make_prompts()[:4]]
     llm.step()

@@ -42,7 +42,7 @@ def test_tokens_are_those_of_transformers(checkpoint: Checkpoint, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["small-pool", "async"])
-def test_an_abort_takes_no_other_request_along(checkpoint: Checkpoint, name: str) -> None:
+def test_an_abort_changes_no_other_request(checkpoint: Checkpoint, name: str) -> None:
     llm = load(checkpoint, name)
     names = [llm.add_request(prompt, PARAMS) for prompt in make_prompts()[:8]]
     for _ in range(4):
@@ -66,7 +66,7 @@ def test_an_abort_takes_no_other_request_along(checkpoint: Checkpoint, name: str
         ("pool", "tl.store(s.ring + place, NONE, mask=is_read & (refs == 0))", "touched += 0"),
     ],
 )
-def test_a_mistake_in_a_kernel_is_found_while_it_serves(
+def test_a_bug_in_a_kernel_is_found_while_serving(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, module: str, old: str, new: str
 ) -> None:
     text = (FOLDER / f"{module}.py").read_text()
@@ -90,7 +90,7 @@ def test_the_scheduler_is_the_one_asked_for(checkpoint: Checkpoint) -> None:
         ({"scheduler": "device", "max_loras": 1}, "'device': max_loras: .*no cap on adapters"),
     ],
 )
-def test_what_it_lacks_is_refused_before_weights_are_read(
+def test_unsupported_settings_are_refused_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint, settings: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr("blockstep.impl.engine.loading.load_weights", None)

@@ -1,4 +1,4 @@
-"""Adapters under check: what ran with another adapter is told, whatever it says."""
+"""LoRA under check: each token must run with the adapter of its request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], LLM]:
     return run
 
 
-def test_a_clean_engine_shows_nothing(serve: Callable[[], LLM]) -> None:
+def test_a_right_engine_has_no_finding(serve: Callable[[], LLM]) -> None:
     checker = serve().observer
     assert isinstance(checker, ServingChecker)
     assert checker.worker.adapter_numbers == {"whole": 0, "some": 1}
@@ -47,7 +47,7 @@ def run_all_without(adapters: Numbers) -> Numbers:
 
 
 def swap_sometimes(adapters: Numbers) -> Numbers:
-    """Two adapters change places in decodes."""
+    """Swap two adapters in decodes."""
     if adapters is None or len(adapters) > len(PROMPTS):
         return adapters
     return torch.tensor([1, 0, -1])[adapters]
@@ -80,7 +80,7 @@ def change_the_last_token(adapters: Numbers) -> Numbers:
         change_the_last_token,
     ],
 )  # fmt: skip
-def test_another_adapter_is_found(
+def test_a_token_that_runs_with_a_wrong_adapter_is_found(
     serve: Callable[[], LLM], monkeypatch: pytest.MonkeyPatch, change: Callable[[Numbers], Numbers]
 ) -> None:
     build: Any = Batch.build_inputs

@@ -1,6 +1,6 @@
-"""Sessions under check: random clients beside each other, and planted defects.
+"""Sessions under check: random clients get the right answers, and seeded bugs are found.
 
-Each answer is what a lone request would get whose prompt is all that was kept, and the input.
+Each answer equals that to a single request whose prompt is what the session kept, and the input.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from blockstep.impl.engine.input_batch import Batch, BatchRow, StepRow
 from blockstep.spec.vocabulary import FinishReason, NewRow
 
 NAMES = ("some", "whole")
-"""Of the adapters."""
+"""Names of the adapters."""
 NUM_TESTS, NUM_RUNS = 2, 60
-"""Runs that are a test, and those that `make soak` has in all."""
+"""Number of runs in `make test`, and in all with `make soak`."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def modules(
 
 @dataclass
 class Talk:
-    """One session, what it was asked and what it said."""
+    """A session with its inputs, their parameters and its completions."""
 
     session: Session
     adapter: str | None
@@ -55,7 +55,7 @@ class Talk:
 
 
 class Clients:
-    """They open sessions, go on with them, listen, give up, and ask for other things beside."""
+    """Clients that open, continue, read and end sessions, and send other requests."""
 
     def __init__(self, draw: random.Random, llm: LLM) -> None:
         self.draw = draw
@@ -112,7 +112,7 @@ class Clients:
             talk.completions.append(talk.session.receive())
 
     def listen_to(self, talk: Talk) -> None:
-        """All that is due."""
+        """Receive all completions that are due."""
         try:
             while True:
                 talk.completions.append(talk.session.receive())
@@ -170,11 +170,11 @@ def test_every_session_gets_its_own_answers(
             kept = (*whole, *made.token_ids[:-1])
 
 
-# Planted defects: what the worker does when a session goes on.
+# Seeded bugs in what the worker does when a session continues.
 
 
 def serve(checkpoint: Checkpoint) -> None:
-    """A session that goes on with its blocks, and after it gave way."""
+    """Run a session that continues with its blocks, and once more after they were reclaimed."""
     llm = LLM(
         checkpoint.folder, check=ServingChecker, enable_sessions=True, block_size=4,
         num_blocks=9, max_model_len=32,
@@ -190,7 +190,7 @@ def serve(checkpoint: Checkpoint) -> None:
     assert llm.get_stats().preemptions == 0
 
 
-def test_a_clean_worker_shows_nothing(checkpoints: list[Checkpoint]) -> None:
+def test_a_right_worker_has_no_finding(checkpoints: list[Checkpoint]) -> None:
     serve(checkpoints[0])
 
 
@@ -199,7 +199,7 @@ def keep_the_last_token(batch: Batch, step: StepRow, old: BatchRow, tokens: Any)
     batch.arrays.token_ids[step.row.index, place] = tokens[old.num_known - 1]
 
 
-def compute_all_anew(batch: Batch, step: StepRow, old: BatchRow, tokens: Any) -> None:
+def compute_everything_again(batch: Batch, step: StepRow, old: BatchRow, tokens: Any) -> None:
     step.first = 0
 
 
@@ -211,11 +211,11 @@ def keep_the_old_table(batch: Batch, step: StepRow, old: BatchRow, tokens: Any) 
     ("defect", "sentence"),
     [
         (keep_the_last_token, "model_runs_the_tokens_of_the_plan"),
-        (compute_all_anew, "pass_runs_the_rows_of_the_plan"),
+        (compute_everything_again, "pass_runs_the_rows_of_the_plan"),
         (keep_the_old_table, "token_is_written_to_its_slot|attended_slot"),
     ],
 )
-def test_a_worker_that_goes_on_wrongly_is_found(
+def test_a_worker_that_continues_a_session_wrongly_is_found(
     checkpoints: list[Checkpoint], monkeypatch: pytest.MonkeyPatch, defect: Any, sentence: str
 ) -> None:
     start: Any = Batch._start_new

@@ -1,4 +1,4 @@
-"""Random settings and random clients, under check; each text is what a lone request would get.
+"""Random settings and clients under check: each output equals that of a single request.
 
 Every other model has a layer with a window, and so two KV groups.
 """
@@ -16,7 +16,7 @@ from blockstep.impl.engine import LLM, RequestError, SamplingParams
 from blockstep.spec.vocabulary import FinishReason
 
 NUM_TESTS, NUM_RUNS = 3, 40
-"""Runs that are a test, and those that `make soak` has in all."""
+"""Number of runs in `make test`, and in all with `make soak`."""
 Asked = tuple[str, list[int], SamplingParams]
 
 
@@ -27,7 +27,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
 
 
 def run_clients(draw: random.Random, llm: LLM) -> list[Asked]:
-    """Requests come, some are aborted, and all others are served to their end."""
+    """Submit requests, abort some, and serve the others to their end."""
     asked: list[Asked] = []
     for number in range(draw.randrange(5, 20)):
         prompt = draw.choice(make_prompts())[: draw.randrange(1, 50)]
@@ -57,7 +57,9 @@ def run_clients(draw: random.Random, llm: LLM) -> list[Asked]:
         *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(NUM_TESTS, NUM_RUNS)),
     ],
 )
-def test_every_client_gets_its_own_text(checkpoints: list[Checkpoint], seed: int) -> None:
+def test_every_output_equals_that_of_a_single_request(
+    checkpoints: list[Checkpoint], seed: int
+) -> None:
     draw, checkpoint = random.Random(seed), checkpoints[seed % 2]
     settings = draw_settings(draw, checkpoint)
     llm = LLM(checkpoint.folder, check=ServingChecker, **settings)

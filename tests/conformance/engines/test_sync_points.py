@@ -1,4 +1,4 @@
-"""A loop without a host: its tokens are right; what it did is found at the next sync point."""
+"""The device loop: its tokens are right, and bugs are found at the next sync point."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("pool", POOLS)
-def test_layers_with_windows_are_served_from_tables_of_their_own(
+def test_layers_with_windows_have_block_tables_of_their_own(
     windows: Checkpoint, pool: str, frames: int
 ) -> None:
     more: dict[str, Any] = {"max_frames_in_flight": frames}
@@ -119,7 +119,7 @@ def test_layers_with_windows_are_served_from_tables_of_their_own(
 
 
 @pytest.mark.parametrize("frames", [1, 2])
-def test_pure_decode_reads_nothing_of_the_device(checkpoint: Checkpoint, frames: int) -> None:
+def test_pure_decode_reads_nothing_from_the_device(checkpoint: Checkpoint, frames: int) -> None:
     llm, resident = load(checkpoint, "roomy", 4, max_frames_in_flight=frames)
     names = [llm.add_request(prompt, PARAMS) for prompt in make_prompts()[:4]]
     while not resident.width:
@@ -132,10 +132,10 @@ def test_pure_decode_reads_nothing_of_the_device(checkpoint: Checkpoint, frames:
     assert llm.pop_completion(names[0]).token_ids == checkpoint.expected.token_ids[0]
 
 
-def test_a_plan_does_not_need_the_tokens_of_the_pass_beside_it(
+def test_a_plan_does_not_need_the_tokens_of_the_concurrent_pass(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU both run at once. Here the plan is made first; in the other order it is the same."""
+    """On a GPU both run at once; here the plan comes first, and the other order gives the same."""
     params, more = replace(PARAMS, temperature=0.9), {"max_frames_in_flight": 2}
     prompts = make_prompts()[:NUM_PROMPTS]
     first, _ = load(checkpoint, "roomy", 7, **more)
@@ -230,14 +230,14 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("is_checked", [False, True])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_copy_of_the_state_follows_the_host(
+def test_bursts_on_a_copy_of_the_state_give_the_outputs_of_the_host(
     checkpoint: Checkpoint,
     monkeypatch: pytest.MonkeyPatch,
     policy: str,
     is_checked: bool,
     frames: int,
 ) -> None:
-    """Requests come and go between bursts, more than there are slots, nodes and stops for."""
+    """Requests arrive and leave between bursts, more than the first arrays have room for."""
     prompts, every = make_prompts(), draw_params()
     settings: dict[str, Any] = {
         **POOLS["small"], "max_frames_in_flight": frames, "device": "cpu", "max_num_seqs": 6,
@@ -324,7 +324,7 @@ def test_a_gpu_generates_in_bursts_what_it_generates_step_by_step(
 
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("fields", [{"logprobs": 2}, {"regex": "[ab]{5}"}])
-def test_what_needs_the_host_is_served_step_by_step_and_logged_once(
+def test_logprobs_and_grammars_are_served_step_by_step(
     speaking: Path, caplog: pytest.LogCaptureFixture, frames: int, fields: dict[str, Any]
 ) -> None:
     prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
@@ -358,10 +358,8 @@ def test_what_needs_the_host_is_served_step_by_step_and_logged_once(
 
 
 @pytest.mark.parametrize("frames", [1, 2])
-def test_a_burst_that_is_launched_ahead_changes_nothing(
-    checkpoint: Checkpoint, frames: int
-) -> None:
-    """Requests come, go and are looked at while a burst runs that nobody has read."""
+def test_a_burst_launched_ahead_changes_no_output(checkpoint: Checkpoint, frames: int) -> None:
+    """Requests arrive and are aborted while a burst runs whose output is not read yet."""
     prompts, params = make_prompts()[:16], [draw_params()[number % 7] for number in range(16)]
     settings: dict[str, Any] = {**POOLS["roomy"], "max_frames_in_flight": frames, "device": "cpu"}
     expected = LLM(checkpoint.folder, scheduler="host", **settings).generate(prompts, params)
@@ -390,7 +388,7 @@ def test_a_burst_that_is_launched_ahead_changes_nothing(
         assert tokens == (one.token_ids[: len(tokens)] if name == gone else one.token_ids)
 
 
-def test_no_token_counts_behind_a_stop(checkpoint: Checkpoint) -> None:
+def test_tokens_after_a_stop_token_are_dropped(checkpoint: Checkpoint) -> None:
     expected = checkpoint.expected.token_ids[0]
     params = replace(PARAMS, stop_token_ids=(expected[4],))
     llm, _ = load(checkpoint, "roomy", 8)
@@ -419,7 +417,7 @@ def test_a_stop_string_ends_the_text_in_the_middle_of_a_burst(speaking: Path, fr
     assert chunks[-1].finish_reason is FinishReason.STOP
 
 
-def test_an_observer_of_every_step_is_called_at_every_step(checkpoint: Checkpoint) -> None:
+def test_a_checker_of_every_step_disables_bursts(checkpoint: Checkpoint) -> None:
     llm = LLM(checkpoint.folder, device="cpu", scheduler="device", check=ServingChecker)
     assert llm._resident is None
 
@@ -433,7 +431,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize(("module", "old", "new"), PLANTED.values(), ids=PLANTED.keys())
-def test_a_mistake_is_found_at_the_next_fence(
+def test_a_bug_in_a_kernel_is_found_at_the_next_sync_point(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, module: str, old: str, new: str
 ) -> None:
     text = (FOLDER / f"{module}.py").read_text()
@@ -445,7 +443,7 @@ def test_a_mistake_is_found_at_the_next_fence(
         llm.generate(make_prompts()[:NUM_PROMPTS], PARAMS)
 
 
-def test_drafts_are_made_step_by_step(checkpoint: Checkpoint) -> None:
+def test_speculation_is_served_step_by_step(checkpoint: Checkpoint) -> None:
     drafts = {"spec_method": "ngram", "num_speculative_tokens": 2}
     llm, resident = load(checkpoint, "roomy", 4, **drafts)
     made = llm.generate(make_prompts()[:3], PARAMS)
@@ -453,6 +451,6 @@ def test_drafts_are_made_step_by_step(checkpoint: Checkpoint) -> None:
     assert not resident.num_bursts
 
 
-def test_fences_are_a_number(checkpoint: Checkpoint) -> None:
+def test_steps_per_fence_must_be_at_least_1(checkpoint: Checkpoint) -> None:
     with pytest.raises(SettingsError, match="steps_per_fence = 0: must be an int of at least 1"):
         LLM(checkpoint.folder, steps_per_fence=0)

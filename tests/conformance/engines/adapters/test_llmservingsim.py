@@ -1,4 +1,4 @@
-"""LLMServingSim: what is right there agrees, and its three decisions are found by a score.
+"""LLMServingSim: `score` finds its three known differences, and without them it agrees.
 
 Set BLOCKSTEP_LLMSERVINGSIM to a checkout of LLMServingSim to run these tests.
 """
@@ -26,13 +26,13 @@ def scored(num_events: int, **options: Any) -> ScoreResult:
     return score(CheckOptions(max_events=num_events, **wanted))
 
 
-def test_it_agrees_without_a_pipeline_and_a_prefix_cache() -> None:
+def test_llmservingsim_agrees_without_a_pipeline_and_a_prefix_cache() -> None:
     result = scored(1500, max_depth=1, without_features=("caching",))
     assert all(result.agreed[aspect] == result.total[aspect] for aspect in Aspect)
     assert result.total[Aspect.PREEMPTIONS] > 20
 
 
-def test_its_three_decisions_are_found() -> None:
+def test_the_three_known_differences_are_found() -> None:
     found = {it.kind: it.shrunk for it in scored(5000).list_firsts()}
     assert all(found.values())
     kinds = {(it.aspect, it.shape, it.has_pipeline, it.has_cache) for it in found}

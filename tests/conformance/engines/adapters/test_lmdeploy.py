@@ -104,19 +104,21 @@ A_DECODE_TOO_EARLY = make_program(
         (A_DECODE_TOO_EARLY, "forget_preempted", "plan_counts_the_computed_tokens_of_the_worker"),
     ],
 )
-def test_a_known_defect(adapter: Any, program: Program, flag: str, found: str) -> None:
+def test_a_known_defect_is_found_and_its_repair_conforms(
+    adapter: Any, program: Program, flag: str, found: str
+) -> None:
     broken = type("Broken", (adapter,), {flag: False})
     finding = run_program(program, broken)[1][0]
     assert found in f"{finding.sentence} {finding.message}"
     assert not run_program(program, adapter)[1]
 
 
-def test_the_rest_conforms(adapter: Any) -> None:
+def test_lmdeploy_conforms_apart_from_known_defects(adapter: Any) -> None:
     assert check(CheckOptions(engine="lmdeploy", preset="tiny", max_events=600)).first is None
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_rest_conforms_for_long(adapter: Any, seed: int) -> None:
+def test_lmdeploy_conforms_apart_from_known_defects_for_long(adapter: Any, seed: int) -> None:
     options = CheckOptions(engine="lmdeploy", seed=seed, max_events=100_000)
     assert check(options).first is None

@@ -1,4 +1,4 @@
-"""mini-sglang: an engine whose loop plans ahead, and what its own code does with some programs.
+"""mini-sglang: an engine whose loop plans ahead, and programs that show its defects.
 
 Set BLOCKSTEP_MINI_SGLANG to a checkout of mini-sglang to try the adapter itself.
 """
@@ -37,7 +37,7 @@ def fit_config(config: v.Config) -> v.Config:
 
 
 class Turns(SpecEngine):
-    """Its turn is: plan, then answer the plan before. It breaks where it is given another order."""
+    """An engine that plans a step before it takes the last one's output, and raises otherwise."""
 
     traits = EngineTraits(equivalence=Safety(fit_config, plans_ahead=True))
 
@@ -97,7 +97,7 @@ def submit(name: str, prompt: tuple[int, ...], max_tokens: int, eos: int | None 
 
 
 def find_seed(*texts: tuple[tuple[int, ...], bool]) -> int:
-    """A seed with which a text is followed by `EOS`, or is not."""
+    """Return a seed with which each token sequence is followed by `EOS`, or is not, as asked."""
     functions = ((seed, token_function(seed, 2)) for seed in range(1000))
     return next(
         seed
@@ -107,7 +107,7 @@ def find_seed(*texts: tuple[tuple[int, ...], bool]) -> int:
 
 
 def play(make_engine: Any, config: v.Config, *actions: Action, seed: int = 0) -> list[str]:
-    """The sentences that fail, or the exception."""
+    """Return the names of the checks that fail, or the exception."""
     _, findings = run_program(Program(config, actions, seed, 2), make_engine)
     return [
         found.differences[0].seen if found.kind is FindingKind.FAULT else found.sentence
@@ -120,7 +120,7 @@ TWICE = (submit("A", (5, 6), 1), submit("D", (7, 8, 9), 1), *TURN, submit("B", (
 
 
 @needs_mini_sglang
-def test_a_freed_duplicate_is_still_in_a_table(adapter: Any) -> None:
+def test_a_duplicate_block_is_freed_while_a_block_table_has_it(adapter: Any) -> None:
     class Quiet(adapter.MiniSglang):  # type: ignore[misc]
         def capabilities(self) -> frozenset[str]:
             return frozenset()
@@ -134,14 +134,14 @@ def test_a_freed_duplicate_is_still_in_a_table(adapter: Any) -> None:
 
 
 @needs_mini_sglang
-def test_its_overlapping_loop_ends_a_request_one_token_early(adapter: Any) -> None:
+def test_the_overlapping_loop_ends_a_request_one_token_early(adapter: Any) -> None:
     actions = (submit("A", (5,), 2), Drain())
     assert play(adapter.MiniSglang, NORMAL, *actions) == []
     assert play(adapter.MiniSglang, OVERLAP, *actions) == ["finish_reason_is_the_one_that_holds"]
 
 
 @needs_mini_sglang
-def test_what_it_does_otherwise_is_declared_and_shown(adapter: Any) -> None:
+def test_each_declared_deviation_is_shown_by_its_program(adapter: Any) -> None:
     class Bare(adapter.MiniSglang):  # type: ignore[misc]
         traits = replace(adapter.MiniSglang.traits, deviations=())
 
@@ -155,13 +155,13 @@ def test_what_it_does_otherwise_is_declared_and_shown(adapter: Any) -> None:
 
 
 @needs_mini_sglang
-def test_an_abort_in_flight_frees_twice(adapter: Any) -> None:
+def test_an_abort_in_flight_frees_blocks_twice(adapter: Any) -> None:
     prefill = (submit("A", (5, 6, 7), 2), v.Schedule(), v.Abort(("A",)))
     other = (submit("B", (8, 9, 10, 11), 1), v.Schedule(), Answer())
     config = replace(OVERLAP, num_blocks=6, max_model_len=5)
     sentences = play(adapter.MiniSglang, config, *prefill, *other)
     assert set(sentences) == {"published_block_holds_the_right_prefix"}
-    idle = ["RuntimeError"]  # its own look at its books
+    idle = ["RuntimeError"]  # its own check of its counters
     assert play(adapter.MiniSglang, OVERLAP, *prefill, *TURN, v.Schedule()) == idle
     ends = (
         submit("A", (5, 6), 4, EOS),
@@ -176,14 +176,14 @@ def test_an_abort_in_flight_frees_twice(adapter: Any) -> None:
 
 
 @needs_mini_sglang
-def test_pages_are_reserved_as_if_requests_could_share_one(adapter: Any) -> None:
+def test_pages_are_reserved_as_if_two_requests_could_share_one(adapter: Any) -> None:
     config = replace(NORMAL, num_blocks=4, block_size=4, max_num_batched_tokens=16)
     prompts = (submit("A", (3,) * 5, 1), submit("B", (4,) * 5, 1))
     assert play(adapter.MiniSglang, config, *prompts, v.Schedule()) == ["AssertionError"]
 
 
 @needs_mini_sglang
-def test_a_length_beyond_the_pool_is_a_choice_of_the_adapter(adapter: Any) -> None:
+def test_the_adapter_limits_the_model_length_to_the_pool(adapter: Any) -> None:
     def fit(config: v.Config) -> v.Config:
         fitting: v.Config = adapter.fit_config(config)
         return replace(fitting, max_model_len=config.max_model_len)
@@ -198,7 +198,7 @@ def test_a_length_beyond_the_pool_is_a_choice_of_the_adapter(adapter: Any) -> No
 
 
 @needs_mini_sglang
-def test_its_normal_loop_conforms_once_duplicates_are_kept(
+def test_the_normal_loop_conforms_if_duplicates_are_kept(
     adapter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = sys.modules["minisgl.scheduler.cache"].CacheManager

@@ -1,4 +1,4 @@
-"""Safety: an engine that decides differently is judged without a reference; nano-vllm is one.
+"""The equivalence safety: engines are judged by properties alone; nano-vllm is one of them.
 
 The engines here are toys (`foreign_support.toys`), right ones and wrong ones. Set
 BLOCKSTEP_NANO_VLLM to a checkout of nano-vllm to try the adapter itself.
@@ -41,14 +41,14 @@ needs_nano_vllm = pytest.mark.skipif(
 
 
 class Toy(AbortingToy):
-    """Right: it shows its state, and takes no aborts."""
+    """A right engine that shows its state and takes no aborts."""
 
     def capabilities(self) -> frozenset[str]:
         return frozenset({Capability.SNAPSHOT})
 
 
 class Silent(PlainToy):
-    """Right, and shows no state."""
+    """A right engine that shows no state."""
 
 
 class Leaks(Toy):
@@ -58,7 +58,7 @@ class Leaks(Toy):
 
 
 class LeaksSilently(Silent):
-    """Then nobody fits any more."""
+    """It leaks blocks and shows no state: requests stop fitting."""
 
     def end(self, life: Life) -> None:
         super().end(life)
@@ -71,8 +71,8 @@ class Repeats(Silent):
         return row and replace(row, new_token_ids=(*row.new_token_ids, 0))
 
 
-class GoesOn(Silent):
-    """Says nothing of the end."""
+class NoFinishReason(Silent):
+    """It reports no finish reason."""
 
     def take(self, life: Life, sampled: v.TokenIds) -> v.OutputRow | None:
         row = super().take(life, sampled)
@@ -80,7 +80,7 @@ class GoesOn(Silent):
 
 
 class Keeps(Silent):
-    """Delivers nothing."""
+    """It delivers no tokens."""
 
     def take(self, life: Life, sampled: v.TokenIds) -> v.OutputRow | None:
         super().take(life, sampled)
@@ -102,7 +102,7 @@ class Skips(Silent):
 
 
 class Overspends(Silent):
-    """Built with a smaller budget than it keeps."""
+    """It plans with a larger token budget than its config has."""
 
     traits = EngineTraits(
         equivalence=Safety(
@@ -136,7 +136,7 @@ class Raises(Silent):
         raise IndexError("list index out of range")
 
 
-class Mumbles(Silent):
+class AnswersAck(Silent):
     def apply(self, event: v.Event) -> v.Observation:
         seen = super().apply(event)
         return v.Ack() if isinstance(event, v.Commit) else seen
@@ -166,12 +166,12 @@ def run(make_engine: Any, *actions: Action) -> tuple[SafetyRun, list[Any]]:
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This module by its name, however it was imported."""
+    """Register this module under its name, so that engines are loaded from it."""
     monkeypatch.setitem(sys.modules, __name__, sys.modules[Toy.__module__])
 
 
 @pytest.mark.parametrize("name", ["Toy", "Silent", "Refuses"])
-def test_an_engine_that_decides_differently_conforms(name: str) -> None:
+def test_a_right_engine_conforms_at_safety(name: str) -> None:
     result = check(options(name))
     assert result.first is None, result.first
     assert result.exit_code is ExitCode.CONFORMS
@@ -179,7 +179,7 @@ def test_an_engine_that_decides_differently_conforms(name: str) -> None:
     assert result.canary_killed_after
 
 
-def test_hunts_and_arms_take_such_an_engine_too() -> None:
+def test_hunt_and_arms_run_at_safety() -> None:
     assert hunt(options("Toy", max_events=300), call_here(Toy)).defects == []
     assert hunt(options("Leaks", max_events=300), call_here(Leaks)).defects
     arms = compare_pair(options("Toy"), Toy, 20)
@@ -188,7 +188,7 @@ def test_hunts_and_arms_take_such_an_engine_too() -> None:
     assert "async" in arms.not_tried
 
 
-def test_compared_with_the_spec_it_does_not() -> None:
+def test_an_engine_that_decides_differently_diverges_at_exact() -> None:
     class Compared(Toy):
         traits = EngineTraits()
 
@@ -202,16 +202,16 @@ def test_compared_with_the_spec_it_does_not() -> None:
         ("Leaks", FindingKind.PROPERTY, "P1"),
         ("LeaksSilently", FindingKind.LIVENESS, "P10"),
         ("Repeats", FindingKind.PROPERTY, "P13"),
-        ("GoesOn", FindingKind.PROPERTY, "P13"),
+        ("NoFinishReason", FindingKind.PROPERTY, "P13"),
         ("Keeps", FindingKind.PROPERTY, "P13"),
         ("Skips", FindingKind.PROPERTY, "P5"),
         ("Overspends", FindingKind.PROPERTY, "P9"),
         ("Stalls", FindingKind.LIVENESS, "P10"),
         ("Raises", FindingKind.FAULT, ""),
-        ("Mumbles", FindingKind.PROPERTY, "P18"),
+        ("AnswersAck", FindingKind.PROPERTY, "P18"),
     ],
 )
-def test_a_wrong_one_is_caught(name: str, kind: FindingKind, property_id: str) -> None:
+def test_a_wrong_engine_is_caught_at_safety(name: str, kind: FindingKind, property_id: str) -> None:
     result = check(options(name))
     assert result.failure is not None
     kinds = {(found.kind, found.property_id) for found in result.failure.findings}
@@ -222,7 +222,7 @@ def test_a_wrong_one_is_caught(name: str, kind: FindingKind, property_id: str) -
     )
 
 
-def test_what_is_left_out_of_a_request_is_reported() -> None:
+def test_fields_left_out_of_requests_are_reported() -> None:
     result = check(options("Silent"))
     assert {"stop_token_ids", "adapter", Capability.PAUSE} <= result.skipped.keys()
 
@@ -233,7 +233,7 @@ def test_a_refused_request_is_counted_and_not_waited_for() -> None:
     assert first.skipped["requests refused as bad_request"] == 1
 
 
-def test_an_engine_is_given_only_what_any_engine_must_take() -> None:
+def test_an_engine_at_safety_gets_only_valid_events() -> None:
     submit = v.Submit(v.Request("A", (1, 2), 2))
     first, findings = run(
         Toy,
@@ -257,7 +257,7 @@ def test_a_config_that_does_not_fit_is_refused() -> None:
         run_program(Program(config, ()), Toy)
 
 
-def test_without_its_situations_a_run_proves_nothing() -> None:
+def test_a_run_that_misses_a_required_goal_has_no_verdict() -> None:
     class Picky(Toy):
         traits = EngineTraits(
             equivalence=Safety(fit_config, fit_request, situations=("prefix_hit",))
@@ -269,11 +269,11 @@ def test_without_its_situations_a_run_proves_nothing() -> None:
     assert result.exit_code is ExitCode.HARNESS
 
 
-def test_the_canary_of_this_equivalence_is_caught() -> None:
+def test_the_canary_of_safety_is_caught() -> None:
     assert run_canary(CheckOptions(), SAFETY_CANARY)
 
 
-def test_situations_are_those_that_have_a_sentence() -> None:
+def test_reached_goals_are_known_coverage_goals() -> None:
     result = check(options("Toy"))
     assert result.witnesses.keys() <= WITNESSES.keys()
 
@@ -292,7 +292,7 @@ def test_an_engine_is_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert episode.first is None
 
 
-def test_the_command_hands_the_folder_to_its_processes(tmp_path: Path) -> None:
+def test_worker_processes_find_the_folder_of_the_engine(tmp_path: Path) -> None:
     source = "from blockstep.conformance.protocol.registry import SpecEngine as Engine\n"
     (tmp_path / "engine_in_a_folder.py").write_text(source)
     command = [
@@ -323,7 +323,7 @@ def nano(budget: int, seed: int, **changes: Any) -> Any:
 
 
 @needs_nano_vllm
-def test_nano_vllm_is_held_to_the_properties() -> None:
+def test_nano_vllm_conforms() -> None:
     result = nano(8_000, 0, preset="tiny")
     assert result.equivalence == "safety"
     assert result.first is None, result.first

@@ -12,7 +12,7 @@ from blockstep.conformance.search.options import CheckOptions
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="no SGLang is installed")
 
 
-def test_it_conforms() -> None:
+def test_sglang_conforms() -> None:
     result = check(CheckOptions(engine="sglang", preset="tiny", max_events=600))
     assert result.first is None, result.first
 
@@ -20,6 +20,6 @@ def test_it_conforms() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_it_conforms_for_long(preset: str, seed: int) -> None:
+def test_sglang_conforms_for_long(preset: str, seed: int) -> None:
     result = check(CheckOptions(engine="sglang", preset=preset, seed=seed, max_events=100_000))
     assert result.first is None, result.first

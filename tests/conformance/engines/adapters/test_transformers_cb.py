@@ -87,7 +87,7 @@ A_BLOCK_IN_FLIGHT = make_program(
         (ASYNC, A_BLOCK_IN_FLIGHT, "KeyError: 'A'"),
     ],
 )
-def test_a_known_defect(
+def test_a_known_defect_is_found_and_its_repair_conforms(
     engine: type[transformers_cb.Synchronous], program: Program, found: str
 ) -> None:
     finding = run_program(program, engine)[1][0]
@@ -96,7 +96,7 @@ def test_a_known_defect(
 
 
 @pytest.mark.parametrize("engine", REPAIRED.values(), ids=["sync", "async"])
-def test_a_repaired_engine_is_not_accused(engine: EngineFactory) -> None:
+def test_a_repaired_engine_has_no_finding(engine: EngineFactory) -> None:
     name = f"{engine.__module__}:{engine.__name__}"
     assert check(CheckOptions(engine=name, preset="tiny", max_events=600)).first is None
 
@@ -104,7 +104,7 @@ def test_a_repaired_engine_is_not_accused(engine: EngineFactory) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("engine", REPAIRED.values(), ids=["sync", "async"])
-def test_a_repaired_engine_is_never_accused(engine: EngineFactory, seed: int) -> None:
+def test_a_repaired_engine_has_no_finding_for_long(engine: EngineFactory, seed: int) -> None:
     name = f"{engine.__module__}:{engine.__name__}"
     options = CheckOptions(engine=name, seed=seed, max_events=100_000)
     assert check(options).first is None

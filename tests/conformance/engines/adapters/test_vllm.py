@@ -1,4 +1,7 @@
-"""The adapter of vLLM: without vLLM it says what to do, with it it follows the spec."""
+"""The vLLM adapter: a release agrees with the specification under the release's profile.
+
+Without vLLM, an import fails with a line that says how to install it.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def test_the_tools_do_not_import_vllm() -> None:
 
 
 @pytest.mark.parametrize("version", [None, REFERENCE, "0.10.2", "0.99.0"])
-def test_an_import_that_fails_names_what_to_do(
+def test_a_failed_import_of_vllm_names_how_to_install_it(
     version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("VLLM_LOGGING_LEVEL", "PYTHONHASHSEED"):
@@ -80,7 +83,7 @@ def test_an_import_that_fails_names_what_to_do(
     assert wanted.get(version, default) in str(caught.value)
 
 
-def test_an_adapter_is_kept_apart_from_a_salt_of_its_name() -> None:
+def test_an_adapter_name_differs_from_an_equal_cache_salt() -> None:
     assert get_lora_name("x", separate_names=False) == "x"
     assert get_lora_name("x", separate_names=True) != "x"
 
@@ -97,19 +100,19 @@ REQUEST = v.Request(
 compute_key = partial(compute_block_key, get_known(REFERENCE))
 
 
-def test_without_a_place_an_item_names_its_block_alone() -> None:
+def test_block_keys_of_old_releases_have_items_without_offsets() -> None:
     old = get_known("0.18.1")
     key = compute_block_key(old, REQUEST, None, (0, 1, 2, 3), 0, is_continued=False)
     assert key.items == (("a", 0),)
 
 
-def test_all_items_name_a_block_where_the_release_looks_at_them() -> None:
+def test_block_keys_of_new_releases_have_all_items_after_an_output() -> None:
     new = get_known("0.33.0")
     key = compute_block_key(new, REQUEST, None, (4, 5, 6, 7), 4, is_continued=True)
     assert key.items == (("a", -2), ("b", 2))
 
 
-def test_a_digest_covers_everything_that_shaped_the_block() -> None:
+def test_a_block_key_has_parent_tokens_adapter_salt_and_items() -> None:
     first = compute_block_key(
         get_known(REFERENCE), REQUEST, None, (0, 1, 2, 3), 0, is_continued=False
     )
@@ -120,32 +123,32 @@ def test_a_digest_covers_everything_that_shaped_the_block() -> None:
     assert second == v.BlockKey(first, (4, 5, 6, 7), "x", None, (("a", -2), ("b", 2)))
 
 
-def test_an_item_that_only_touches_a_block_is_no_part_of_it() -> None:
+def test_an_item_next_to_a_block_is_not_in_its_key() -> None:
     before = compute_key(REQUEST, None, (0, 1), 0, is_continued=False)
     between = compute_block_key(get_known(REFERENCE), REQUEST, before, (5,), 5, is_continued=False)
     assert before.items == between.items == ()
 
 
-def test_after_an_output_the_last_item_names_the_block() -> None:
+def test_after_an_output_only_the_last_item_is_in_the_block_key() -> None:
     key = compute_block_key(get_known(REFERENCE), REQUEST, None, (4, 5, 6, 7), 4, is_continued=True)
     assert key.items == (("b", 2),)
 
 
 @pytest.mark.parametrize(("version", "items"), [("0.18.1", (("b", 0),)), (REFERENCE, ())])
-def test_where_the_last_item_ends_it_may_name_an_output_block(
+def test_an_item_that_ends_before_an_output_block_is_in_its_old_key(
     version: str, items: tuple[tuple[str, int], ...]
 ) -> None:
     key = compute_block_key(get_known(version), REQUEST, None, (7,), 7, is_continued=True)
     assert key.items == items
 
 
-def test_the_first_block_names_every_item_though_outputs_complete_it() -> None:
+def test_a_first_block_has_every_item_though_an_output_completes_it() -> None:
     digests = Digests(get_known(REFERENCE), 8)
     digests.learn(RequestRecord(REQUEST), 0, [b"digest"], tuple(range(8)), REQUEST.items)
     assert digests.key_of[b"digest"].items == (("a", 2), ("b", 6))
 
 
-def test_a_digest_covers_what_a_session_has_lost_since() -> None:
+def test_a_digest_keeps_tokens_that_an_update_of_the_session_dropped() -> None:
     digests, session = Digests(get_known(REFERENCE), 2), RequestRecord(v.Request("A", (1, 2, 3)))
     digests.learn(session, 0, [b"first", b"lost"], (1, 2, 3, 9), ())
     session.updates.append(v.Request("A", (5,), items=(v.MultiModalItem("a", 0, 1),)))
@@ -156,9 +159,9 @@ def test_a_digest_covers_what_a_session_has_lost_since() -> None:
     assert not session.updates
 
 
-def test_a_digest_covers_items_where_the_release_has_put_them() -> None:
-    """A release that shifts the items of a session's chunk wrongly must not be shown the right
-    ones: what it hashed is what its digest stands for."""
+def test_a_digest_has_items_at_the_offsets_that_the_release_hashed() -> None:
+    """If a release shifts the items of a session's input wrongly, the adapter must show the wrong
+    offsets: a digest stands for what was hashed."""
     digests, session = Digests(get_known(REFERENCE), 2), RequestRecord(v.Request("A", (1, 2)))
     session.updates.append(v.Request("A", (5, 6, 7), items=(v.MultiModalItem("a", 1, 1),)))
     session.follow((1, 2, 5, 6, 7), max_tokens=16)
@@ -186,19 +189,19 @@ def build(config: v.Config) -> Engine:
 
 
 def plans_of(run: LockStep) -> list[v.Plan]:
-    """What the engine planned, in order."""
+    """Return the engine's plans, in order."""
     return [exchange.seen for exchange in run.exchanges if isinstance(exchange.seen, v.Plan)]
 
 
 def follow(profile: Profile, config: v.Config, *actions: Action) -> tuple[LockStep, str]:
-    """Do these on both sides, where the only token is 0; the kinds of what is wrong."""
+    """Run actions on both sides, with 0 as the only token. Return the kinds of findings, too."""
     program = Program(config, actions, vocabulary_size=1)
     run, findings = run_program(program, build, profile)
     return run, " ".join(sorted({found.kind.value for found in findings}))
 
 
 @needs_vllm
-def test_it_is_an_engine_that_declares_what_it_lacks() -> None:
+def test_the_adapter_declares_the_capabilities_that_a_release_lacks() -> None:
     engine = build(v.Config(num_blocks=9))
     assert isinstance(engine, Engine)
     has = {
@@ -222,7 +225,7 @@ def test_it_is_an_engine_that_declares_what_it_lacks() -> None:
 
 
 @needs_vllm
-def test_what_the_first_stage_of_a_pipeline_is_given_must_be_what_was_sampled() -> None:
+def test_tokens_for_the_first_pipeline_stage_must_be_the_sampled_ones() -> None:
     config = v.Config(num_blocks=9, max_frames_in_flight=2)
     actions = (v.Submit(v.Request("A", (1, 2), max_tokens=9)), v.Schedule(), Answer())
     engine = importlib.import_module(ADAPTER).VllmEngine(config)
@@ -237,7 +240,7 @@ def test_what_the_first_stage_of_a_pipeline_is_given_must_be_what_was_sampled() 
 
 
 @needs_vllm
-def test_embeddings_shape_blocks_and_are_given_to_the_worker() -> None:
+def test_embeddings_are_in_block_keys_and_in_plans() -> None:
     config = v.Config(num_blocks=20, block_size=2, max_model_len=16)
     tokens = (0, 0, 0, 0, 0)
     embeds = {"A": (7, 8, 9, 9, 9), "B": (7, 8, 2**31 - 1, 9, 9), "C": ()}
@@ -261,7 +264,7 @@ def test_embeddings_shape_blocks_and_are_given_to_the_worker() -> None:
         assert [row.num_computed_tokens for row in plan.new] == [0, 2, 0]
 
 
-BESIDE: dict[tuple[str, ...], tuple[str, ...]] = {
+GOALS: dict[tuple[str, ...], tuple[str, ...]] = {
     (): ("preempted", "prefix_hit", "reset_forced"),
     ("drafts",): ("drafts_some_accepted", "drafts_all_accepted"),
     ("drafts", "async"): ("draft_placeholders_scheduled", "drafts_some_accepted"),
@@ -279,13 +282,13 @@ BESIDE: dict[tuple[str, ...], tuple[str, ...]] = {
         "transfers_ended_under_way",
     ),
 }
-"""Features that programs are drawn with, and what is reached with the reference."""
+"""Features that programs are drawn with, and coverage goals that the reference reaches."""
 
 
 @needs_vllm
-@pytest.mark.parametrize("features", BESIDE, ids="+".join)
-def test_it_runs_beside_the_spec(features: tuple[str, ...]) -> None:
-    make = load_engine("vllm")  # with what it says of configs
+@pytest.mark.parametrize("features", GOALS, ids="+".join)
+def test_a_release_agrees_with_the_spec_in_drawn_programs(features: tuple[str, ...]) -> None:
+    make = load_engine("vllm")  # with its traits
     drawn = {"seed": 1} if features else {"max_depth": 2 if RELEASE.has_async else 1}
     options = {"with_features": features, "profile": PROFILE.name, **drawn}
     if absent := {*features} & {
@@ -295,11 +298,11 @@ def test_it_runs_beside_the_spec(features: tuple[str, ...]) -> None:
     played = play_episodes(make, 1_500, **options)
     assert played.first is None
     if VERSION == REFERENCE:
-        assert [name for name in BESIDE[features] if not played.witnesses[name]] == []
+        assert [name for name in GOALS[features] if not played.witnesses[name]] == []
 
 
 @needs_vllm
-def test_several_are_aborted_in_the_order_given() -> None:
+def test_requests_are_aborted_in_the_given_order() -> None:
     engine = build(v.Config(num_blocks=9))
     for name in "ABC":
         engine.apply(v.Submit(v.Request(name, (1, 2))))
@@ -330,7 +333,7 @@ PADDING = v.Config(
     spec_method=v.SpecMethod.NGRAM,
     num_speculative_tokens=2,
 )
-"""In which a release may admit a request with drafts that nobody proposed."""
+"""A config in which a release may pad a new request with drafts that were never proposed."""
 
 HEADED = v.Config(
     num_blocks=60,
@@ -342,12 +345,12 @@ HEADED = v.Config(
 
 
 def once(name: str, num_tokens: int, token: int = 0) -> tuple[Action, ...]:
-    """A prompt of equal tokens comes, and ends with the plan that it is in."""
+    """A request with equal prompt tokens arrives, and finishes in its first step."""
     return v.Submit(v.Request(name, (token,) * num_tokens, max_tokens=1)), v.Schedule(), Answer()
 
 
 TWO_ITEMS = (v.MultiModalItem("c", 0, 2), v.MultiModalItem("d", 3, 2))
-ACROSS = v.Config(
+CROSS_ATTENTION = v.Config(
     20,
     1,
     max_model_len=8,
@@ -752,7 +755,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
         ),
     ),
     Quirk.REENCODED_CROSS_ATTENTION_ITEMS_ARE_DROPPED: (
-        ACROSS,
+        CROSS_ATTENTION,
         (
             v.Submit(v.Request("A", (0,), max_tokens=1, items=TWO_ITEMS[:1])), v.Schedule(),
                 Answer(),
@@ -760,7 +763,7 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
         ),
     ),
     Quirk.CROSS_ATTENTION_CACHE_OVERCOUNTS_FREE_SPACE: (
-        ACROSS,
+        CROSS_ATTENTION,
         (
             v.Submit(v.Request("A", (0,), max_tokens=3, items=TWO_ITEMS[:1])),
             *(v.Schedule(), Answer()) * 2,
@@ -778,12 +781,12 @@ SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
         ),
     ),
 }  # fmt: skip
-"""For each known deviation a program that shows it in a release that has it."""
+"""A config and a program for each quirk, which show it in a release that has it."""
 
 
 @needs_vllm
 @pytest.mark.parametrize("quirk", SCENES)
-def test_a_known_deviation_shows_and_its_quirk_follows_it(quirk: Quirk) -> None:
+def test_a_known_deviation_is_shown_and_its_quirk_follows_it(quirk: Quirk) -> None:
     if quirk not in PROFILE.quirks:
         pytest.skip(f"vLLM {VERSION} does not have it")
     config, actions = SCENES[quirk]
@@ -794,15 +797,15 @@ def test_a_known_deviation_shows_and_its_quirk_follows_it(quirk: Quirk) -> None:
     run, wrong = follow(PROFILE, config, *actions)
     assert wrong == ""
     if run.skipped:
-        pytest.skip(f"vLLM {VERSION} is spared it: {', '.join(run.skipped)}")
+        pytest.skip(f"the adapter declines events of vLLM {VERSION}: {', '.join(run.skipped)}")
     without = Profile("without", PROFILE.quirks - {quirk})
     _, wrong = follow(without, config, *actions)
     assert FindingKind.DIVERGENCE.value in wrong
 
 
 @needs_vllm
-def test_items_that_only_name_blocks_are_not_encoded() -> None:
-    """Without an encoder cache the scheduler does not see them, and need not count them."""
+def test_items_without_an_encoder_cache_are_not_encoded() -> None:
+    """The scheduler ignores items without an encoder cache; they are in block keys only."""
     config = v.Config(num_blocks=4, block_size=1, max_model_len=4)
     items = (v.MultiModalItem("x", 0, 1),)
     submitted = v.Submit(v.Request("A", (0, 0), max_tokens=1, items=items))
@@ -893,19 +896,19 @@ DECLINED: dict[str, tuple[str, v.Config, tuple[Action, ...], str]] = {
         "a plan behind padding to the model length (#53962)",
     ),
 }  # fmt: skip
-"""Programs in which a release raises an AssertionError, and the reason why it is spared them."""
+"""Programs in which a release raises an AssertionError, and the adapter's reason to decline."""
 
 
 @needs_vllm
 @pytest.mark.parametrize(
     ("release", "config", "actions", "reason"), DECLINED.values(), ids=DECLINED
 )
-def test_where_the_release_would_raise_it_is_not_given_the_event(
+def test_an_event_on_which_the_release_would_raise_is_declined(
     release: str, config: v.Config, actions: tuple[Action, ...], reason: str
 ) -> None:
     if release != VERSION:
-        pytest.skip(f"tells what vLLM {release} does")
-    with pytest.raises(AssertionError):  # what it would come to
+        pytest.skip(f"a program for vLLM {release} only")
+    with pytest.raises(AssertionError):  # if the event were sent
         play_alone(build(config), actions)
     run, wrong = follow(PROFILE, config, *actions, Drain())
     assert wrong == ""
@@ -926,7 +929,7 @@ SPARED: dict[str, tuple[str, v.Config, tuple[Action, ...]]] = {
             v.Submit(v.Request("C", (1, 1), max_tokens=1)), v.Schedule(),
         ),
     ),
-    "drafts for who waits": (
+    "drafts for a waiting request": (
         "spare_late_drafts",
         LATE,
         (
@@ -934,7 +937,7 @@ SPARED: dict[str, tuple[str, v.Config, tuple[Action, ...]]] = {
             v.Reset(reset_running_requests=True), Propose(((2, 2),)),
         ),
     ),
-    "drafts for who is in flight": (
+    "drafts for a request in flight": (
         "spare_late_drafts",
         LATE,
         (
@@ -943,12 +946,12 @@ SPARED: dict[str, tuple[str, v.Config, tuple[Action, ...]]] = {
         ),
     ),
 }  # fmt: skip
-"""Programs for what the adapter hides, by the flag that does."""
+"""Programs for what the adapter hides, with the flag that hides it."""
 
 
 @needs_reference
 @pytest.mark.parametrize(("flag", "config", "actions"), SPARED.values(), ids=SPARED)
-def test_what_a_workaround_hides_a_hunt_finds(
+def test_hunt_names_the_workaround_that_hides_a_defect(
     flag: str, config: v.Config, actions: tuple[Action, ...]
 ) -> None:
     program = Program(config, actions, vocabulary_size=1)
@@ -958,7 +961,7 @@ def test_what_a_workaround_hides_a_hunt_finds(
 
 @needs_vllm
 @pytest.mark.parametrize("depth", [1, 2])
-def test_its_counters_of_drafts_are_those_of_the_spec(
+def test_draft_counters_of_the_release_equal_those_of_the_spec(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not RELEASE.has_drafts:
@@ -980,7 +983,7 @@ def test_its_counters_of_drafts_are_those_of_the_spec(
 
 
 @needs_reference
-def test_late_drafts_are_planned_for_a_position_that_they_were_not_proposed_for() -> None:
+def test_late_drafts_are_scheduled_one_position_too_far() -> None:
     engine = build(LATE)
     engine.apply(v.Submit(v.Request("A", (1, 2, 3), max_tokens=9)))
     for sampled in (4, 5):  # the drafts guess what comes after 4
@@ -992,24 +995,24 @@ def test_late_drafts_are_planned_for_a_position_that_they_were_not_proposed_for(
             engine.apply(v.Drafts((v.RowTokens("A", (5, 6)),)))
     plan = engine.apply(v.Schedule())
     assert isinstance(plan, v.Plan)
-    assert plan.cached[0].num_computed_tokens == 4  # of 5, which is verified against what follows
+    assert plan.cached[0].num_computed_tokens == 4  # of 5: the drafts were proposed after 4
     assert plan.cached[0].draft_token_ids == (5, 6)
 
 
 @needs_vllm
-def test_what_it_puts_out_of_reach_is_a_situation() -> None:
+def test_goals_out_of_reach_are_known_coverage_goals() -> None:
     assert set(WITNESSES) > importlib.import_module(ADAPTER).VllmEngine.traits.out_of_reach
 
 
 @needs_reference
-def test_no_more_plans_are_in_flight_than_vllm_has() -> None:
+def test_depth_is_limited_to_the_frames_that_vllm_has_in_flight() -> None:
     assert fit_depth(CheckOptions(engine="vllm"), load_engine("vllm")).max_depth == 2
     shallow = CheckOptions(engine="vllm", max_depth=1)
     assert fit_depth(shallow, load_engine("vllm")) is shallow
 
 
 def play_alone(engine: Engine, actions: tuple[Action, ...]) -> None:
-    """Do these on the engine alone; every row that can sample samples 0."""
+    """Run actions on the engine alone; every row samples 0."""
     plans: list[v.Plan] = []
     rows: tuple[v.RowTokens, ...] = ()
     for action in actions:

@@ -1,4 +1,4 @@
-"""What the specification refuses and vLLM 0.19.1 takes, and what comes of it there."""
+"""Requests and configs that vLLM 0.19.1 accepts, and the specification refuses: the effects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_specification_refuses_a_config_in_which_a_prompt_never_fits_a_step(
         Oracle(NO_CHUNKS)
 
 
-def test_the_specification_refuses_an_empty_answer_to_a_row_that_samples() -> None:
+def test_the_specification_refuses_an_empty_output_of_a_row_that_samples() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(Request("A", (1, 2)))
     refused = oracle.apply(v.Commit(oracle.schedule().frame_id, (v.RowTokens("A", ()),)))
@@ -55,7 +55,7 @@ def build(config: Config) -> Any:
 
 
 @needs_reference
-def test_half_a_tick_decides_which_is_first() -> None:
+def test_a_fractional_arrival_time_decides_the_order() -> None:
     engine = build(replace(CONFIG, policy=v.Policy.PRIORITY, max_num_seqs=1))
     engine.apply(v.Submit(Request("A", (1, 2), arrival_time=HALF)))
     engine.apply(v.Submit(Request("B", (1, 2), arrival_time=HALF / 2)))
@@ -63,7 +63,7 @@ def test_half_a_tick_decides_which_is_first() -> None:
 
 
 @needs_reference
-def test_of_items_that_overlap_a_block_may_be_named_by_the_first_alone() -> None:
+def test_a_block_key_may_lack_the_second_of_overlapping_items() -> None:
     engine = build(CONFIG)
     for name, item in (("A", "dog"), ("B", "cow")):
         items = (OVERLAPPING[0], replace(OVERLAPPING[1], identifier=item))
@@ -84,7 +84,7 @@ def test_negative_tokens_are_computed_and_delivered() -> None:
 
 
 @needs_reference
-def test_a_prompt_beyond_the_budget_holds_all_others_up_for_ever() -> None:
+def test_a_prompt_beyond_the_budget_blocks_the_queue_for_ever() -> None:
     engine = build(NO_CHUNKS)
     engine.apply(v.Submit(Request("A", (1,) * 6)))
     engine.apply(v.Submit(Request("B", (1,))))
@@ -97,7 +97,7 @@ def test_a_prompt_beyond_the_budget_holds_all_others_up_for_ever() -> None:
 
 @needs_reference
 @pytest.mark.parametrize(("config", "planned"), [(CONFIG, {}), (DRAFTED, {"A": -3})])
-def test_after_an_empty_answer_a_request_starves_or_has_fewer_tokens_than_none(
+def test_after_an_empty_output_a_request_gets_no_or_negative_tokens(
     config: Config, planned: dict[str, int]
 ) -> None:
     engine = build(config)

@@ -1,4 +1,7 @@
-"""Where the adapter of vLLM lies, the release's own functions say so, though a quirk lies alike."""
+"""Audit of the vLLM adapter: vLLM's own functions show misread keys, plans and states.
+
+They do so even if a quirk of the profile has the same mistake.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +75,7 @@ def test_a_key_that_is_not_what_was_hashed_is_found(
 
 @needs_reference
 @pytest.mark.parametrize("start", [0, 2])
-def test_an_embedding_that_is_not_named_is_found(
-    start: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_without_its_embeddings_is_found(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = take("vllm_block_keys")
     compute = names.compute_block_key
 
@@ -93,7 +94,7 @@ def test_an_embedding_that_is_not_named_is_found(
 
 
 def play(profile: Profile, request: v.Request) -> list[Finding]:
-    """Findings of a life of the request, and of its like."""
+    """Return the findings of a program with the request, and then an equal one."""
     again = replace(request, request_id="B")
     steps = (v.Schedule(), Answer()) * 3
     actions = (v.Submit(request), *steps, v.Submit(again), *steps, Drain())
@@ -102,20 +103,20 @@ def play(profile: Profile, request: v.Request) -> list[Finding]:
 
 
 MISREAD = {
-    "where an item stands": (
+    "the offset of an item": (
         {"has_offsets": False}, Quirk.ITEM_OFFSET_NOT_IN_KEY, replace(RICH, items=(ITEM,)),
     ),
-    "where an item ends": (
+    "the end of an item": (
         {"has_exact_ends": False}, Quirk.ADJACENT_ITEM_IN_OUTPUT_BLOCK_KEY,
         v.Request("A", (1, 2, 3, 4), 4, items=(v.MultiModalItem("cat", 2, 2),)),
     ),
 }  # fmt: skip
-"""What may be misread of a release, and the quirk that is wrong alike."""
+"""Flags with which the adapter misreads a release, and the quirk with the same mistake."""
 
 
 @needs_reference
 @pytest.mark.parametrize("misread", MISREAD)
-def test_adapter_and_quirk_that_are_wrong_alike_are_found(
+def test_an_adapter_and_a_quirk_with_the_same_mistake_are_found(
     misread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags, quirk, request = MISREAD[misread]
@@ -128,14 +129,14 @@ def test_adapter_and_quirk_that_are_wrong_alike_are_found(
     monkeypatch.setattr(
         state, "Digests", lambda release, size: digests(replace(release, **flags), size)
     )
-    assert play(profile, request) != [], "the adapter alone is noticed"
+    assert play(profile, request) != [], "a wrong adapter alone is found"
     (finding,) = play(wrong, request)
     assert "its digest is not of that" in finding.message
     monkeypatch.setattr(audit, "check_state", lambda *_: None)
-    assert play(wrong, request) == [], "nothing else would have said so"
+    assert play(wrong, request) == [], "only the audit finds it"
 
 
-# A plan or a state that is not what the scheduler says.
+# A plan or a snapshot that differs from the scheduler's state.
 
 
 def drop_a_block(plan: v.Plan) -> v.Plan:
@@ -145,7 +146,7 @@ def drop_a_block(plan: v.Plan) -> v.Plan:
 
 
 def repeat_a_block(plan: v.Plan) -> v.Plan:
-    """Only rows that are not new are told wrongly."""
+    """Repeat a block in rows that are not new."""
     return replace(plan, cached=tuple(map(repeat, plan.cached)))
 
 
@@ -175,32 +176,38 @@ def test_a_block_table_that_is_wrong_in_a_plan_is_found(
 
 
 STATES: dict[str, tuple[Callable[[v.Snapshot], v.Snapshot], str]] = {
-    "a key that nobody carries": (
+    "a key of a block that has none": (
         lambda s: replace(s, block_keys=(*s.block_keys[:-1], v.BlockKey(None, (1, 2)))),
         "block 8 is shown with key",
     ),
     "no key where there is one": (
         lambda s: replace(s, block_keys=(None,) * 9), "block 1 is shown with key None",
     ),
-    "a key that cannot be found": (
+    "a key of another block": (
         lambda s: replace(s, cached=dict.fromkeys(s.cached, (8,))), "block 1 is hit under",
     ),
-    "a key too few in the map": (lambda s: replace(s, cached={}), "is hit under"),
+    "an empty map of keys": (lambda s: replace(s, cached={}), "is hit under"),
     "another table": (
         lambda s: replace(s, requests=(replace(s.requests[0], block_tables=((1,),)),)),
         "the block table shown of 'A' is",
     ),
-    "a free block too few": (
+    "a short free queue": (
         lambda s: replace(s, free_queue=s.free_queue[1:]), "blocks in the free queue: 4",
     ),
-    "nobody runs": (lambda s: replace(s, running=()), "running: 0 in the snapshot, 1 says"),
-    "one waits": (lambda s: replace(s, skipped_waiting=("A",)), "waiting: 1 in the snapshot, 0"),
-    "one has ended": (lambda s: replace(s, finished_req_ids=("B",)), "has ended: True in the"),
+    "an empty running list": (
+        lambda s: replace(s, running=()), "running: 0 in the snapshot, 1 says",
+    ),
+    "a request that waits": (
+        lambda s: replace(s, skipped_waiting=("A",)), "waiting: 1 in the snapshot, 0",
+    ),
+    "a request that has ended": (
+        lambda s: replace(s, finished_req_ids=("B",)), "has ended: True in the",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("lie", STATES)
-def test_a_state_that_is_shown_wrongly_is_found(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_snapshot_is_found(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, (change, message) = take("vllm"), STATES[lie]
     read_snapshot = adapter.read_snapshot
     engine = adapter.VllmEngine(CONFIG)

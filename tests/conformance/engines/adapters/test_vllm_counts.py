@@ -1,4 +1,4 @@
-"""Counters of vLLM's prefix cache: attempts that fail are left out, and nothing else is."""
+"""Counters of vLLM's prefix cache: only the lookups of failed admissions are left out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AFTER = build_scheduler(A=build_request("RUNNING", 3, 3), B=build_request("WAITI
         ((8, 1), (0, 0)),  # fewer hits than A had
     ],
 )
-def test_only_requests_that_still_wait_account_for_more(
+def test_only_requests_that_still_wait_count_as_failed_lookups(
     counted: tuple[int, int], failed: tuple[int, int]
 ) -> None:
     lookups = Lookups.now(BEFORE, (10, 10))
@@ -47,14 +47,14 @@ def test_only_requests_that_still_wait_account_for_more(
     assert lookups.list_failed(AFTER, {"A": 1}, now) == failed
 
 
-def test_requests_that_load_or_run_do_not_look() -> None:
+def test_loading_and_running_requests_make_no_lookup() -> None:
     loading = build_request("WAITING_FOR_REMOTE_KVS", 1, 1)
     running = build_request("RUNNING", 4, 0)  # its load failed
     assert Lookups.now(build_scheduler(A=loading, B=running), (0, 0)).known == {}
     assert Lookups.now(build_scheduler(("A",), A=loading), (0, 0)).known == {"A": 1}
 
 
-def test_what_failed_attempts_counted_is_subtracted() -> None:
+def test_counts_of_failed_lookups_are_subtracted() -> None:
     stats = v.Stats(prefix_cache_queries=8, prefix_cache_hits=6)
     left = v.Stats(prefix_cache_queries=3, prefix_cache_hits=2)
     assert leave_out(stats, (5, 4)) == left

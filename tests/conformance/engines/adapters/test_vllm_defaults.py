@@ -1,4 +1,4 @@
-"""What deviates from a vLLM release's defaults is named, and no knob of a release is unknown."""
+"""Settings of vLLM: each is known, and each deviation from a release's defaults is listed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_knob_of_a_release_is_known(version: str) -> None:
     assert [knob for knob in STORED[version] if not is_known(knob)] == []
 
 
-def test_a_knob_that_a_new_release_brings_is_not_known() -> None:
+def test_a_knob_of_a_new_release_is_unknown() -> None:
     for knob in ("SchedulerConfig.magic", "environment.VLLM_MAGIC", "magic_config.block_size"):
         assert not is_known(knob)
 
@@ -82,7 +82,7 @@ def test_stored_releases_are_the_tried_ones() -> None:
 
 
 def test_defaults_are_those_of_the_releases() -> None:
-    """Of deviations whose knob is a field with a default that stands in the release's source."""
+    """The test covers deviations whose knob is a field with a default in the release's source."""
     named = {one.knob: one for one in DEVIATIONS}
     seen = {
         version: knobs["CacheConfig.prefix_cache_retention_interval"]
@@ -103,21 +103,21 @@ def test_defaults_are_those_of_the_releases() -> None:
             assert named[knob].get_default(version) == expected
 
 
-def test_what_a_user_sets_comes_first() -> None:
+def test_settings_of_the_user_are_listed_first() -> None:
     names = [one.name for one in list_settings("0.33.0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})]
     assert names[:2] == ["VLLM_USE_V2_MODEL_RUNNER=0", "retention dense"]
     assert "retention dense" not in [one.name for one in list_settings("0.19.1", {})]
 
 
 class Elsewhere(SpecEngine):
-    """The specification, said to be checked away from a default."""
+    """The specification with a setting that is not at its default."""
 
     traits = EngineTraits(
         settings=(Setting("hats on", "HatConfig.hats", "off", "on", "all configs", "it is cold"),)
     )
 
 
-def test_a_verdict_names_what_is_no_default() -> None:
+def test_a_verdict_names_settings_that_are_not_at_their_defaults() -> None:
     facts = read_engine_facts(CheckOptions(), Elsewhere)
     result = CheckResult(CheckOptions(), settings=facts.settings)
     text = verdict_text(result)
@@ -137,7 +137,7 @@ def test_a_verdict_names_what_is_no_default() -> None:
     ]
 
 
-def test_a_verdict_of_an_engine_at_its_defaults_does_not_name_them() -> None:
+def test_a_verdict_at_default_settings_names_none() -> None:
     text = verdict_text(
         CheckResult(CheckOptions(), settings=read_engine_facts(CheckOptions(), SpecEngine).settings)
     )
@@ -212,7 +212,7 @@ def test_new_rows_of_preempted_requests_are_resumed_rows() -> None:
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (0, 2)
 
 
-def test_a_request_with_an_ended_load_is_admitted_as_what_it_was() -> None:
+def test_a_preempted_request_counts_as_resumed_after_a_load() -> None:
     requests = run_of_v2().scheduler.requests
     for name in ("B", "C"):
         requests[name].status.name = "WAITING_FOR_REMOTE_KVS"
@@ -259,7 +259,7 @@ def skip_drafts(plan: Any) -> None:
         (skip_drafts, "skip_drafts in this plan is True"),
     ],
 )
-def test_a_plan_for_v2_is_held_to_account(spoil: Any, field: str) -> None:
+def test_a_wrong_plan_for_model_runner_v2_is_found(spoil: Any, field: str) -> None:
     run, plan = run_of_v2(), plan_for_v2()
     spoil(plan)
     with pytest.raises(EngineFault, match=re.escape(field)):
@@ -286,11 +286,11 @@ def test_drafts_are_skipped_where_none_can_be_used() -> None:
     check_runner(run, plan_for_v2(skip_drafts=True), entering)
     with pytest.raises(EngineFault, match="skip_drafts in this plan is False"):
         check_runner(run, plan_for_v2(), entering)
-    # A row that was planned and taken back may have needed them.
+    # A row that was withdrawn from the plan may have needed drafts.
     check_runner(run, plan_for_v2(preempted_req_ids={"D"}), entering)
 
 
-def test_a_plan_for_the_older_runner_has_no_preempted_request_among_its_new_rows() -> None:
+def test_new_rows_for_the_older_runner_are_of_new_requests_only() -> None:
     run = run_of_v2(has_second_runner=False)
     with pytest.raises(EngineFault, match="scheduled_new_reqs in this plan"):
         check_runner(run, plan_for_v2(), note_entering(run.scheduler.requests))
@@ -304,7 +304,7 @@ def load(name: str) -> Any:
 
 
 @needs_vllm
-def test_the_installed_release_has_no_other_knobs() -> None:
+def test_the_installed_release_has_no_unknown_knobs() -> None:
     vllm = importlib.import_module("vllm")
     knobs = read_knobs(Path(str(vllm.__file__)).parent)
     assert [knob for knob in knobs if not is_known(knob)] == []
@@ -315,7 +315,7 @@ def test_the_installed_release_has_no_other_knobs() -> None:
 @needs_vllm
 @pytest.mark.parametrize("method", list(SpecMethod))
 def test_a_release_is_built_from_its_defaults(method: SpecMethod) -> None:
-    """Whatever neither follows our config nor deviates with a reason is what the release says."""
+    """Each field has the release's default, unless it follows our config or is a deviation."""
     build = load("vllm_build")
     num_drafts = 0 if method is SpecMethod.NONE else 2
     built = build.build_vllm_config(
@@ -344,7 +344,7 @@ def test_a_release_is_built_from_its_defaults(method: SpecMethod) -> None:
 
 
 @needs_vllm
-def test_retention_is_the_release_s_own_where_no_block_is_left_out() -> None:
+def test_retention_is_the_default_where_no_block_is_left_out() -> None:
     build, default = load("vllm_build"), load("vllm_build").CacheConfig(block_size=1)
     if not hasattr(default, "prefix_cache_retention_interval"):
         pytest.skip("the release publishes all blocks")

@@ -1,4 +1,4 @@
-"""KV-cache groups of vLLM: the mixes that a release takes, and its tables beside ours."""
+"""KV cache groups of vLLM: mixes that a release takes, and wrong keys and tables are found."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def build(*groups: v.KVGroup, **fields: Any) -> v.Config:
     ],
 )
 @pytest.mark.parametrize("release", [OLDEST, OURS, NEWEST], ids=lambda one: one.version)
-def test_every_release_takes_these(release: Release, config: v.Config) -> None:
+def test_every_release_takes_common_mixes_of_groups(release: Release, config: v.Config) -> None:
     assert find_problem(release, config) is None
     assert fit_groups(release, config) == (config, None)
     require_groups(release, config)
@@ -117,7 +117,7 @@ def test_every_release_takes_these(release: Release, config: v.Config) -> None:
         ("0.12.0", build(CHUNKS, async_scheduling=True), "NULL_BLOCKS", None),
     ],
 )  # fmt: skip
-def test_of_other_mixes_a_release_is_given_the_nearest(
+def test_an_unsupported_mix_is_replaced_by_the_nearest_one(
     version: str, config: v.Config, reason: str, fitting: tuple[v.KVGroup, ...] | None
 ) -> None:
     release, problem = get_known(version), getattr(vllm_groups, reason)
@@ -132,8 +132,8 @@ def test_of_other_mixes_a_release_is_given_the_nearest(
 
 
 @pytest.mark.parametrize("release", [OLDEST, OURS, NEWEST], ids=lambda one: one.version)
-def test_what_a_release_is_given_is_a_config(release: Release) -> None:
-    """States at the ends of chunks go with no whole items, which those of other modes go with."""
+def test_a_config_that_was_fitted_to_a_release_is_valid(release: Release) -> None:
+    """Recurrent states of the mode `align` exclude items that are never split."""
     wish = FeatureSelection(frozenset({"groups", "states", "encoder"}), frozenset())
     for seed in range(400):
         drawn = draw_swarm(SMALL, SeededDraw(str(seed)), wish=wish).config
@@ -141,7 +141,7 @@ def test_what_a_release_is_given_is_a_config(release: Release) -> None:
         assert v.config_problems(fitting) == ()
 
 
-def test_states_at_the_ends_of_chunks_are_further_apart_than_drafts() -> None:
+def test_blocks_of_aligned_states_are_larger_than_the_drafts() -> None:
     states = replace(STATES, num_speculative_blocks=4)
     config = build(FULL, states, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=3)
     assert v.config_problems(config) == ()
@@ -150,8 +150,8 @@ def test_states_at_the_ends_of_chunks_are_further_apart_than_drafts() -> None:
     assert v.config_problems(found) == ()
 
 
-def test_states_at_the_ends_of_chunks_go_with_items_that_may_be_split() -> None:
-    """Items that are never split are refused beside them, and a hunt ended with exit 2."""
+def test_items_may_be_split_in_a_config_fitted_to_aligned_states() -> None:
+    """Items that are never split are refused with such states; a hunt once ended with code 2."""
     items = {"encoder_compute_budget": 4, "encoder_cache_size": 4}
     config = build(FULL, STATES, disable_chunked_mm_input=True, **items)
     assert v.config_problems(config) == ()
@@ -195,7 +195,7 @@ def test_an_engine_is_given_a_config_that_its_adapter_fits() -> None:
     assert fit_config(fitting, make) == (fitting, ())
 
 
-def test_a_block_is_named_by_its_last_digest_or_by_all_of_them() -> None:
+def test_a_block_is_looked_up_by_its_last_digest_or_by_all_digests() -> None:
     digests = Digests(OURS, 2)
     names = [bytes([n]) * DIGEST_SIZE for n in range(3)]
     digests.learn(RequestRecord(v.Request("A", tuple(range(6)))), 0, names, range(6), ())
@@ -225,7 +225,7 @@ def test_blocks_are_of_equal_bytes_and_equal_groups_have_equal_specs() -> None:
 
 
 @needs_reference
-def test_a_plan_behind_rejected_drafts_that_had_states_is_left_out_since_it_raises() -> None:
+def test_a_plan_after_rejected_drafts_with_states_is_declined() -> None:
     states = replace(ALIGNED, block_size=4, num_speculative_blocks=2)
     config = v.Config(
         num_blocks=6, block_size=4, spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=2,
@@ -244,14 +244,14 @@ def test_a_plan_behind_rejected_drafts_that_had_states_is_left_out_since_it_rais
 
 
 @needs_vllm
-def test_a_mix_that_the_release_has_not_is_refused_in_a_sentence() -> None:
+def test_an_engine_with_an_unsupported_mix_is_a_config_error() -> None:
     with pytest.raises(v.ConfigError, match=f"no mix for vLLM {VERSION}") as caught:
         importlib.import_module(ADAPTER).VllmEngine(build(CHUNKS, **EAGLE))
     (problem,) = caught.value.problems
     assert "use ngram, or no prefix caching" in str(problem)
 
 
-# What is told wrongly of a group.
+# Wrong keys, tables and events of a group.
 
 
 def rekey(snapshot_key: v.BlockKey) -> v.BlockKey:
@@ -282,7 +282,7 @@ def test_a_key_of_another_group_or_of_another_size_is_found(
 
 
 @needs_newest
-def test_a_part_of_a_block_is_named_by_as_many_tokens_as_it_has(
+def test_the_key_of_a_partial_block_has_as_many_tokens_as_the_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     builder = importlib.import_module(f"{ADAPTER}_build")
@@ -307,7 +307,7 @@ def test_no_block_of_a_narrow_window_is_published(monkeypatch: pytest.MonkeyPatc
     for frame_id, name in enumerate("AB"):
         engine.apply(v.Submit(v.Request(name, tuple(range(9)), max_tokens=1)))
         (row,) = engine.apply(v.Schedule()).new
-        assert row.num_computed_tokens == 0, "full attention has all of it the second time"
+        assert row.num_computed_tokens == 0, "there is no hit, although full attention has blocks"
         engine.apply(v.Commit(frame_id, (v.RowTokens(name, (7,)),)))
     assert {key.group for key in engine.snapshot().block_keys if key is not None} == {0}
 
@@ -339,10 +339,10 @@ def test_a_table_of_another_group_in_a_plan_is_found(
 
 
 @needs_reference
-def test_a_prompt_is_admitted_that_holds_more_states_than_it_is_charged() -> None:
-    """Its second chunk reads one state and writes another; the pool has one block.
+def test_a_prompt_that_needs_more_state_blocks_than_reserved_is_admitted() -> None:
+    """The second chunk reads one state block and writes another, but the pool has one block.
 
-    It preempts itself, and is not admitted again: beside its own state it wants a second one.
+    The request preempts itself and is never admitted again, since it needs two state blocks.
     """
     config = v.Config(2, 2, max_num_batched_tokens=2, max_model_len=8, groups=(ALIGNED,))
     asked = v.Submit(v.Request("A", tuple(range(5)), max_tokens=1))
@@ -377,7 +377,7 @@ def test_states_of_a_request_that_is_gone_are_found(field: str) -> None:
         engine.snapshot()
 
 
-needs_events = needs(RELEASE.has_events, "no KV events are read of it")
+needs_events = needs(RELEASE.has_events, "the adapter reads no KV events of the release")
 needs_groups_in_events = needs(RELEASE.has_event_groups, "its KV events do not name a group")
 
 
@@ -410,8 +410,8 @@ def test_an_event_that_names_another_group_is_a_fault(
 
 
 @needs_events
-def test_items_that_do_not_name_a_block_come_after_its_adapter() -> None:
-    """A block that outputs complete is named by its last item alone in 0.19.1."""
+def test_extra_keys_of_a_kv_event_must_be_the_hashed_ones() -> None:
+    """The key of a block that outputs complete has its last item only in 0.19.1."""
     events = importlib.import_module(f"{ADAPTER}_events")
     cat, dog = ("cat", -2), ("dog", 2)
     event = events.BlockStored([b""], None, [1, 2, 3, 4], 4, 1, "GPU", "z", [("z", cat, dog)])

@@ -1,4 +1,4 @@
-"""Hits of several KV groups: random caches are given to a release and to its profile."""
+"""Hits with several KV groups: a release and its profile agree on random caches."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def draw_cached(draw: random.Random, group: v.KVGroup, num_known: int) -> list[i
 
 
 def publish(pool: Any, utils: Any, digests: list[bytes], group: int, block: int, end: int) -> None:
-    """Make a block of the release's pool findable, by all digests up to that of its last token."""
+    """Publish a block of the release's pool under all digests up to that of its last token."""
     held = pool.blocks[block]
     if hasattr(held, "set_block_hash"):  # a larger block is named by its last digest
         carried = utils.make_block_hash_with_group_id(digests[-1], group)
@@ -124,7 +124,7 @@ def test_a_hit_in_a_random_cache_is_that_of_the_profile(seed: int) -> None:
 
 
 def get_tables(config: v.Config, found: Any, num_tokens: int) -> v.BlockTables:
-    """What the release shares of what it found: no block that is skipped."""
+    """Return the block tables that the release shares for a hit, without skipped blocks."""
     tables = []
     for group, blocks in zip(config.kv_groups, found, strict=True):
         first = compute_num_skipped_blocks(group, num_tokens)

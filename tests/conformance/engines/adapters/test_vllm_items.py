@@ -1,4 +1,7 @@
-"""What the adapter of vLLM hands to a scheduler that changes it in place. Runs without vLLM."""
+"""Items that the vLLM adapter builds are copies, which a scheduler may change in place.
+
+The tests run without vLLM.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ ITEMS = (MultiModalItem("cat", 1, 3), MultiModalItem("owl", 4, 2, (True, False))
 
 @dataclass
 class Place:
-    """As vLLM's `PlaceholderRange`."""
+    """A substitute for vLLM's `PlaceholderRange`."""
 
     offset: int
     length: int
@@ -29,7 +32,7 @@ class Place:
 
 @dataclass
 class Feature:
-    """As vLLM's `MultiModalFeatureSpec`."""
+    """A substitute for vLLM's `MultiModalFeatureSpec`."""
 
     data: Any
     modality: str
@@ -63,7 +66,7 @@ def test_hidden_features_are_not_counted(adapter: Any, counts_once: bool) -> Non
 
 
 def scribble(features: list[Any]) -> None:
-    """What a scheduler may do with what it was given: change all of it."""
+    """Change everything that a scheduler may change in its items."""
     for feature in features:
         feature.identifier = "scribbled"
         feature.mm_position.offset += 7
@@ -73,13 +76,13 @@ def scribble(features: list[Any]) -> None:
     features.clear()
 
 
-def test_a_scheduler_that_changes_its_items_changes_those_of_no_other_request(adapter: Any) -> None:
+def test_a_scheduler_that_changes_items_affects_no_other_request(adapter: Any) -> None:
     """A session's chunk has its items shifted in place (upstream `_update_request_as_session`)."""
     scribble(adapter.build_features(ITEMS))
     assert adapter.read_features(adapter.build_features(ITEMS)) == ITEMS
 
 
-def test_what_is_handed_over_twice_is_two_things(adapter: Any) -> None:
+def test_each_call_builds_its_own_copies_of_items(adapter: Any) -> None:
     first, second = adapter.build_features(ITEMS), adapter.build_features(ITEMS)
     scribble(first)
     assert adapter.read_features(second) == ITEMS

@@ -1,4 +1,4 @@
-"""`blockstep events` follows what a real vLLM's own ZeroMQ publisher sends of a real scheduler."""
+"""`blockstep events` follows the KV events that vLLM's own ZeroMQ publisher sends."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def record_batches(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], int]:
     return batches, len(cache)
 
 
-def test_a_real_publisher_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_publisher_of_vllm_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     batches, num_cached = record_batches(monkeypatch)
     from vllm.distributed.kv_events import ZmqEventPublisher
 

@@ -1,10 +1,10 @@
-"""Connectors that come with vLLM, behind its scheduler, beside the specification.
+"""Connectors of vLLM: a release with one of its connectors agrees with the specification.
 
     the connector --> its answers, as offers --> the specification
     the scheduler <-- answers <-- the connector
 
-What it has, it says itself: each answer becomes an offer of the next event. Only the scheduler's
-half runs, so nothing is loaded; a worker's reports are drawn.
+Each answer of the connector becomes an offer before the next event. Only the scheduler's half of
+the connector runs, so nothing is loaded; a worker's reports are drawn.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Pair:
 
 
 def without_counts(shown: v.Snapshot | None) -> v.Snapshot:
-    """Without what is not compared: counters, and offers, which are answers of the last step."""
+    """Return the snapshot without counters and without offers of the last step."""
     assert shown is not None
     assert shown.transfers is not None
     return replace(shown, stats=v.Stats(), transfers=replace(shown.transfers, offers=()))
 
 
 def install(engine: Any, connector: str, settings: dict[str, Any]) -> Any:
-    """Put a connector of the release behind the one that is read."""
+    """Replace the adapter's store by one that asks a connector of the release."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -74,7 +74,7 @@ def install(engine: Any, connector: str, settings: dict[str, Any]) -> Any:
     from blockstep.conformance.engines.adapters.vllm_store import Store
 
     class Real(Store):
-        """Answers what another one does, and keeps the answers as offers."""
+        """A store that answers as its backend does, and keeps the answers as offers."""
 
         backend: Any
         learned: list[v.KVOffer]
@@ -136,7 +136,7 @@ def install(engine: Any, connector: str, settings: dict[str, Any]) -> Any:
 
 
 def play(pair: Pair, seed: int, save: Callable[[Any], None], num_steps: int = 40) -> None:
-    """Requests with prompts in common; loads and reads end when it is drawn."""
+    """Run requests with common prefixes; loads and reads end at random."""
     draw = random.Random(seed)
     for number in range(num_steps):
         if draw.random() < 0.5:
@@ -174,14 +174,14 @@ def play(pair: Pair, seed: int, save: Callable[[Any], None], num_steps: int = 40
 
 
 def samples(shown: v.Snapshot, row: Any) -> bool:
-    """Whether a row of the last plan reaches the last known token."""
+    """Return whether a row of the last plan reaches the last known token."""
     name = row.request.request_id if isinstance(row, v.NewRow) else row.request_id
     found = shown.request(name)
     return found is not None and not found.is_prefill_chunk
 
 
 def build(draw: random.Random, **fields: Any) -> v.Config:
-    """A small pool, so that blocks are lost that the store has still."""
+    """Return a config with a small pool, so that blocks are evicted that the store still has."""
     return v.Config(
         num_blocks=draw.randint(9, 14),
         block_size=BLOCK_SIZE,
@@ -197,8 +197,8 @@ SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in ran
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_blocks_offloaded_to_the_memory_of_the_host(seed: int) -> None:
-    """They come back later, and are read from requests that have ended."""
+def test_blocks_offloaded_to_host_memory_are_loaded_again(seed: int) -> None:
+    """Blocks are loaded again later, and read from finished requests."""
     draw = random.Random(seed)
     pair = Pair(
         build(draw, scheduler_reserve_full_isl=draw.random() < 0.5),
@@ -216,7 +216,7 @@ def make_folder(folder: Path, draw: random.Random) -> Pair:
 
 
 def save_in(pair: Pair, metadata: Any) -> None:
-    """What its worker does, but for the bytes."""
+    """Create the folders that the connector's worker creates, without data."""
     for one in metadata.requests:
         if one.is_store:
             name = pair.real.backend._generate_foldername_debug
@@ -224,14 +224,14 @@ def save_in(pair: Pair, metadata: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_prompts_in_a_shared_folder(seed: int, tmp_path: Path) -> None:
-    """They are loaded at once, all but the last block."""
+def test_prompts_are_loaded_from_a_shared_folder(seed: int, tmp_path: Path) -> None:
+    """Loads are synchronous, and leave out the last block."""
     pair = make_folder(tmp_path, random.Random(seed))
     play(pair, seed, partial(save_in, pair))
     assert pair.num_events > 50
 
 
-def test_of_a_prompt_of_one_token_a_shared_folder_offers_fewer_than_none(tmp_path: Path) -> None:
+def test_a_shared_folder_offers_negative_tokens_for_a_prompt_of_one(tmp_path: Path) -> None:
     """The second such prompt would be computed from a position before its first token."""
     pair = make_folder(tmp_path, random.Random(0))
     pair.apply(v.Submit(v.Request("A", (0,), max_tokens=1)))

@@ -1,4 +1,4 @@
-"""The releases of vLLM: each starts from the entry before it, and a run says what was not tried."""
+"""Releases of vLLM: each is known by the entry before it, and an untried release gets a note."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_quirks_are_added_to_a_release_that_has_no_entry() -> None:
     assert found.spares
 
 
-def test_what_was_not_tried_is_reported_in_one_line() -> None:
+def test_an_untried_release_gets_a_note() -> None:
     assert all(get_release_note(version) is None for version in TRIED)
     assert get_release_note("0.19.1+cpu") is None
     note = f"vLLM 99.0.0 was not tried; it is held to what is known of {TRIED[-1]}"
@@ -82,7 +82,7 @@ def test_what_was_not_tried_is_reported_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.9.0.1", "main"])
-def test_what_came_before_the_first_entry_is_refused(version: str) -> None:
+def test_a_release_before_the_first_entry_is_refused(version: str) -> None:
     assert get_release(version) is None
     assert f"vLLM {version} is not supported" in str(get_release_problem(version))
 

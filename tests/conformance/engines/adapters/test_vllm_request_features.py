@@ -1,6 +1,6 @@
-"""What requests bring to a vLLM release: adapters, sessions, grammars and encoder inputs.
+"""Features of requests in vLLM: adapters, sessions, grammars and encoder inputs.
 
-Each test hands events to the adapter alone, and looks at what the release plans, answers and shows.
+Each test sends events to the adapter alone, and checks plans, answers and snapshots.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ pytestmark = [
     needs_vllm,
 ]
 needs_sessions = needs(RELEASE.has_sessions, "the release has no sessions")
-needs_masks = needs(RELEASE.has_frame_masks, "the release has no such masks")
-needs_encoder = needs(RELEASE.has_encoder, "the release's is not followed")
-needs_offers = needs(RELEASE.has_offers, "the release has none of it")
+needs_masks = needs(RELEASE.has_frame_masks, "the release has no bitmasks of frames")
+needs_encoder = needs(
+    RELEASE.has_encoder, "the adapter does not follow the release's encoder cache"
+)
+needs_offers = needs(RELEASE.has_offers, "the release has no offers of encoder outputs")
 XGRAMMAR = "blockstep.conformance.engines.adapters.vllm_xgrammar:XgrammarEngine"
 
 
 class EngineDriver:
-    """An engine, and what it is asked in a line."""
+    """An engine, with a short method for each event."""
 
     def __init__(self, config: v.Config, name: str = "vllm") -> None:
         engine: Any = load_engine(name)(config)
@@ -35,11 +37,11 @@ class EngineDriver:
         self.scheduler = engine.run.scheduler
 
     def submit(self, name: str, *tokens: int, **fields: Any) -> None:
-        """Hand in a request."""
+        """Submit a request."""
         self.engine.apply(v.Submit(v.Request(name, tokens, **fields)))
 
     def update(self, name: str, *tokens: int, **fields: Any) -> v.Observation:
-        """Go on with a session; without tokens: end it."""
+        """Continue a session, or end it if there are no tokens."""
         fields.setdefault("resumable", bool(tokens))
         answer: v.Observation = self.engine.apply(
             v.StreamingUpdate(v.Request(name, tokens or (0,), **fields))
@@ -52,36 +54,36 @@ class EngineDriver:
         return plan
 
     def declines(self, event: v.Event) -> str:
-        """Why an event would not be given to it; empty if it would."""
+        """Return why the adapter declines an event; empty if it does not."""
         return self.engine.declines(event) or ""
 
     def commit(self, frame_id: int, **sampled: tuple[int, ...]) -> tuple[v.OutputRow, ...]:
-        """Answer a plan."""
+        """Commit the sampled tokens of a frame."""
         rows = tuple(v.RowTokens(name, tokens) for name, tokens in sampled.items())
         outputs: v.Outputs = self.engine.apply(v.Commit(frame_id, rows))
         return outputs.rows
 
     def mask(self, frame_id: int, **drafts: tuple[int, ...]) -> tuple[v.GrammarRow, ...]:
-        """What a frame may sample; the drafts are those that its placeholders stand for."""
+        """Return the bitmask rows of a frame; `drafts` are the tokens of its placeholders."""
         rows = tuple(v.RowTokens(name, tokens) for name, tokens in drafts.items())
         output: v.GrammarOutput = self.engine.apply(v.GrammarBitmask(frame_id, rows))
         return output.rows
 
     @property
     def state(self) -> v.Snapshot:
-        """All of it now."""
+        """Return a snapshot of the engine."""
         shown: v.Snapshot = self.engine.snapshot()
         return shown
 
     def request(self, name: str) -> v.RequestSnapshot:
-        """A request as it stands."""
+        """Return the snapshot of a request."""
         found = self.state.request(name)
         assert found is not None
         return found
 
 
 def rows_of(plan: v.Plan) -> dict[str, int]:
-    """Who has how many tokens in a plan."""
+    """Return the number of scheduled tokens of each request in a plan."""
     return {row.request_id: row.num_scheduled_tokens for row in plan.rows}
 
 
@@ -93,7 +95,7 @@ PIPELINE: dict[str, Any] = {"max_frames_in_flight": 2}
 
 @needs_reference
 def test_a_plan_that_would_admit_too_many_adapters_is_declined_and_raises() -> None:
-    """A runs without a row while it waits for its token, and B takes its seat."""
+    """A has no row while it waits for its token, and B takes its LoRA slot."""
     driver = EngineDriver(v.Config(num_blocks=20, max_loras=1, **PIPELINE))
     driver.submit("A", 1, max_tokens=3, adapter="x")
     driver.submit("B", 1, max_tokens=3, adapter="y")
@@ -108,9 +110,7 @@ def test_a_plan_that_would_admit_too_many_adapters_is_declined_and_raises() -> N
 
 
 @needs_reference
-def test_a_request_that_may_end_while_passed_over_is_not_planned_past_as_it_would_stay_queued() -> (
-    None
-):
+def test_a_plan_that_skips_a_request_that_a_frame_may_end_is_declined() -> None:
     driver = EngineDriver(v.Config(num_blocks=3, block_size=1, max_loras=1, **PIPELINE))
     driver.submit("A", 1, max_tokens=2, adapter="y")
     driver.plan()
@@ -129,7 +129,7 @@ def test_a_request_that_may_end_while_passed_over_is_not_planned_past_as_it_woul
 
 
 @needs_reference
-def test_a_session_that_a_frame_in_flight_may_stop_is_not_planned_for_it_would_stop_twice() -> None:
+def test_a_plan_with_a_session_that_a_frame_may_stop_is_declined() -> None:
     driver = EngineDriver(v.Config(num_blocks=20, async_scheduling=True, **PIPELINE))
     driver.submit("A", 1, 1, max_tokens=5, stop_token_ids=(1,), resumable=True)
     driver.plan()
@@ -142,7 +142,7 @@ def test_a_session_that_a_frame_in_flight_may_stop_is_not_planned_for_it_would_s
 
 
 @needs_reference
-def test_a_session_that_stops_while_preempted_is_lost_and_a_reset_is_declined() -> None:
+def test_a_reset_that_preempts_a_session_that_may_stop_is_declined() -> None:
     driver = EngineDriver(v.Config(num_blocks=20))
     driver.submit("A", 1, 2, max_tokens=1, resumable=True)
     driver.update("A", 3, 4)
@@ -156,7 +156,7 @@ def test_a_session_that_stops_while_preempted_is_lost_and_a_reset_is_declined() 
 
 
 @needs_reference
-def test_a_forced_reset_raises_where_a_session_rests() -> None:
+def test_a_forced_reset_with_an_idle_session_is_declined() -> None:
     driver = EngineDriver(v.Config(num_blocks=20))
     driver.submit("A", 1, 2, max_tokens=1, resumable=True)
     driver.plan()
@@ -168,7 +168,7 @@ def test_a_forced_reset_raises_where_a_session_rests() -> None:
 
 
 @needs_reference
-def test_a_session_keeps_what_its_stop_trimmed_promised_and_is_declined() -> None:
+def test_a_session_whose_stop_leaves_placeholders_is_declined() -> None:
     drafts: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
     driver = EngineDriver(v.Config(num_blocks=20, async_scheduling=True, **PIPELINE, **drafts))
     asked = v.Request("A", (1, 2), max_tokens=2, resumable=True)
@@ -182,7 +182,7 @@ def test_a_session_keeps_what_its_stop_trimmed_promised_and_is_declined() -> Non
 
 
 @needs_newest
-def test_a_session_with_one_token_to_compute_is_padded_past_the_threshold_and_declined() -> None:
+def test_a_plan_that_pads_a_session_past_the_threshold_is_declined() -> None:
     drafts: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
     driver = EngineDriver(
         v.Config(num_blocks=9, block_size=4, long_prefill_token_threshold=1, **drafts)
@@ -198,7 +198,7 @@ def test_a_session_with_one_token_to_compute_is_padded_past_the_threshold_and_de
 
 
 @needs_sessions
-def test_a_chunk_that_changes_its_place_in_a_heap_is_declined_as_it_is_not_sorted_again() -> None:
+def test_an_input_that_changes_the_order_of_the_heap_is_declined() -> None:
     driver = EngineDriver(v.Config(num_blocks=20, policy=v.Policy.PRIORITY))
     for name, arrival in (("A", 1), ("B", 2)):
         driver.submit(name, 1, 2, max_tokens=1, arrival_time=arrival, resumable=True)
@@ -212,7 +212,7 @@ def test_a_chunk_that_changes_its_place_in_a_heap_is_declined_as_it_is_not_sorte
 
 
 @needs_reference
-def test_a_session_that_stops_amid_its_drafts_cannot_go_on() -> None:
+def test_drafts_within_which_a_session_stops_are_declined() -> None:
     driver = EngineDriver(
         v.Config(num_blocks=20, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=4)
     )
@@ -232,11 +232,11 @@ def test_a_session_that_stops_amid_its_drafts_cannot_go_on() -> None:
 # Grammars.
 
 ABC = v.Grammar((((1, 1), (2, 0)), ((3, 2),), ()))
-"""2 as often as one likes, then 1, then 3; then it is terminated."""
+"""Token 2 any number of times, then 1, then 3; then the grammar is terminated."""
 
 
 @needs_reference
-def test_drafts_behind_an_end_of_reasoning_that_was_overlooked_are_declined_and_assert() -> None:
+def test_masks_of_drafts_after_a_missed_end_of_reasoning_are_declined() -> None:
     drafts: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 2}
     driver = EngineDriver(
         v.Config(
@@ -250,7 +250,7 @@ def test_drafts_behind_an_end_of_reasoning_that_was_overlooked_are_declined_and_
     driver.commit(0, A=(7,))
     driver.plan()
     driver.commit(1, A=(9, 7, 7))
-    assert not driver.request("A").reasoning_ended  # it looks at the last token only
+    assert not driver.request("A").reasoning_ended  # the release looks at the last token only
     driver.plan()
     assert driver.plan().preempted_req_ids == ("A",)
     assert driver.declines(v.GrammarBitmask(2, (v.RowTokens("A", (1, 3)),))) == ""
@@ -261,7 +261,7 @@ def test_drafts_behind_an_end_of_reasoning_that_was_overlooked_are_declined_and_
 
 
 @needs_masks
-def test_a_grammar_that_allows_everything_has_no_rows() -> None:
+def test_a_grammar_that_allows_every_token_has_no_bitmask_rows() -> None:
     driver = EngineDriver(v.Config(num_blocks=20))
     driver.submit("A", 5, 6, structured_output=True)
     driver.engine.apply(v.GrammarReady("A"))
@@ -271,7 +271,7 @@ def test_a_grammar_that_allows_everything_has_no_rows() -> None:
 
 
 @needs_reference
-def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
+def test_a_failed_grammar_on_which_the_release_raises_is_declined() -> None:
     driver = EngineDriver(v.Config(num_blocks=20))
     driver.submit("A", 5, 6, structured_output=True, grammar=ABC)
     assert driver.engine.declines(v.GrammarFailed("A")) is not None
@@ -281,7 +281,7 @@ def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
 
 
 @needs_newest
-def test_a_grammar_that_fails_ends_its_request_some_answers_later_and_is_declined() -> None:
+def test_a_failed_grammar_that_ends_its_request_late_is_declined() -> None:
     driver = EngineDriver(v.Config(num_blocks=20))
     driver.submit("A", 5, 6, structured_output=True, grammar=ABC)
     driver.submit("B", 5, 6)
@@ -297,7 +297,7 @@ ENDS_WITH_2 = v.Grammar((((1, 1), (3, 0)), ((2, 2), (4, 0)), ()))
 
 
 @needs_masks
-def test_a_backend_of_the_release_masks_like_the_automaton_that_its_grammar_was_made_of() -> None:
+def test_xgrammar_allows_the_tokens_of_the_grammar_automaton() -> None:
     driver = EngineDriver(v.Config(num_blocks=20), XGRAMMAR)
     driver.submit("A", 5, 6, structured_output=True, grammar=ENDS_WITH_2)
     driver.engine.apply(v.GrammarReady("A"))
@@ -313,7 +313,7 @@ def test_a_backend_of_the_release_masks_like_the_automaton_that_its_grammar_was_
 
 
 @needs_masks
-def test_a_grammar_that_ends_otherwise_is_not_for_that_backend() -> None:
+def test_a_grammar_that_xgrammar_cannot_express_is_declined() -> None:
     driver = EngineDriver(v.Config(num_blocks=20), XGRAMMAR)
     asked = v.Request("A", (5, 6), structured_output=True, grammar=ABC)
     assert "cannot be given" in driver.declines(v.Submit(asked))
@@ -340,11 +340,11 @@ def has_encoder(budget: int, size: int, **fields: Any) -> EngineDriver:
 
 
 TEXT = tuple(range(1, 13))
-"""Of twelve tokens."""
+"""Twelve tokens."""
 
 
-@needs(RELEASE.has_encoder and not RELEASE.has_offers, "the release's encoder cache has it all")
-def test_what_a_plain_encoder_cache_lacks_is_declined() -> None:
+@needs(RELEASE.has_encoder and not RELEASE.has_offers, "the release's encoder cache lacks nothing")
+def test_features_that_a_plain_encoder_cache_lacks_are_declined() -> None:
     driver = has_encoder(8, 8)
     item = shows("cat", 1, is_embed=(True, False, False, True))
     for event, lack in (
@@ -359,7 +359,7 @@ def test_what_a_plain_encoder_cache_lacks_is_declined() -> None:
 
 
 @needs_encoder
-def test_items_beyond_what_a_set_has_in_order_are_declined() -> None:
+def test_more_items_than_a_set_keeps_in_order_are_declined() -> None:
     driver = has_encoder(8, 8)
     items = tuple(shows("cat", index, 1) for index in range(9))
     text = tuple(range(1, 12))
@@ -367,7 +367,7 @@ def test_items_beyond_what_a_set_has_in_order_are_declined() -> None:
     assert driver.declines(v.Submit(v.Request("A", text, items=items[:8]))) == ""
 
 
-def has_blocks_across() -> EngineDriver:
+def build_encoder_decoder_driver() -> EngineDriver:
     """An engine of an encoder-decoder model."""
     return has_encoder(
         8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,
@@ -379,8 +379,8 @@ def has_blocks_across() -> EngineDriver:
 
 
 @needs_offers
-def test_what_is_loaded_has_no_blocks_across_so_nothing_is_offered_there() -> None:
-    driver = has_blocks_across()
+def test_offers_of_encoder_outputs_with_cross_attention_are_declined() -> None:
+    driver = build_encoder_decoder_driver()
     offer = v.EncoderOffer(("cat",))
     assert driver.declines(v.EncoderOffer(())) == ""
     assert "no cross-attention block" in driver.declines(offer)

@@ -1,4 +1,4 @@
-"""The connector of vLLM's adapter: what events say, a scheduler of vLLM is told, and tells."""
+"""The connector of the vLLM adapter: events reach vLLM's scheduler, and its state is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockstep.spec import vocabulary as v
 
 pytestmark = [quiet, needs(RELEASE.has_store, "no connector is followed")]
 ENGINE = "blockstep.conformance.engines.adapters.vllm:VllmWithStore"
-"""It has a store also where no profile follows it."""
+"""The adapter with a store, also for releases whose store no profile follows."""
 CONFIG = v.Config(
     num_blocks=12,
     block_size=2,
@@ -29,11 +29,11 @@ CONFIG = v.Config(
     kv_connector=True,
 )
 REQUEST = v.Request("A", prompt_token_ids=(1, 2, 3, 4, 5), max_tokens=3)
-PARKED = v.Status.WAITING_FOR_REMOTE_KVS
+LOADING = v.Status.WAITING_FOR_REMOTE_KVS
 
 
 def start(config: v.Config = CONFIG, **offer: Any) -> Engine:
-    """An engine with one request, of which the store has what is offered."""
+    """Return an engine with one request, and an offer of the store for the request."""
     engine = load_engine(ENGINE)(config)
     engine.apply(v.Submit(REQUEST))
     engine.apply(v.KVOffer("A", **offer))
@@ -55,15 +55,15 @@ def show(engine: Engine) -> v.Snapshot:
 
 
 def get_transfers(engine: Engine) -> v.TransfersSnapshot:
-    """What is under way."""
+    """Return the transfers in the state."""
     shown = show(engine)
     assert shown.transfers is not None
     return shown.transfers
 
 
 @needs(RELEASE.follows_store, "no profile follows its store")
-def test_the_end_of_a_read_comes_in_the_answer_that_ends_its_request() -> None:
-    """The adapter hands it on, since the request ends there by its length: nothing is declined."""
+def test_a_read_that_ends_in_the_last_step_of_its_request_is_followed() -> None:
+    """The request finishes by its length in the same step; the adapter declines nothing."""
     program = Program(
         replace(CONFIG, num_blocks=3, block_size=4),
         (
@@ -91,7 +91,7 @@ def test_a_draft_that_no_grammar_accepts_is_not_counted_after_a_failed_load() ->
 
 
 @needs(RELEASE.follows_store, "no profile follows its store")
-def test_a_load_that_fails_by_the_blocks_of_another_leaves_a_token_or_is_declined() -> None:
+def test_a_load_that_fails_by_a_shared_block_is_declined_by_its_assert() -> None:
     """A loads its only token again into the block that B hits. The release takes that block of B
     for valid, as A computes it, and 0.19 asserts that B has a token left."""
     program = Program(
@@ -120,7 +120,7 @@ follows_events_of_items = needs(
 
 
 def find_in_events(block_size: int, *actions: Action) -> list[Finding]:
-    """What is found when these actions run with an encoder and KV events, and all ends."""
+    """Return the findings of actions with an encoder and KV events, and a drain."""
     config = v.Config(
         num_blocks=3,
         block_size=block_size,
@@ -134,22 +134,22 @@ def find_in_events(block_size: int, *actions: Action) -> list[Finding]:
 
 @follows_events_of_items
 def test_an_output_block_is_reported_with_all_its_items() -> None:
-    """Whatever the release hashes of them: 0.19.1 names such a block by the last one alone."""
+    """0.19.1 hashes only the last item for such a block."""
     items = (v.MultiModalItem("x", 3, 1), v.MultiModalItem("x", 4, 1))
     request = v.Request("A", (0,) * 5, max_tokens=2, items=items)
     assert find_in_events(3, v.Submit(request)) == []
 
 
 @follows_events_of_items
-def test_an_output_is_hashed_before_the_items_of_the_next_chunk_come() -> None:
-    """0.19.1 publishes it after that, with the items that take its place in the event."""
+def test_an_output_block_is_hashed_without_items_of_the_next_input() -> None:
+    """0.19.1 publishes the block later, and its event has the items of the next input."""
     first = v.Request("A", (0,), max_tokens=1, resumable=True)
     chunk = replace(first, items=(v.MultiModalItem("x", 0, 1),))
     assert find_in_events(1, v.Submit(first), v.StreamingUpdate(chunk)) == []
 
 
 def get_request(engine: Engine) -> v.RequestSnapshot:
-    """The one request."""
+    """Return the snapshot of request A."""
     shown = show(engine)
     found = shown.request("A")
     assert found is not None
@@ -157,12 +157,12 @@ def get_request(engine: Engine) -> v.RequestSnapshot:
 
 
 def report(**signals: Any) -> v.TransfersReported:
-    """A worker reports these."""
+    """Return the event with which a worker reports these signals."""
     return v.TransfersReported(v.KVTransfers(**signals))
 
 
 def find_decline(engine: Engine, event: v.Event) -> str:
-    """Why it is not given an event."""
+    """Return why the adapter declines an event; empty if it does not."""
     declines = get_declines(engine)
     assert declines is not None
     return declines(event) or ""
@@ -179,10 +179,10 @@ LATER: dict[str, Any] = {"num_tokens": 4, "is_async": True}
         (report(finished_recving=("Z",)), LATER),
     ],
 )
-def test_a_signal_that_it_does_not_survive_is_declined(
+def test_a_report_on_which_the_release_raises_is_declined(
     event: v.Event, offer: dict[str, Any]
 ) -> None:
-    """Given it all the same, it raises."""
+    """If the event is sent anyway, the release raises."""
     engine = start(**offer)
     engine.apply(v.Schedule())
     assert "(B21)" in find_decline(engine, event)
@@ -190,8 +190,8 @@ def test_a_signal_that_it_does_not_survive_is_declined(
         engine.apply(event)
 
 
-def test_a_second_signal_after_the_end_is_declined() -> None:
-    """What ends a hold is taken; the same once more is about nobody."""
+def test_a_repeated_report_of_an_aborted_request_is_declined() -> None:
+    """The report may come twice before the abort; after it, the release forgets the request."""
     engine = start(**LATER)
     engine.apply(v.Schedule())
     signal = report(finished_recving=("A",))
@@ -203,7 +203,7 @@ def test_a_second_signal_after_the_end_is_declined() -> None:
 
 
 def test_invalid_blocks_of_several_groups_are_declined() -> None:
-    """Given them all the same, it raises."""
+    """If the event is sent anyway, the release raises."""
     groups = (v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.FULL, 4))
     engine = start(replace(CONFIG, groups=groups, enable_prefix_caching=False), **LATER)
     engine.apply(v.Schedule())
@@ -214,8 +214,10 @@ def test_invalid_blocks_of_several_groups_are_declined() -> None:
 
 
 @pytest.mark.parametrize("policy", v.KVLoadFailurePolicy)
-def test_loads_of_several_that_fail_at_once(policy: v.KVLoadFailurePolicy) -> None:
-    """They would end in an order that nobody can follow; where they go on there is none."""
+def test_failed_loads_of_several_requests_are_declined_if_they_finish(
+    policy: v.KVLoadFailurePolicy,
+) -> None:
+    """With the policy `fail`, the requests would finish in an unknown order."""
     engine = start(replace(CONFIG, kv_load_failure_policy=policy), **LATER)
     engine.apply(v.Submit(replace(REQUEST, request_id="B", prompt_token_ids=(7, 8, 9, 6, 5))))
     engine.apply(v.KVOffer("B", num_tokens=4, is_async=True))
@@ -225,13 +227,13 @@ def test_loads_of_several_that_fail_at_once(policy: v.KVLoadFailurePolicy) -> No
     assert bool(find_decline(engine, report(invalid_block_ids=(1, 3)))) is does_fail
 
 
-@pytest.mark.parametrize("is_parked", [False, True])
-def test_a_forced_reset_beside_blocks_of_a_transfer_is_declined(is_parked: bool) -> None:
-    """Given it all the same, it raises; also where nothing of a load has come."""
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_a_forced_reset_with_blocks_in_transfer_is_declined(is_loading: bool) -> None:
+    """If the event is sent anyway, the release raises, even if all blocks of a load are invalid."""
     config = replace(CONFIG, kv_load_failure_policy=v.KVLoadFailurePolicy.RECOMPUTE)
-    engine = start(config, **LATER) if is_parked else start(config, delays_free=True)
+    engine = start(config, **LATER) if is_loading else start(config, delays_free=True)
     engine.apply(v.Schedule())
-    if is_parked:
+    if is_loading:
         engine.apply(report(invalid_block_ids=(1,)))
         assert get_request(engine).num_computed_tokens == 0
     else:
@@ -242,8 +244,8 @@ def test_a_forced_reset_beside_blocks_of_a_transfer_is_declined(is_parked: bool)
         engine.apply(event)
 
 
-def test_a_forced_reset_beside_a_load_of_one_token_that_has_come_is_declined() -> None:
-    """Of its only token nothing counts as computed, and the block is held while it waits."""
+def test_a_forced_reset_with_a_finished_load_of_one_token_is_declined() -> None:
+    """The only token does not count as computed, and the waiting request holds its block."""
     engine = load_engine(ENGINE)(replace(CONFIG, enable_prefix_caching=False))
     engine.apply(v.Submit(replace(REQUEST, prompt_token_ids=(1,))))
     engine.apply(v.KVOffer("A", **LATER))
@@ -261,7 +263,7 @@ def test_a_forced_reset_beside_a_load_of_one_token_that_has_come_is_declined() -
 
 
 def test_a_mask_of_an_ended_request_that_holds_blocks_is_declined() -> None:
-    """Asked all the same, it has a row of it."""
+    """If the event is sent anyway, the release returns a row for the finished request."""
     grammar = v.Grammar(edges=(((7, 0),),))
     engine = load_engine(ENGINE)(replace(CONFIG, max_frames_in_flight=2, async_scheduling=True))
     request = replace(REQUEST, stop_token_ids=(7,), structured_output=True, grammar=grammar)
@@ -279,7 +281,7 @@ def test_a_mask_of_an_ended_request_that_holds_blocks_is_declined() -> None:
 
 
 def test_a_failed_load_of_a_request_with_placeholders_is_declined() -> None:
-    """Given it all the same, what was promised stays so when no frame is in flight."""
+    """If the event is sent anyway, a placeholder stays although no frame is in flight."""
     policy = v.KVLoadFailurePolicy.RECOMPUTE
     config = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
     engine = start(replace(config, kv_load_failure_policy=policy), num_tokens=4)
@@ -293,8 +295,8 @@ def test_a_failed_load_of_a_request_with_placeholders_is_declined() -> None:
 
 @needs(not RELEASE.has_sound_sessions, "a session keeps its whole prompt")
 def test_a_failed_load_of_a_session_with_a_row_in_flight_is_declined() -> None:
-    """Given it all the same, it stops behind half of its prompt: the next chunk is behind that, and
-    its prompt is as long as if nothing had been lost."""
+    """If the event is sent anyway, the session stops after half of its prompt: the next input comes
+    after that, and the prompt counts as long as if nothing had been lost."""
     policy = v.KVLoadFailurePolicy.RECOMPUTE
     engine: Any = load_engine(ENGINE)(replace(CONFIG, kv_load_failure_policy=policy))
     session = replace(REQUEST, max_tokens=1, resumable=True)
@@ -313,8 +315,8 @@ def test_a_failed_load_of_a_session_with_a_row_in_flight_is_declined() -> None:
     assert (request.num_tokens, request.num_prompt_tokens) == (3, 6)
 
 
-def test_blocks_reported_as_removed_out_of_a_set_are_declined() -> None:
-    """One alone is told in any order."""
+def test_a_failed_load_that_removes_several_blocks_is_declined() -> None:
+    """Their KV events have the order of a set; a single removed block has no order."""
     engine = load_engine(ENGINE)(replace(CONFIG, enable_kv_cache_events=True))
     engine.apply(v.Submit(REQUEST))
     engine.apply(v.KVOffer("A", num_tokens=4))
@@ -326,8 +328,8 @@ def test_blocks_reported_as_removed_out_of_a_set_are_declined() -> None:
 
 
 @needs(not RELEASE.has_sound_preemption, "the preempted wait for their frames")
-def test_a_request_parked_before_its_frame_ends_it_is_declined() -> None:
-    """Planned all the same, it stays in a queue when it has ended."""
+def test_a_load_of_a_request_that_a_frame_may_finish_is_declined() -> None:
+    """If the step is planned anyway, the finished request stays in a queue."""
     engine = load_engine(ENGINE)(replace(CONFIG, max_frames_in_flight=2))
     engine.apply(v.Submit(replace(REQUEST, max_tokens=1)))
     frame = schedule(engine)
@@ -341,8 +343,8 @@ def test_a_request_parked_before_its_frame_ends_it_is_declined() -> None:
 
 
 @needs(RELEASE.frees_behind_frames, "blocks are freed at once")
-def test_a_forced_reset_beside_a_frame_in_flight_is_declined() -> None:
-    """Given it all the same, it raises: what the frame may write to is not free yet."""
+def test_a_forced_reset_with_a_frame_in_flight_is_declined() -> None:
+    """If the event is sent anyway, the release raises: the frame may still write to the blocks."""
     engine = load_engine(ENGINE)(replace(CONFIG, max_frames_in_flight=2))
     engine.apply(v.Submit(REQUEST))
     frame = schedule(engine)
@@ -354,8 +356,8 @@ def test_a_forced_reset_beside_a_frame_in_flight_is_declined() -> None:
     assert not find_decline(engine, event)
 
 
-def test_a_held_request_is_shown_when_all_else_is_reported() -> None:
-    """A newer release then says that somebody has ended, though the next plan tells of nobody."""
+def test_held_blocks_are_shown_after_their_request_was_reported() -> None:
+    """A newer release then reports finished requests, although the next plan names none."""
     engine = start(delays_free=True)
     engine.apply(v.Abort(("A",)))
     engine.apply(v.Submit(replace(REQUEST, request_id="B")))
@@ -367,8 +369,8 @@ def test_a_held_request_is_shown_when_all_else_is_reported() -> None:
     assert [held.request_id for held in get_transfers(engine).held] == ["B"]
 
 
-def test_a_request_that_skips_reading_is_loaded_nothing_where_the_release_does_so() -> None:
-    """It is asked about all the same; what is offered is taken by older releases alone."""
+def test_newer_releases_load_nothing_for_a_request_that_skips_reading() -> None:
+    """The store is asked anyway; only older releases take its offer."""
     engine = load_engine(ENGINE)(CONFIG)
     engine.apply(v.Submit(replace(REQUEST, skip_reading_prefix_cache=True)))
     engine.apply(v.KVOffer("A", num_tokens=4))
@@ -377,8 +379,10 @@ def test_a_request_that_skips_reading_is_loaded_nothing_where_the_release_does_s
     assert engine.snapshot() is not None
 
 
-def test_a_load_at_once_of_all_tokens_ends_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So none is offered, unless it is not spared."""
+def test_the_release_raises_on_a_synchronous_load_of_all_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The adapter offers no such load, unless the workaround is off."""
     engine_class = type(start())
     monkeypatch.setattr(engine_class, "spare_full_loads", False)
     engine = start(num_tokens=5)
@@ -397,18 +401,18 @@ def test_a_load_at_once_of_all_tokens_ends_the_release(monkeypatch: pytest.Monke
         ("spare_full_loads", (), (v.Submit(REQUEST), v.KVOffer("A", num_tokens=5), v.Schedule())),
     ],
 )  # fmt: skip
-def test_what_it_is_spared_a_hunt_finds(
+def test_hunt_names_the_workaround_that_hides_a_store_event(
     flag: str, groups: tuple[v.KVGroup, ...], actions: tuple[Action, ...]
 ) -> None:
-    """A worker or a store says it in good faith."""
+    """A correct worker or store may send these events."""
     program = Program(replace(CONFIG, groups=groups), actions, vocabulary_size=1)
     cause = KnownCause(SuppressionKind.WORKAROUND, flag)
     assert cause in find_causes(program, load_engine(ENGINE), frozenset(), tuple(PROFILE.quirks))
 
 
 @needs(VERSION == "0.19.1", "0.33.0 holds all hits before it takes blocks")
-def test_step_in_which_a_load_may_end_before_a_hit_is_declined() -> None:
-    """It would ask its pool for a negative amount, and count more free blocks than it has."""
+def test_a_step_in_which_a_load_may_end_before_a_hit_is_declined() -> None:
+    """The release would ask for a negative number of blocks, and count too many as free."""
     groups = (
         v.KVGroup(v.GroupKind.FULL, 2),
         v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, sliding_window=4),
@@ -439,7 +443,7 @@ SCHEDULE = v.Schedule()
 
 
 def play(config: v.Config, *events: v.Event) -> Engine:
-    """An engine behind these events."""
+    """Return an engine after these events."""
     engine = load_engine(ENGINE)(config)
     for event in events:
         engine.apply(event)
@@ -447,7 +451,7 @@ def play(config: v.Config, *events: v.Event) -> Engine:
 
 
 def list_turns(engine: Engine, *cycle: v.Event) -> list[v.Snapshot]:
-    """States behind each of four turns of a cycle, in which nobody has a row."""
+    """Return the state after each of four turns of a cycle, in which no request has a row."""
     states = []
     for _ in range(4):
         for event in cycle:
@@ -460,18 +464,18 @@ def list_turns(engine: Engine, *cycle: v.Event) -> list[v.Snapshot]:
 
 
 def goes_round(states: list[v.Snapshot]) -> bool:
-    """Whether nothing changes but what only ever grows."""
+    """Return whether all states are equal, apart from counters."""
     alike = {(s.waiting, s.skipped_waiting, s.free_queue, s.requests, s.transfers) for s in states}
     return len(alike) == 1
 
 
 def later(name: v.RequestId) -> v.KVOffer:
-    """A store has one token of a request, for later."""
+    """Return an offer of one token, which is loaded asynchronously."""
     return v.KVOffer(name, 1, is_async=True)
 
 
 @needs(VERSION == "0.19.1", "0.33.0 begins no load that others may lack")
-def test_two_loaded_requests_lack_the_blocks_of_each_other_for_ever() -> None:
+def test_two_loaded_requests_wait_for_each_others_blocks_for_ever() -> None:
     submits = map(v.Submit, ALIKE)
     engine = play(
         LACKING, *submits, later("A"), later("B"), SCHEDULE,
@@ -481,7 +485,7 @@ def test_two_loaded_requests_lack_the_blocks_of_each_other_for_ever() -> None:
 
 
 @needs(VERSION == "0.19.1", "fixed by 0.32.0")
-def test_a_loaded_request_is_behind_a_head_that_lacks_its_block_for_ever() -> None:
+def test_a_loaded_request_behind_a_head_without_blocks_waits_for_ever() -> None:
     first, second = map(v.Submit, ALIKE)
     engine = play(
         LACKING, first, v.KVOffer("A", None), second, later("B"), SCHEDULE,
@@ -497,7 +501,7 @@ def test_a_prompt_of_one_token_is_loaded_again_for_ever() -> None:
 
 @needs(VERSION == "0.33.0", "nothing is kept free for others there")
 @pytest.mark.parametrize("num_blocks", [3, 4])
-def test_a_request_that_lost_its_load_blocks_itself_where_the_pool_holds_no_more(
+def test_a_request_with_a_failed_load_can_wait_for_ever(
     num_blocks: int,
 ) -> None:
     policy = v.KVLoadFailurePolicy.RECOMPUTE
@@ -509,11 +513,11 @@ def test_a_request_that_lost_its_load_blocks_itself_where_the_pool_holds_no_more
     plan = engine.apply(SCHEDULE)
     assert isinstance(plan, v.Plan)
     assert bool(plan.kv_loads) is (num_blocks == 4)
-    assert get_request(engine).status is (PARKED if plan.kv_loads else v.Status.WAITING)
+    assert get_request(engine).status is (LOADING if plan.kv_loads else v.Status.WAITING)
     assert goes_round(list_turns(engine, SCHEDULE))
 
 
-# Beside recurrent groups.
+# With recurrent groups.
 
 
 def with_states(mode: v.MambaCacheMode) -> v.Config:
@@ -530,8 +534,8 @@ LOADS_STATES = needs(RELEASE.loads_no_aligned_states, "of releases before 0.24.0
 
 @LOADS_STATES
 @pytest.mark.parametrize("mode", [v.MambaCacheMode.NONE, v.MambaCacheMode.ALL])
-def test_a_state_is_loaded_behind_the_last_token_of_an_offer(mode: v.MambaCacheMode) -> None:
-    """And no token further: a state is not taken back."""
+def test_the_state_after_the_last_offered_token_is_loaded(mode: v.MambaCacheMode) -> None:
+    """An offer of all five tokens loads nothing, since a state cannot be rolled back."""
     plan = schedule(start(with_states(mode), num_tokens=4, is_async=True))
     (load,) = plan.kv_loads
     assert load.num_external_tokens == 4
@@ -542,7 +546,7 @@ def test_a_state_is_loaded_behind_the_last_token_of_an_offer(mode: v.MambaCacheM
 @LOADS_STATES
 @pytest.mark.parametrize("is_async", [False, True])
 def test_an_offer_to_a_model_of_aligned_states_is_declined(is_async: bool) -> None:
-    """Given it all the same, it raises."""
+    """If the event is sent anyway, the release raises."""
     engine = start(with_states(v.MambaCacheMode.ALIGN), num_tokens=0)
     offer = v.KVOffer("A", 4, is_async=is_async)
     assert "#43508" in find_decline(engine, offer)

@@ -1,4 +1,4 @@
-"""Nothing that vLLM says is left over: defects planted in a release, each found by its field."""
+"""Every field of vLLM's plans and outputs is checked: each seeded bug is found by its field."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_a_field_that_a_new_release_adds_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize("value", [None, (), [], {}, set(), 0, 0.0, False, {"stage": 0}])
-def test_a_field_may_mean_nothing(value: object) -> None:
+def test_an_empty_value_is_recognised(value: object) -> None:
     assert is_empty(value)
 
 
 @pytest.mark.parametrize("value", [["x"], {"A": [0]}, {"stage": 1}, 1, True, object()])
-def test_a_field_may_mean_something(value: object) -> None:
+def test_a_value_that_is_not_empty_is_recognised(value: object) -> None:
     assert not is_empty(value)
 
 
@@ -65,23 +65,23 @@ PREEMPTION: tuple[Action, ...] = (
     Submit(Request("B", (0,), max_tokens=4, priority=0)),
     *(Schedule(), Answer(), Propose(((1, 1),))) * 3,
 )
-"""Two with a draft each: A, planned first, has to go when B needs a block."""
+"""Two requests with a draft each: A, planned first, is preempted when B needs a block."""
 END: tuple[Action, ...] = (
     Submit(Request("A", (1, 2), max_tokens=1)),
     Submit(Request("B", (3, 4), max_tokens=3)),
     *(Schedule(), Answer()) * 3,
 )
-"""A ends with the first answer, B goes on."""
+"""A finishes with the first output, and B continues."""
 
 Change: TypeAlias = Callable[[Any, Any], None]
-"""What a planted scheduler does to a plan that it has made, or to an answer."""
+"""A change that a planted scheduler makes to its plan or to its output."""
 
 
 def play(
     monkeypatch: pytest.MonkeyPatch, plant: dict[str, Change], config: Config, *actions: Action
 ) -> list[Finding]:
-    """Findings of a program, on a release with something planted behind its `schedule` or
-    `update_from_output`."""
+    """Return the findings of a program on a release whose `schedule` or `update_from_output` is
+    changed."""
     build = importlib.import_module(f"{ADAPTERS}.vllm_build")
     names = {"plan": "schedule", "answer": "update_from_output"}
 
@@ -102,19 +102,19 @@ def play(
 
 
 def leave_drafts(_scheduler: Any, plan: Any) -> None:
-    """The drafts of whoever had to go stay in the plan."""
+    """The drafts of preempted requests stay in the plan."""
     for name in plan.preempted_req_ids or ():
         plan.scheduled_spec_decode_tokens[name] = [0]
 
 
 def leave_row(scheduler: Any, plan: Any) -> None:
-    """Blocks are handed to whoever had to go."""
+    """A preempted request gets blocks."""
     for name in plan.preempted_req_ids or ():
         add_row(scheduler, plan, name)
 
 
 def add_row(_scheduler: Any, plan: Any, name: str) -> None:
-    """An entry in every list of a plan, and no tokens."""
+    """Add a request to every list of a plan, without tokens."""
     cached = plan.scheduled_cached_reqs
     cached.req_ids.append(name)
     cached.new_block_ids.append(([1],))
@@ -126,48 +126,48 @@ def add_row(_scheduler: Any, plan: Any, name: str) -> None:
         cached.new_token_ids.append([])
 
 
-def feed_the_dead(scheduler: Any, plan: Any) -> None:
-    """Blocks are handed to whoever has just ended."""
+def give_blocks_to_the_finished(scheduler: Any, plan: Any) -> None:
+    """A request that has just finished gets blocks."""
     for name in plan.finished_req_ids:
         plan.num_scheduled_tokens[name] = 1
         add_row(scheduler, plan, name)
 
 
 def finish_again(scheduler: Any, plan: Any) -> None:
-    """Whoever ended is told in every plan from then on."""
+    """A finished request is named in every later plan."""
     ended = getattr(scheduler, "ended", set()) | plan.finished_req_ids
     scheduler.ended = plan.finished_req_ids = ended
 
 
 def free_items(_scheduler: Any, plan: Any) -> None:
-    """The encoder is to free what it never had, twice."""
+    """The encoder must free an item that it never had, twice."""
     plan.free_encoder_mm_hashes = ["cat", "cat"]
 
 
 def keep_table(scheduler: Any, _plan: Any) -> None:
-    """A table outlives its request."""
+    """A block table outlives its request."""
     manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
     manager.req_to_blocks["gone"] = [scheduler.kv_cache_manager.block_pool.blocks[1]]
 
 
 def count_wrongly(_scheduler: Any, plan: Any) -> None:
-    """A sum that its parts do not have."""
+    """The sum of scheduled tokens is wrong."""
     plan.total_num_scheduled_tokens += 1
 
 
 def change_the_prompt(_scheduler: Any, plan: Any) -> None:
-    """The worker is told another prompt than was submitted."""
+    """The worker gets another prompt than was submitted."""
     for new in plan.scheduled_new_reqs:
         new.prompt_token_ids = [9, *new.prompt_token_ids[1:]]
 
 
 def ask_for_grammar(_scheduler: Any, plan: Any) -> None:
-    """A plan wants masks though nobody has a grammar."""
+    """A plan wants bitmasks, though no request has a grammar."""
     plan.pending_structured_output_tokens = True
 
 
 def load_inputs(_scheduler: Any, plan: Any) -> None:
-    """An encoder input for somebody without a row."""
+    """A request without a row gets an encoder input."""
     plan.scheduled_encoder_inputs["gone"] = [0]
 
 
@@ -176,8 +176,8 @@ def drop_an_entry(_scheduler: Any, plan: Any) -> None:
     del plan.scheduled_cached_reqs.num_computed_tokens[-1:]
 
 
-def answer_a_stranger(_scheduler: Any, answer: Any) -> None:
-    """An output under the name of somebody whom the frame did not have."""
+def answer_an_unknown_request(_scheduler: Any, answer: Any) -> None:
+    """An output has the id of a request that is not in the frame."""
     for core in answer.values():
         for row in core.outputs:
             row.request_id = "stranger"
@@ -190,45 +190,45 @@ def answer_twice(_scheduler: Any, answer: Any) -> None:
 
 
 def transfer_something(_scheduler: Any, answer: Any) -> None:
-    """Transfers without a connector."""
+    """Outputs have transfer parameters, without a connector."""
     for core in answer.values():
         for row in core.outputs:
             row.kv_transfer_params = {"remote": 1}
 
 
 def count_the_running(_scheduler: Any, answer: Any) -> None:
-    """Statistics that the state does not bear out."""
+    """Statistics count a running request too many."""
     for core in answer.values():
         if core.scheduler_stats is not None:
             core.scheduler_stats.num_running_reqs += 1
 
 
 def forget_an_event(_scheduler: Any, answer: Any) -> None:
-    """The last thing that happened to a request is left out."""
+    """The last event of a request is left out."""
     for core in answer.values():
         for row in core.outputs:
             row.events = row.events and row.events[:-1]
 
 
 def count_the_drafts(_scheduler: Any, answer: Any) -> None:
-    """One row with drafts more than the frame had."""
+    """Statistics count one row with drafts more than the frame had."""
     for core in answer.values():
         if core.scheduler_stats is not None and core.scheduler_stats.spec_decoding_stats:
             core.scheduler_stats.spec_decoding_stats.num_drafts += 1
 
 
 def count_the_prompt(_scheduler: Any, answer: Any) -> None:
-    """A token more than the prompt has."""
+    """Statistics count a prompt token too many."""
     change_prefills(answer, num_prompt_tokens=1)
 
 
 def count_the_published(_scheduler: Any, answer: Any) -> None:
-    """A token more than the blocks have that the request published."""
+    """Statistics count a published token too many."""
     change_prefills(answer, num_cache_creation_tokens=1)
 
 
 def change_prefills(answer: Any, **more: int) -> None:
-    """Counts of prefills in an answer are increased."""
+    """Increase the counts of prefills in an output."""
     for core in answer.values():
         for row in core.outputs:
             for field, number in more.items() if row.prefill_stats is not None else ():
@@ -246,14 +246,14 @@ def repeat_the_prefill(scheduler: Any, answer: Any) -> None:
 
 
 def keep_the_prefill(_scheduler: Any, answer: Any) -> None:
-    """The counts of a prefill are never told."""
+    """The counts of a prefill are never reported."""
     for core in answer.values():
         for row in core.outputs:
             row.prefill_stats = None
 
 
 def count_a_load(_scheduler: Any, answer: Any) -> None:
-    """A load is under way, and there is no store."""
+    """Statistics count a load, without a store."""
     for core in answer.values():
         if core.scheduler_stats is not None:
             core.scheduler_stats.num_kv_fetch_reqs_by_stage["in_progress"] += 1
@@ -268,11 +268,11 @@ PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
         "plan", leave_row, TIGHT, PREEMPTION,
         "scheduled_cached_reqs names 'A', which has no tokens in this plan",
     ),
-    "blocks for the dead": (
-        "plan", feed_the_dead, Config(num_blocks=9), END,
+    "blocks for a finished request": (
+        "plan", give_blocks_to_the_finished, Config(num_blocks=9), END,
         "scheduled_cached_reqs names 'A', which is not there",
     ),
-    "an end told twice": (
+    "an end reported twice": (
         "plan", finish_again, Config(num_blocks=9), END,
         "finished_req_ids names 'A', which has not ended since the last plan",
     ),
@@ -280,7 +280,7 @@ PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
         "plan", free_items, Config(num_blocks=9), END,
         "free_encoder_mm_hashes in this plan: ['cat', 'cat']",
     ),
-    "a table of nobody": (
+    "a table of a request that is gone": (
         "plan", keep_table, Config(num_blocks=9), END, "req_to_blocks names 'gone', which is gone",
     ),
     "a wrong sum": (
@@ -291,11 +291,11 @@ PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
         "plan", change_the_prompt, Config(num_blocks=9), END,
         "prompt_token_ids of new row 'A' is (9, 2), not (1, 2)",
     ),
-    "masks for nobody": (
+    "masks without a grammar": (
         "plan", ask_for_grammar, Config(num_blocks=9), END,
         "pending_structured_output_tokens in this plan: no row has a grammar",
     ),
-    "inputs for nobody": (
+    "inputs for a request without a row": (
         "plan", load_inputs, Config(num_blocks=9), END,
         "scheduled_encoder_inputs names 'gone', which has no row in this plan",
     ),
@@ -303,14 +303,14 @@ PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
         "plan", drop_an_entry, Config(num_blocks=9), END,
         "scheduled_cached_reqs.num_computed_tokens has 0 entries for 1 requests",
     ),
-    "an answer to a stranger": (
-        "answer", answer_a_stranger, Config(num_blocks=9), END[1:],
+    "an output of an unknown request": (
+        "answer", answer_an_unknown_request, Config(num_blocks=9), END[1:],
         "outputs names 'stranger', which is not in this frame",
     ),
-    "two answers to one": (
+    "two outputs of one request": (
         "answer", answer_twice, Config(num_blocks=9), END[1:], "outputs name 'B' 2 times",
     ),
-    "a transfer of nothing": (
+    "a transfer without a connector": (
         "answer", transfer_something, Config(num_blocks=9), END[1:],
         "kv_transfer_params in the output of 'B': {'remote': 1}",
     ),
@@ -334,11 +334,11 @@ PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
         "answer", count_the_published, Config(num_blocks=9, block_size=1), END,
         "prefill_stats.num_cache_creation_tokens in the output of 'A' is 3, and it follows",
     ),
-    "a prefill told twice": (
+    "a prefill reported twice": (
         "answer", repeat_the_prefill, Config(num_blocks=9), END,
         "num_cache_creation_tokens=0), and it is not its first output",
     ),
-    "a prefill that is not told": (
+    "a prefill that is not reported": (
         "answer", keep_the_prefill, Config(num_blocks=9), END,
         "prefill_stats in the output of 'A' is missing, and it is its first output",
     ),
@@ -349,28 +349,26 @@ PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
 }  # fmt: skip
 """Defects of a release, and the message of the adapter about each."""
 FIRST = {
-    "an end told twice": "plan_names_the_finished",
-    "an answer to a stranger": "delivered_rows_are_those_that_sampled",
-    "two answers to one": "delivered_rows_are_those_that_sampled",
+    "an end reported twice": "plan_names_the_finished",
+    "an output of an unknown request": "delivered_rows_are_those_that_sampled",
+    "two outputs of one request": "delivered_rows_are_those_that_sampled",
 }
-"""For some defects the property that they break; it is reported before the adapter's message."""
+"""The check that some defects fail, which is reported before the adapter's message."""
 IS_REPORTED = {
     "a prompt too long": RELEASE.has_prefill_stats,
     "a token published too many": RELEASE.has_sound_counters,
-    "a prefill told twice": RELEASE.has_sound_counters,
-    "a prefill that is not told": RELEASE.has_prefill_stats,
+    "a prefill reported twice": RELEASE.has_sound_counters,
+    "a prefill that is not reported": RELEASE.has_prefill_stats,
     "a load without a store": TRIED[-1] == VERSION,
 }
-"""Whether the release tells the field of a defect, for fields that newer releases tell."""
+"""Whether the release has the field of a defect, for fields of newer releases."""
 
 
 @needs_vllm
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_left_over_is_found_by_its_field(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seeded_bug_is_found_by_its_field(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not IS_REPORTED.get(name, True):
-        pytest.skip(f"vLLM {VERSION} does not tell that")
+        pytest.skip(f"vLLM {VERSION} does not report this field")
     when, change, config, actions, message = PLANTED[name]
     config_lacks_drafts = config.num_speculative_tokens and not has_capability("drafts")
     if config_lacks_drafts:
@@ -383,7 +381,7 @@ def test_what_is_left_over_is_found_by_its_field(
 
 @needs_vllm
 @pytest.mark.parametrize("actions", [PREEMPTION, END], ids=["preemption", "end"])
-def test_where_nothing_is_planted_nothing_is_found(
+def test_an_unchanged_release_has_no_finding(
     actions: tuple[Action, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if actions is PREEMPTION and not has_capability("drafts"):
@@ -405,7 +403,7 @@ def test_a_block_that_is_freed_twice_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_vllm
-def test_a_request_that_comes_back_under_its_old_id_may_end_again(
+def test_a_request_id_may_be_used_and_finished_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     again = (Submit(Request("A", (1, 2), max_tokens=1)), Schedule(), Answer(), Abort(("B",)))
