@@ -1,4 +1,4 @@
-"""Draws of several KV groups: every config makes sense, requests fit, and blocks stay short."""
+"""Drawn configs with KV groups are valid, most requests fit, and pools stay small."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def draw_some(preset: str, count: int = 150) -> list[Swarm]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_config_is_one_and_most_requests_can_be_served(preset: str) -> None:
+def test_every_config_is_valid_and_most_requests_can_be_served(preset: str) -> None:
     servable = 0
     for number, swarm in enumerate(draw_some(preset)):
         assert swarm.has(GROUPS)
@@ -56,7 +56,7 @@ def test_every_config_is_one_and_most_requests_can_be_served(preset: str) -> Non
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small"])
-def test_pools_are_short_for_what_they_may_hold(preset: str) -> None:
+def test_most_pools_are_too_small_for_three_requests_of_full_length(preset: str) -> None:
     swarms = draw_some(preset)
     everything = sum(
         swarm.config.num_usable_blocks
@@ -67,7 +67,7 @@ def test_pools_are_short_for_what_they_may_hold(preset: str) -> None:
     assert everything > 100
 
 
-def test_all_that_may_differ_between_groups_does() -> None:
+def test_every_kind_and_size_of_groups_is_drawn() -> None:
     seen: Counter[str] = Counter()
     for swarm in draw_some("small", 500):
         config, groups = swarm.config, swarm.config.groups
@@ -76,7 +76,7 @@ def test_all_that_may_differ_between_groups_does() -> None:
         chunks = [group for group in groups if group.kind is CHUNKS]
         for states in (group for group in groups if group.kind is GroupKind.RECURRENT):
             seen[f"states of mode {states.mamba_cache_mode}"] += 1
-            seen["a state behind each draft"] += states.num_speculative_blocks > 0
+            seen["a state block for each draft"] += states.num_speculative_blocks > 0
             seen["states of larger blocks"] += states.block_size > config.block_size
         seen["three kinds"] += len(kinds) == 3
         seen["one group"] += len(groups) == 1
@@ -103,8 +103,8 @@ def test_all_that_may_differ_between_groups_does() -> None:
 
 
 def find_share(wish: FeatureSelection, count: int = 400) -> Counter[str]:
-    """Of a thousand drawn configs, those with recurrent groups, and those with three kinds and a
-    draft head."""
+    """Return how many of a thousand drawn configs have recurrent groups, three kinds of groups with
+    a draft head, and any groups."""
     seen: Counter[str] = Counter()
     for index in range(count):
         config = draw_swarm(PRESETS["small"], SeededDraw(f"share/{index}"), wish=wish).config
@@ -115,21 +115,23 @@ def find_share(wish: FeatureSelection, count: int = 400) -> Counter[str]:
     return Counter({name: number * 1000 // count for name, number in seen.items()})
 
 
-def test_mixes_of_three_kinds_with_a_head_are_no_rarity_where_groups_are_asked_for() -> None:
-    """A hit gives back a block in each kind: what is decided there comes up nowhere else."""
+def test_mixes_of_three_kinds_with_a_draft_head_are_common() -> None:
+    """With a draft head, each kind of group drops its last hit block; no other config tests it."""
     assert find_share(ALWAYS)["three kinds with a head"] > 100
     assert find_share(FeatureSelection())["states"] > 40
 
 
 @pytest.mark.parametrize(
-    "beside", [(), ("tiers",), ("masks",), ("pins",), ("forks",), ("encoder",)]
+    "other_features", [(), ("tiers",), ("masks",), ("pins",), ("forks",), ("encoder",)]
 )
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
-def test_groups_of_one_kind_can_be_asked_for(part: GroupsOfKind, beside: tuple[str, ...]) -> None:
+def test_groups_of_one_kind_can_be_asked_for(
+    part: GroupsOfKind, other_features: tuple[str, ...]
+) -> None:
     try:
-        wish = make_wish((part.name, *beside), ())
+        wish = make_wish((part.name, *other_features), ())
     except UsageError:
-        assert (part, beside) == (STATES, ("forks",))
+        assert (part, other_features) == (STATES, ("forks",))
         return
     for index in range(60):
         swarm = draw_swarm(PRESETS["small"], SeededDraw(f"part/{index}"), wish=wish)
@@ -140,7 +142,7 @@ def test_groups_of_one_kind_can_be_asked_for(part: GroupsOfKind, beside: tuple[s
         make_wish((part.name,), ("groups",))
 
 
-def test_states_are_left_out_where_they_do_not_go_with_the_rest() -> None:
+def test_recurrent_groups_are_left_out_of_configs_that_exclude_them() -> None:
     full, states = KVGroup(FULL, 4), KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=ALIGN)
     config = Config(num_blocks=9, block_size=2, groups=(states, full))
     assert settle_states(config) is config
@@ -155,8 +157,8 @@ def test_states_are_left_out_where_they_do_not_go_with_the_rest() -> None:
     assert CACHING.take_from(one) == Config(num_blocks=9, enable_prefix_caching=False)
 
 
-def test_without_states_the_smallest_blocks_left_divide_all_others() -> None:
-    """They name what is in a block."""
+def test_without_states_the_smallest_block_size_divides_the_others() -> None:
+    """Block keys are of the smallest block size."""
     states = KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=ALIGN)
     others = KVGroup(GroupKind.FULL, 4), KVGroup(GroupKind.SLIDING_WINDOW, 6, sliding_window=5)
     config = Config(99, 2, groups=(states, *others))
@@ -165,7 +167,7 @@ def test_without_states_the_smallest_blocks_left_divide_all_others() -> None:
     assert config_problems(left) == ()
 
 
-def test_slots_are_those_of_the_longest_request_that_fits() -> None:
+def test_count_slots_is_the_length_of_the_longest_request_that_fits() -> None:
     config = Config(num_blocks=9, block_size=4)
     assert count_slots(config) == 32
     full, window = KVGroup(FULL, 4), KVGroup(WINDOW, 4, sliding_window=5)
@@ -176,7 +178,7 @@ def test_slots_are_those_of_the_longest_request_that_fits() -> None:
     assert count_held_blocks(config, 21) == 9
 
 
-def test_boundaries_are_of_blocks_windows_and_chunks() -> None:
+def test_boundaries_are_those_of_blocks_windows_and_chunks() -> None:
     groups = (
         *(KVGroup(FULL, 8), KVGroup(WINDOW, 4, sliding_window=5)),
         KVGroup(CHUNKS, 4, attention_chunk_size=16),
@@ -185,7 +187,7 @@ def test_boundaries_are_of_blocks_windows_and_chunks() -> None:
     assert list_boundaries(Config(num_blocks=9, block_size=4)) == [4]
 
 
-def test_the_pool_grows_and_never_past_every_token_in_every_group() -> None:
+def test_the_pool_grows_up_to_every_token_in_every_group() -> None:
     config = Config(num_blocks=11, block_size=2, max_model_len=20, max_num_batched_tokens=8)
     for is_storm in (False, True):
         for seed in range(100):

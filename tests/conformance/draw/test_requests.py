@@ -1,4 +1,7 @@
-"""Requests: twins of those of whom something was taken back come to what was left behind."""
+"""Drawn requests that continue the tokens of preempted requests and of rejected drafts.
+
+Such a request would hit a block that should not be cached any more.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def a_swarm(seed: str) -> Swarm:
     return replace(swarm, config=config)
 
 
-def test_a_twin_goes_on_from_a_text_under_the_same_keys_or_all_but_one() -> None:
+def test_a_continuation_differs_from_its_original_in_one_key_at_most() -> None:
     alike = 0
     for seed in range(60):
         draw = SeededDraw(f"twin {seed}")
@@ -55,7 +58,7 @@ def test_a_twin_goes_on_from_a_text_under_the_same_keys_or_all_but_one() -> None
     assert 30 < alike < 60
 
 
-def test_a_twin_has_embeddings_where_the_prompt_of_the_other_has_them() -> None:
+def test_a_continuation_has_embeddings_if_the_original_has() -> None:
     other = replace(OTHER, items=(), prompt_embeds=(0, 1, 0, 0, 2))
     for seed in range(20):
         twin = draw_continuation(a_swarm(str(seed)), SeededDraw(str(seed)), "B", 3, [(other, TEXT)])
@@ -63,7 +66,7 @@ def test_a_twin_has_embeddings_where_the_prompt_of_the_other_has_them() -> None:
         assert len(twin.prompt_embeds) in (0, len(twin.prompt_token_ids))
 
 
-def test_other_items_are_others_at_the_same_place_or_the_same_at_another() -> None:
+def test_changed_items_are_swapped_or_moved() -> None:
     drawn = {change_items(SeededDraw(str(seed)), (CAT, DOG), 7) for seed in range(20)}
     moved = (CAT, v.MultiModalItem("dog", 5, 1))
     assert drawn == {moved, (v.MultiModalItem("dog", 1, 2), v.MultiModalItem("cat", 4, 1))}
@@ -71,7 +74,7 @@ def test_other_items_are_others_at_the_same_place_or_the_same_at_another() -> No
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small"])
-def test_where_states_are_compared_no_twin_and_no_ambush_is_drawn(preset: str) -> None:
+def test_an_exact_engine_gets_no_continuations(preset: str) -> None:
     for index in range(20):
         run, _, _ = play_episode(CheckOptions(preset=preset, seed=1), index, load_engine("host"))
         assert not run.preempted_texts
@@ -82,7 +85,7 @@ CONFIG = v.Config(num_blocks=5, block_size=2, max_model_len=8, max_num_batched_t
 DRAFTING = replace(CONFIG, num_blocks=9, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2)
 
 
-def test_texts_of_the_preempted_are_noted() -> None:
+def test_tokens_of_preempted_requests_are_noted() -> None:
     first, second = v.Request("A", (1, 2, 3), 5), v.Request("B", (4, 5, 6), 5)
     step: tuple[Action, ...] = (v.Schedule(), Answer())
     actions = (v.Submit(first), v.Submit(second), *step, *step, *step)
@@ -91,11 +94,11 @@ def test_texts_of_the_preempted_are_noted() -> None:
     ((request, text),) = run.preempted_texts
     assert request == second
     assert text[:3] == second.prompt_token_ids
-    assert len(text) > 3  # with what was said
+    assert len(text) > 3  # with output tokens
 
 
 @pytest.mark.parametrize(("num_right", "is_noted"), [(0, True), (1, True), (2, False)])
-def test_texts_with_rejected_drafts_are_noted_where_they_would_fill_a_block(
+def test_tokens_with_rejected_drafts_are_noted_if_they_fill_a_block(
     num_right: int, is_noted: bool
 ) -> None:
     actions = (
@@ -114,13 +117,14 @@ def test_texts_with_rejected_drafts_are_noted_where_they_would_fill_a_block(
         assert text[3:] == row.draft_token_ids
 
 
-def test_after_a_preemption_all_others_give_up_now_and_then() -> None:
+def test_after_a_preemption_all_other_requests_are_sometimes_aborted() -> None:
     client = Client()
     client.live = {name: v.Request(name, (1, 2)) for name in "ABC"}
     rows = (v.CachedRow("A", False, ((),), None, 1, 1, 1),)
     client.last_plan = v.Plan(0, cached=rows, preempted_req_ids=("B",))
     swarm = replace(a_swarm("1"), token_seed=1, has_equals=False)
-    swarm = replace(swarm, features=swarm.features - {"reset"})  # else all do so for its sake
+    # Without resets, since all requests are aborted for their sake, too.
+    swarm = replace(swarm, features=swarm.features - {"reset"})
     view = View(swarm, client, seeks_aborts=True)
     drawn = [abort(view, SeededDraw(str(seed))) for seed in range(60)]
     assert v.Abort(("A", "C")) in drawn

@@ -1,4 +1,4 @@
-"""Workloads: published formats, read as requests whose tokens agree as far as ids do."""
+"""Workloads: published formats are read as requests whose prompts share tokens as their ids do."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def read(folder: Path, text: str, **options: Any) -> Workload:
 
 
 def agree(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many leading tokens two prompts share."""
+    """Return how many leading tokens two prompts share."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -115,7 +115,7 @@ def test_the_format_is_detected_by_content_and_gzip_by_its_magic(
     assert all(event_problem(Submit(request)) is None for request in one)
 
 
-def test_another_format_may_be_named_but_must_be_true(tmp_path: Path) -> None:
+def test_a_named_format_that_is_not_the_file_s_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "w"
     for text, wrong in ((MOONCAKE, "agent"), (AGENT, "azure"), (AZURE, "mooncake")):
         path.write_text(text)
@@ -124,7 +124,7 @@ def test_another_format_may_be_named_but_must_be_true(tmp_path: Path) -> None:
         assert caught.value.line == 1
 
 
-def test_lengths_times_and_names(tmp_path: Path) -> None:
+def test_requests_have_the_lengths_times_and_ids_of_the_file(tmp_path: Path) -> None:
     first, second = loaded(tmp_path, MOONCAKE)
     assert (first.request_id, second.request_id) == ("r0", "r1")
     assert (len(first.prompt_token_ids), len(second.prompt_token_ids)) == (600, 1536)
@@ -141,7 +141,7 @@ def test_azure_times_are_parsed_to_milliseconds(tmp_path: Path) -> None:
     assert [r.arrival_time for r in loaded(tmp_path, csv(*rows))] == [0, 1250]
 
 
-def test_requests_come_by_arrival_and_ties_by_place_in_the_file(tmp_path: Path) -> None:
+def test_requests_are_ordered_by_arrival_then_by_place_in_the_file(tmp_path: Path) -> None:
     times = [5_000, 2_000, 5_000, 2_999]
     rows = [agent([], 1, time=time) for time in times]
     requests = list(loaded(tmp_path, jsonl(*rows)))
@@ -149,7 +149,7 @@ def test_requests_come_by_arrival_and_ties_by_place_in_the_file(tmp_path: Path) 
     assert [r.arrival_time for r in requests] == [0, 0, 3, 3]
 
 
-def test_ids_are_names_within_a_suite(tmp_path: Path) -> None:
+def test_block_ids_are_shared_within_a_suite_only(tmp_path: Path) -> None:
     rows = [agent([0], 16), agent([0], 16, suite="t"), agent([0], 16)]
     one, other, again = (r.prompt_token_ids for r in loaded(tmp_path, jsonl(*rows)))
     assert agree(one, again) == 16
@@ -179,7 +179,7 @@ id_lists = st.lists(st.integers(0, 2**63 - 1) | st.integers(0, 4), min_size=1, m
     cuts=st.tuples(st.integers(0, 511), st.integers(0, 511)),
     size=st.sampled_from([1, 3, 8, 16, 32, 48, 500, 512, 1024]),
 )
-def test_prompts_agree_exactly_as_far_as_their_ids_at_every_block_size(
+def test_prompts_share_exactly_the_tokens_of_their_common_ids(
     one: list[int],
     other: list[int],
     cuts: tuple[int, int],
@@ -215,7 +215,7 @@ def agree_in_blocks(one: tuple[int, ...], other: tuple[int, ...], size: int) -> 
     return next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
-def test_a_limit_reads_no_further(tmp_path: Path) -> None:
+def test_nothing_is_read_after_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "w"
     path.write_text(MOONCAKE + "junk\n")
     whole = load(path, limit=2)
@@ -280,7 +280,7 @@ def changed(**fields: object) -> str:
         pytest.param(csv("2023-11-16 18:17:03,\u0661,2").encode(), 2, id="csv: other digits"),
     ],
 )
-def test_what_is_no_workload_is_refused_with_its_line(
+def test_a_file_that_is_no_workload_is_refused_with_its_line(
     tmp_path: Path, data: bytes, line: int
 ) -> None:
     path = tmp_path / "w"
@@ -319,14 +319,14 @@ def test_a_line_without_end_does_not_fill_the_memory(
     assert len(load(path)) == 4, "lines may be longer than what is read at once"
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no", "a\0b"):
         with pytest.raises(TraceError, match="cannot be read") as caught:
             load(path)
         assert caught.value.line == 0
 
 
-def test_the_calls_of_a_session_follow_each_other_after_their_tools(tmp_path: Path) -> None:
+def test_calls_of_a_session_follow_each_other_after_tool_times(tmp_path: Path) -> None:
     calls = [
         {"input_toks": 4, "output_toks": 1, "tool_duration_ns": 5_000_000},
         {"input_toks": 6, "output_toks": 2, "tool_duration_ns": 0},
@@ -338,7 +338,7 @@ def test_the_calls_of_a_session_follow_each_other_after_their_tools(tmp_path: Pa
     assert [(row.row, row.arrival_time) for row in workload.rows] == [(2, 0), (0, 2), (1, 2)]
 
 
-def test_another_size_of_identified_blocks_may_be_named(tmp_path: Path) -> None:
+def test_the_size_of_blocks_with_ids_can_be_set(tmp_path: Path) -> None:
     path = tmp_path / "w"
     path.write_text(jsonl(mooncake([0, 1], 100), mooncake([0, 2], 128)))
     with pytest.raises(TraceError, match="blocks of 512 make 1"):
@@ -584,7 +584,7 @@ SAMPLES: dict[str, tuple[str, str, tuple[int, int, int, int]]] = {
 
 
 def count(workload: Workload) -> tuple[int, int, int, int]:
-    """Requests, prompt tokens, output tokens and prompt tokens hit, of a replay."""
+    """Replay, and return the numbers of requests, prompt, output and hit tokens."""
     config = replace(CONFIG, num_blocks=1000)
     report = replay(workload, config, HostEngine, follows=workload.follows)
     assert report.finding is None
@@ -615,11 +615,11 @@ WHEN = {
     "servingsim: ShareGPT with token ids": ([0, 2], [20, 17]),
     "vllm-bench": ([0, 250], [3, 20]),
 }
-"""When requests come, and how long their prompts are."""
+"""Times at which requests arrive, and the lengths of their prompts."""
 
 
 @pytest.mark.parametrize("name", WHEN)
-def test_each_format_has_arrivals_and_lengths(tmp_path: Path, name: str) -> None:
+def test_each_format_gives_arrival_times_and_lengths(tmp_path: Path, name: str) -> None:
     times, sizes = WHEN[name]
     workload = loaded(tmp_path, SAMPLES[name][1])
     assert [row.arrival_time for row in workload.rows] == times
@@ -631,7 +631,7 @@ def test_every_format_has_a_sample() -> None:
     assert {*WorkloadFormat} - sampled == {WorkloadFormat.TIMED_TRACE}  # it has to be named
 
 
-def test_a_timed_trace_of_vllm_is_read_where_it_is_named(tmp_path: Path) -> None:
+def test_a_timed_trace_of_vllm_is_read_if_its_format_is_named(tmp_path: Path) -> None:
     text = jsonl(
         lengths(33, 4, timestamp=0.5, hash_ids=[1, 2, 3]),
         lengths(33, 4, timestamp=2, hash_ids=[1, 2, 3]),
@@ -641,7 +641,7 @@ def test_a_timed_trace_of_vllm_is_read_where_it_is_named(tmp_path: Path) -> None
     assert count(workload) == (2, 66, 8, 32)
 
 
-def test_rows_without_ids_are_unique_where_their_format_is_named(tmp_path: Path) -> None:
+def test_prompts_of_rows_without_ids_share_nothing(tmp_path: Path) -> None:
     rows = [lengths(100, 5, timestamp=at) for at in (0, 3)]
     workload = read(tmp_path, jsonl(*rows), as_format=WorkloadFormat.MOONCAKE)
     assert count(workload) == (2, 200, 10, 0)
@@ -672,7 +672,7 @@ AGENTIC = jsonl(
 )
 
 
-def test_the_agentic_rows_of_dynamo_wait_for_others(tmp_path: Path) -> None:
+def test_agentic_rows_of_dynamo_wait_for_other_rows(tmp_path: Path) -> None:
     workload = read(tmp_path, AGENTIC, id_block_size=16)
     assert workload.follows == {"r1": Follows(("r0",), 30), "r2": Follows(("r0", "r1"), 0)}
     assert [row.priority for row in workload.rows] == [-5, 0, 0]
@@ -736,7 +736,7 @@ def test_a_row_that_cannot_be_used_is_refused(tmp_path: Path, text: str, words: 
     assert len(str(caught.value)) < 600
 
 
-def test_brackets_in_strings_are_no_brackets(tmp_path: Path) -> None:
+def test_brackets_within_strings_do_not_end_an_element(tmp_path: Path) -> None:
     text = (
         '[ {"prompt": "a }] \\" {[", "output_tokens": 1},\n{"prompt": "b",\n"output_tokens": 2} ]'
     )
@@ -753,7 +753,7 @@ def test_blocks_of_16_are_shared_as_far_as_their_ids(tmp_path: Path) -> None:
     assert (agree(first, second), agree(first, third)) == (32, 33)
 
 
-def test_token_ids_of_the_file_are_the_prompt(tmp_path: Path) -> None:
+def test_token_ids_in_the_file_become_the_prompt(tmp_path: Path) -> None:
     workload = loaded(tmp_path, SAMPLES["servingsim: ShareGPT with token ids"][1])
     assert [it.prompt_token_ids for it in workload] == [tuple(range(20)), tuple(range(17))]
 
@@ -784,7 +784,7 @@ SERVED = {"input_toks": 2, "output_toks": 1, "arrival_time_ns": 4_999_999}
         ),
     ],
 )
-def test_what_is_missing_or_unknown_is_named(tmp_path: Path, text: str, words: str) -> None:
+def test_the_missing_or_unknown_field_is_named(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(TraceError) as caught:
         loaded(tmp_path, text)
     assert words in str(caught.value)
@@ -844,7 +844,7 @@ def test_texts_are_replayed_with_a_tokenizer(tmp_path: Path) -> None:
 # A published file, read where it is: 20,448 of 258,691 prompt tokens are hits at blocks of 16.
 
 
-def test_a_published_file_of_sharegpt_hits_as_counted_by_ids_alone() -> None:
+def test_hits_of_a_published_sharegpt_file_equal_those_counted_by_ids() -> None:
     path = published("sharegpt-qwen3-32b-300-sps10.jsonl")
     seen: set[tuple[int, ...]] = set()
     hits = 0

@@ -1,4 +1,4 @@
-"""Wrong inputs: each is refused by spec and host engine, and changes nothing."""
+"""Wrong events: the specification and the host engine refuse each, and keep their states."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CODES = {
 
 
 def started(depth: int) -> LockStep:
-    """A decodes with drafts, B is in the middle of its prompt."""
+    """Start a run in which A decodes with drafts and B is in the middle of its prompt."""
     config = replace(CONFIG, max_frames_in_flight=depth, async_scheduling=depth > 1)
     run = LockStep.start(config, load_engine("host"), keep_exchanges=True)
     actions: list[Action] = [
@@ -59,7 +59,7 @@ def started(depth: int) -> LockStep:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("mistake", Mistake)
-def test_every_mistake_is_refused(mistake: Mistake, depth: int) -> None:
+def test_every_wrong_commit_is_refused(mistake: Mistake, depth: int) -> None:
     run = started(depth)
     before = run.engine.snapshot()
     num_events = run.num_events
@@ -67,7 +67,7 @@ def test_every_mistake_is_refused(mistake: Mistake, depth: int) -> None:
     impossible = (
         (mistake is Mistake.TOO_EARLY and depth == 1)
         or (mistake is Mistake.WRONG_DRAFT and depth == 2)
-        or mistake is Mistake.FORBIDDEN_TOKEN  # nobody has a grammar
+        or mistake is Mistake.FORBIDDEN_TOKEN  # no request has a grammar
     )
     assert run.num_events == num_events + (not impossible)
     assert run.engine.snapshot() == before
@@ -89,7 +89,7 @@ def test_a_token_that_a_grammar_forbids_is_refused() -> None:
     assert getattr(answer, "code", None) is v.RejectCode.BAD_RESULT
 
 
-def test_without_a_plan_there_is_nothing_to_be_wrong_about() -> None:
+def test_wrong_commits_are_skipped_without_a_frame_in_flight() -> None:
     run = LockStep.start(CONFIG, load_engine("host"))
     for mistake in Mistake:
         assert run.perform(Misanswer(mistake)) == []
@@ -100,7 +100,7 @@ def test_without_a_plan_there_is_nothing_to_be_wrong_about() -> None:
 BROUGHT = frozenset({"encoder", "masks", "grammar", "sessions"})
 
 
-def test_what_a_sloppy_client_sends_both_engines_refuse_for_one_reason() -> None:
+def test_both_engines_refuse_bad_events_with_the_same_code() -> None:
     seen: set[v.RejectCode] = set()
     for seed in range(12):
         draw = SeededDraw(f"bad/{seed}")
@@ -126,7 +126,7 @@ def test_what_a_sloppy_client_sends_both_engines_refuse_for_one_reason() -> None
         frames = [frame.frame_id for frame in state.frames] or [0]
         for event in list_bad_events(swarm, live, [*live, "nobody"], frames):
             refused, by_host = transition(state, event), host.apply(event)
-            if isinstance(refused, Accepted):  # a signal about nobody (P18), a mask that is owed
+            if isinstance(refused, Accepted):  # it names an unknown request (P18), or is a mask
                 if not isinstance(event, v.GrammarBitmask):
                     assert isinstance(event, v.KVOffer | v.TransfersReported | v.PinEstimate), event
                     after = refused.state

@@ -1,4 +1,4 @@
-"""Explore and vectors on engines that are not exact."""
+"""`explore` and `vectors` on engines that are not exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FreesTwice(AbortingToy):
 
 
 class Waits(AbortingToy):
-    """Whoever comes while another waits is never admitted."""
+    """A request that arrives while another waits is never admitted."""
 
     def plan(self):  # type: ignore[no-untyped-def]
         waiting, self.waiting = self.waiting, self.waiting[:1]
@@ -49,7 +49,7 @@ def explore(engine: str, *worlds: str, out: Path | None = None) -> Result:
     return blockstep("explore", "--engine", engine, *asked, *(("--json", out) if out else ()))
 
 
-def test_the_states_of_an_engine_of_its_own_are_visited(tmp_path: Path) -> None:
+def test_a_walk_visits_the_states_of_an_engine_at_safety(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     result = explore(TOYS[1], "loop", "pair", "equals", out=out)
     assert result.exit_code == 0, result.output
@@ -61,7 +61,7 @@ def test_the_states_of_an_engine_of_its_own_are_visited(tmp_path: Path) -> None:
     assert all(one["is_complete"] for one in (loop, pair))
 
 
-def test_of_an_engine_that_shows_no_state_all_short_programs_are_tried(tmp_path: Path) -> None:
+def test_all_short_programs_are_tried_on_an_engine_without_states(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     result = explore(TOYS[0], "loop", out=out)
     assert result.exit_code == 0, result.output
@@ -71,7 +71,7 @@ def test_of_an_engine_that_shows_no_state_all_short_programs_are_tried(tmp_path:
     assert not loop["is_complete"]
 
 
-def test_what_breaks_at_an_abort_in_flight_is_found_with_the_shortest_program() -> None:
+def test_a_bug_of_aborts_in_flight_is_found_by_the_shortest_program() -> None:
     result = explore(f"{__name__}:FreesTwice", "pair")
     assert result.exit_code == 1
     assert "found after 3 events" in result.output
@@ -80,14 +80,14 @@ def test_what_breaks_at_an_abort_in_flight_is_found_with_the_shortest_program() 
     ]
 
 
-def test_that_not_all_requests_can_end_is_found() -> None:
+def test_a_request_that_never_finishes_is_found() -> None:
     result = explore(f"{__name__}:Waits", "pair")
     assert result.exit_code == 4
     assert "P10" in result.output
 
 
 @pytest.mark.parametrize(("engine", "name"), [("AtRenamed", "renamed"), ("AtPlan", "plan")])
-def test_in_between_an_engine_agrees_in_every_state_of_the_specification(
+def test_an_engine_at_renamed_or_plan_agrees_in_every_state(
     engine: str, name: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.json"
@@ -98,7 +98,7 @@ def test_in_between_an_engine_agrees_in_every_state_of_the_specification(
         assert world["counts"] == world["expected"]
 
 
-def test_what_an_engine_lacks_is_left_out_and_counts_are_not_those_committed() -> None:
+def test_events_that_an_engine_lacks_are_left_out() -> None:
     result = explore(f"{__name__}:NoAborts", "equals")
     assert result.exit_code == 0, result.output
     assert "events left out that" in result.output
@@ -124,7 +124,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         ("foreign_support.hosts:AtPlan", "plan"),
     ],
 )
-def test_vectors_are_played_as_far_as_they_can_be(
+def test_vectors_conform_at_every_equivalence(
     engine: str, equivalence: str, files: list[Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "out.json"
@@ -138,15 +138,13 @@ def test_vectors_are_played_as_far_as_they_can_be(
         assert ("abort" in record["skipped"]) is (engine == TOYS[0] and "pair" in record["path"])
 
 
-def test_vectors_find_what_breaks_an_engine_of_its_own(files: list[Path]) -> None:
+def test_vectors_find_a_bug_of_an_engine_at_safety(files: list[Path]) -> None:
     result = blockstep("vectors", "consume", *files, "--engine", f"{__name__}:FreesTwice")
     assert result.exit_code == 1
     assert "VIOLATION in program" in result.output
 
 
-def test_what_an_adapter_declares_is_counted_and_no_finding(
-    files: list[Path], tmp_path: Path
-) -> None:
+def test_a_declared_deviation_is_counted_and_no_finding(files: list[Path], tmp_path: Path) -> None:
     engine, out = "foreign_support.toys:AnswersTwice", tmp_path / "out.json"
     walked = explore(engine, "pair", out=out)
     assert walked.exit_code == 0, walked.output

@@ -1,4 +1,4 @@
-"""Exploring: what a walk visits, what it finds, and that nothing depends on how it is run."""
+"""`explore`: visited states, findings and tables, which do not depend on the number of jobs."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ QUICK = (
     "grouped",
     "pictured",
 )
-"""Worlds of a second at most."""
+"""Worlds whose walk takes a second at most."""
 FORKING = tuple(name for name, world in WORLDS.items() if world.forks and name not in QUICK)
 KINDS = (
     *(State, RequestState, Holding, GrammarState, Frame, FrameRow, Pool, Encoder, Entry),
     *(Transfers, Load, v.KVLoad, v.HeldBlocks, v.DeferredFree, v.KVOffer, Pins, v.Pin),
 )
-"""Of which a state is made."""
+"""The classes that a state consists of."""
 HOUSE = Path(__file__).resolve().parents[3]
 RESULTS = HOUSE / "benchmarks" / "results"
 
@@ -126,8 +126,8 @@ UNSEEN = {
     Quirk.DRAFT_HEAD_STOPS_BEFORE_WHOLE_ITEMS,
     Quirk.CROSS_ATTENTION_CACHE_OVERCOUNTS_FREE_SPACE,
 }
-"""Quirks that no transition of a walk shows as wrong: what is zeroed, what a mask says, and what is
-there of an item or of a load is the worker's to judge; where an idle session waits only differs."""
+"""Quirks that violate no property in a walk. The worker checks zeroed blocks, bitmasks, items and
+loads, and a walk has no worker; the queue in which an idle session waits violates nothing."""
 UNREACHED = {
     Quirk.DRAFT_HEAD_BLOCK_IS_LOOKED_UP_ONCE,
     Quirk.DRAFT_HEAD_CUTS_SHORT_WINDOWS_TWICE,
@@ -142,8 +142,8 @@ UNREACHED = {
     Quirk.RESET_WITHOUT_A_STORE_SUCCEEDS,  # no world without a store resets one
     Quirk.REASONING_END_IS_SEARCHED_IN_THE_NEXT_INPUT,  # no world has reasoning in a session
 }
-"""Quirks that no world is small enough for, or that change a hint alone, of which no walk asks, or
-a reset, which no world has whose groups leave blocks out."""
+"""Quirks that no small world shows, or that change a hint that no walk compares, or a reset of a
+world whose groups leave blocks out, which does not exist."""
 DEFECT_ROWS = {
     row["defect"]: (str(row["events"]), row["world"], row["first difference"])
     for row in read_rows("explore-seeded-bugs")
@@ -156,8 +156,8 @@ NO_WORLD = {
     *("shared-behind-the-difference", "copy-outlives-its-row", "branch-behind-the-window"),
     "digest-in-one-byte",
 }
-"""Seeded bugs that differ in no world of stores, pins, forks or tiers of such a size, or with so
-few contents; a run of the museum finds them."""
+"""Seeded bugs that differ in no small world of stores, pins, forks or tiers. They are found by
+`blockstep museum run`."""
 
 
 def play(world: World, *events: v.Event) -> State:
@@ -188,7 +188,7 @@ def explore(*args: object) -> Result:
         *(pytest.param(name, marks=pytest.mark.soak) for name in ("marks", "reasoning", *FORKING)),
     ],
 )
-def test_counts_are_those_committed_and_every_property_holds(name: str) -> None:
+def test_a_walk_has_the_committed_counts_and_every_property_holds(name: str) -> None:
     walked = walk(Task(WORLDS[name]))
     assert walked.is_complete
     assert walked.found == ()
@@ -199,7 +199,7 @@ def test_counts_are_those_committed_and_every_property_holds(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["loop", "equals", "endings", "whole", "seats", "shared", "embeds"]
 )
-def test_our_engine_agrees_on_every_event_in_every_state(name: str) -> None:
+def test_the_host_engine_agrees_on_every_event_in_every_state(name: str) -> None:
     walked = walk(Task(WORLDS[name], properties=False, engine="host"))
     assert walked.is_complete
     assert walked.found == ()
@@ -220,7 +220,7 @@ def test_our_engine_agrees_on_every_event_in_every_state(name: str) -> None:
         *(pytest.param(name, marks=pytest.mark.soak) for name in ("states", "marks", *FORKING)),
     ],
 )
-def test_the_host_keeps_the_same_states(name: str) -> None:
+def test_the_host_engine_agrees_in_every_state_of_larger_worlds(name: str) -> None:
     walked = walk(Task(WORLDS[name], properties=False, engine="host"))
     assert walked.is_complete
     assert walked.found == ()
@@ -260,7 +260,7 @@ def test_a_process_that_dies_is_reported_as_dead() -> None:
     shards.close()
 
 
-def test_the_page_walks_a_world_of_its_own() -> None:
+def test_the_example_of_the_page_walks_its_world() -> None:
     page = (HOUSE / "docs" / "explanation" / "small-worlds.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     made: dict[str, Any] = {}
@@ -273,7 +273,7 @@ def test_the_page_walks_a_world_of_its_own() -> None:
 # --- symmetry
 
 
-def test_a_digest_speaks_of_every_field_of_a_state() -> None:
+def test_a_digest_covers_every_field_of_a_state() -> None:
     known = {
         "pool", "requests", "waiting", "skipped_waiting", "running", "pause_state", "frames",
         "finished_req_ids", "prev_scheduled_req_ids", "parts",
@@ -294,7 +294,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
     assert fields == known | LEFT_OUT
 
 
-def test_what_has_a_name_but_no_meaning_is_renamed() -> None:
+def test_request_ids_and_tokens_without_meaning_are_renamed() -> None:
     world = World(
         "twins",
         "",
@@ -310,7 +310,7 @@ def test_what_has_a_name_but_no_meaning_is_renamed() -> None:
     assert digest(left) != digest(play(world, v.Submit(world.requests[0]), v.Schedule()))
 
 
-def test_ids_mean_something_under_priority_and_tokens_where_a_request_names_them() -> None:
+def test_ids_under_priority_and_prompt_tokens_are_not_renamed() -> None:
     world = World(
         "ranks",
         "",
@@ -335,7 +335,7 @@ def test_a_request_with_more_history_is_not_interchangeable_with_an_equal_one() 
 
 
 def list_futures(world: World, state: State) -> Counter[object]:
-    """What each event leads to, in canonical names."""
+    """Count what each event leads to: observation, canonical state and whether it stalls."""
     digest, futures = Canonicaliser(world).digest, Counter[object]()
     for event in get_events(world, state):
         moment = get_moment(state, event)
@@ -347,7 +347,7 @@ def list_futures(world: World, state: State) -> Counter[object]:
 
 @pytest.mark.parametrize("name", ["alone", "edge", "equals", "lacking", "names", "spaced", "whole"])
 def test_states_that_count_as_one_have_the_same_future(name: str) -> None:
-    """Otherwise a walk would leave out states, and not know it."""
+    """If they had not, a walk would leave out states."""
     world = WORLDS[name]
     digest, start = Canonicaliser(world).digest, initial_state(world.config)
     known, left, equals = {digest(start): start}, [start], list[tuple[State, State]]()
@@ -364,7 +364,7 @@ def test_states_that_count_as_one_have_the_same_future(name: str) -> None:
         assert list_futures(world, one) == list_futures(world, other)
 
 
-def test_time_leaves_no_trace() -> None:
+def test_frame_ids_do_not_change_a_digest() -> None:
     world = WORLDS["loop"]
     digest = Canonicaliser(world).digest
     once = play(world, v.Schedule())
@@ -372,7 +372,7 @@ def test_time_leaves_no_trace() -> None:
     assert once != play(world, v.Schedule(), v.Schedule())
 
 
-def test_blocks_differ_by_what_they_carry_and_when_they_are_taken() -> None:
+def test_a_digest_depends_on_the_contents_of_blocks() -> None:
     world = WORLDS["pair"]
     digest = Canonicaliser(world).digest
     a = world.requests[0]
@@ -385,8 +385,8 @@ def test_blocks_differ_by_what_they_carry_and_when_they_are_taken() -> None:
 
 
 @pytest.mark.parametrize("name", ["endings", "gap", "guesses", "pipeline", "left", "overtaken"])
-def test_the_history_of_a_state_is_what_a_run_would_have_kept(name: str) -> None:
-    """As far as a state tells: what is checked here is what the properties rely on."""
+def test_the_history_read_from_a_state_equals_that_of_a_run(name: str) -> None:
+    """The test compares the parts of the history that the properties use."""
     world = WORLDS[name]
     history, state = History(world.config), initial_state(world.config)
     index = 0
@@ -434,7 +434,7 @@ def test_a_quirk_is_found_with_its_property() -> None:
 
 @pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("story", QUIRKS, ids=lambda story: story.quirk)
-def test_a_quirk_breaks_a_property_of_its_story_by_the_program_of_the_page(
+def test_a_quirk_violates_its_property_as_in_the_committed_table(
     story: QuirkStory,
 ) -> None:
     quirk = story.quirk
@@ -460,14 +460,14 @@ def test_a_quirk_breaks_a_property_of_its_story_by_the_program_of_the_page(
     assert sentence.split()[0] in story.property_ids
 
 
-def test_a_quirk_goes_another_way_before_it_breaks_a_property() -> None:
+def test_a_quirk_differs_before_it_violates_a_property() -> None:
     quirk = Quirk.MIN_TOKENS_MASK_LENGTH
     walked = walk(Task(WORLDS["endings"], properties=False, quirk=quirk))
     assert "quirk" in walked.found[0]
     assert isinstance(walked.path[-1].event, v.Commit)
 
 
-def test_two_that_preempt_each_other_for_ever_are_a_cycle() -> None:
+def test_two_requests_that_preempt_each_other_are_a_cycle() -> None:
     quirk = Quirk.EQUALS_PREEMPT_THE_FIRST
     task = Task(WORLDS["equals"], Profile(quirk, frozenset({quirk})))
     assert any(line.startswith(("P10", "P16")) for line in walk(task).found)
@@ -485,13 +485,13 @@ def test_two_that_preempt_each_other_for_ever_are_a_cycle() -> None:
          "transfers, schedule", [1]),
     ],
 )  # fmt: skip
-def test_loads_that_starve_each_other_or_come_again_for_ever_are_cycles(
+def test_loads_that_starve_each_other_or_repeat_for_ever_are_cycles(
     world: str, quirks: set[Quirk], kinds: str, cycle: str, num_held: list[int]
 ) -> None:
     """Each quirk that stalls does so in the fewest events, and nothing does without it.
 
-    Of several shortest ways a digest decides, and a digest changes with what a state has, so the
-    events on the way are compared without their order, and the blocks held where it ends.
+    The digests of states decide between several shortest ways, and they change with the fields of a
+    state. So the test compares the events without their order, and the blocks held at the end.
     """
     profile = Profile("", frozenset(quirks))
     walked = walk(Task(WORLDS[world], profile, properties=False, stalls=True))
@@ -510,8 +510,8 @@ def test_loads_that_starve_each_other_or_come_again_for_ever_are_cycles(
     assert not walk(Task(WORLDS[world], properties=False, stalls=True)).found
 
 
-def test_a_load_that_fails_again_and_again_is_the_stores_stall() -> None:
-    """A load of which nothing came is asked for anew: it ends with the first that comes whole."""
+def test_a_load_that_fails_again_and_again_is_no_stall() -> None:
+    """A failed load is repeated until one succeeds, so a walk finds no stall of the scheduler."""
     config = dataclasses.replace(
         WORLDS["again"].config,
         num_blocks=4,
@@ -533,13 +533,13 @@ def test_stalls_are_looked_for_past_violated_properties() -> None:
     assert "and then for ever\n     1  schedule\n" in result.output
 
 
-def test_a_cycle_is_found_among_ways_that_lead_nowhere() -> None:
+def test_a_cycle_is_found_in_a_graph_with_dead_ends() -> None:
     assert find_cycles([[1, 2, 2, 3], [3, 4]]) == []
     assert find_cycles([[1, 2, 2, 3, 3, 2], [4, 5, 5, 6, 6, 4, 7, 4]]) == [[2, 3], [3, 2]]
     assert find_cycles([[9, 9]]) == [[9]]
 
 
-def test_the_shortest_way_to_a_situation_is_shown() -> None:
+def test_the_shortest_program_that_reaches_a_goal_is_shown() -> None:
     result = explore("--preset", "pair", "--witness", "prefix_hit")
     assert result.exit_code == 0
     assert "prefix_hit: after 3 events (preset pair)" in result.output
@@ -548,7 +548,7 @@ def test_the_shortest_way_to_a_situation_is_shown() -> None:
     assert "not reached" in missing.output
 
 
-def test_situations_are_those_of_the_other_commands() -> None:
+def test_goals_of_explore_are_known_coverage_goals() -> None:
     assert {"preempted_twice", "prefix_hit", "skip_ahead"} <= set(JUDGED_WITNESSES)
 
 
@@ -556,7 +556,7 @@ def test_situations_are_those_of_the_other_commands() -> None:
 
 
 class Grudging(SpecEngine):
-    """Plans nothing any more once it has refused something."""
+    """An engine that plans nothing after it has refused an event."""
 
     def apply(self, event: v.Event) -> v.Observation:
         if isinstance(event, v.Schedule) and getattr(self, "grudge", False):
@@ -568,7 +568,7 @@ class Grudging(SpecEngine):
 
 @pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("name", EXHIBITS)
-def test_a_planted_defect_falls_by_the_program_of_the_page(name: str) -> None:
+def test_a_seeded_bug_is_found_by_a_program_of_the_committed_length(name: str) -> None:
     length, world, difference = DEFECT_ROWS[name]
     if name in NO_WORLD:
         assert (length, world, difference) == (NOWHERE,) * 3
@@ -595,7 +595,7 @@ def test_a_planted_defect_falls_by_the_program_of_the_page(name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["host", "museum:forward-frees"])
-def test_a_kept_engine_is_in_the_state_that_it_was_in(engine: str) -> None:
+def test_a_revived_engine_has_the_state_of_the_kept_one(engine: str) -> None:
     request = WORLDS["pair"].requests[0]
     copies = Copies(load_engine(engine), WORLDS["pair"])
     first = copies.revive(copies.start())
@@ -609,8 +609,8 @@ def test_a_kept_engine_is_in_the_state_that_it_was_in(engine: str) -> None:
     assert twin.snapshot() == first.snapshot()
 
 
-def test_what_is_remembered_by_identity_is_not_kept() -> None:
-    # Whoever is revived has other objects, one of which may be where another one was.
+def test_a_kept_engine_does_not_depend_on_object_identities() -> None:
+    # A revived engine has other objects, which may have the addresses of earlier ones.
     copies = Copies(SpecEngine, WORLDS["pair"])
     engine = copies.revive(copies.start())
     event = v.Submit(WORLDS["pair"].requests[0])
@@ -628,7 +628,7 @@ class OneFrame(SpecEngine):
         return super().capabilities() - {"pipeline", "async"}
 
 
-def test_a_world_that_an_engine_is_not_made_for_is_reported_and_left_out() -> None:
+def test_a_world_that_needs_a_lacking_capability_is_reported_as_skipped() -> None:
     engine = f"{__name__}:OneFrame"
     result = explore("--preset", "pipeline", "--preset", "loop", "--engine", engine)
     assert f"pipeline: not walked: {engine} lacks pipeline\n" in result.output
@@ -643,7 +643,7 @@ def test_a_defect_that_needs_a_refused_event_is_marked() -> None:
     assert walked.found[0].startswith(OUT_OF_NOTHING)
 
 
-def test_an_engine_that_cannot_be_pickled_is_driven_there() -> None:
+def test_an_engine_that_cannot_be_pickled_is_kept_as_its_events() -> None:
     class Stubborn(load_engine("host")):  # type: ignore[misc]
         def __reduce__(self) -> str:
             raise TypeError("not me")
@@ -676,13 +676,13 @@ def test_the_command_shows_the_program_of_a_defect() -> None:
     assert "schedule" in result.output
 
 
-def test_too_many_states_are_no_verdict() -> None:
+def test_a_walk_with_too_many_states_gives_no_verdict() -> None:
     result = explore("--preset", "pair", "--max-states", 100)
     assert result.exit_code == 5
     assert "--max-states 100" in result.output
 
 
-def test_pictures_show_every_state(tmp_path: Path) -> None:
+def test_drawn_graphs_show_every_state(tmp_path: Path) -> None:
     svg, dot = tmp_path / "loop.svg", tmp_path / "loop.dot"
     result = explore("--preset", "loop", "--svg", svg, "--dot", dot, "--json", tmp_path / "g.json")
     assert result.exit_code == 0, result.output
@@ -708,7 +708,7 @@ def test_tables_are_made_by_the_command(tmp_path: Path) -> None:
 # --- the tables of the documentation
 
 
-def test_every_world_is_counted() -> None:
+def test_every_world_has_a_row_with_its_counts() -> None:
     rows = list_worlds(WORLDS.values())
     assert [row["world"] for row in rows] == list(WORLDS)
     assert all(row["states"] != "not counted" for row in rows)

@@ -1,4 +1,4 @@
-"""A package of vectors: what it holds, and its checker, which runs without Blockstep."""
+"""A package of vectors: its files, and its checker, which runs without Blockstep."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """What the checker says; `-I`: it sees nothing of this project."""
+    """Run the package's checker, with `-I` so that it cannot import Blockstep."""
     line = [sys.executable, "-I", str(folder / "check.py"), *command]
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_package_has_all_that_a_reader_needs(package: Path) -> None:
+def test_a_package_has_vectors_schema_defaults_and_a_readme(package: Path) -> None:
     index = json.loads((package / "index.json").read_text())
     assert (index["format"], index["version"]) == ("blockstep-vectors-package", 1)
     assert [file["needs"] for file in index["files"]] == [["adapters"], []]
@@ -88,7 +88,7 @@ def test_a_changed_package_is_refused(package: Path, tmp_path: Path) -> None:
     assert run(package, "./no-such-engine").returncode == 2
 
 
-def test_a_package_without_a_place_is_a_usage_error(tmp_path: Path) -> None:
+def test_a_package_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     given = ("vectors", "pack", str(tmp_path / "file" / "x"), "--preset", "free")
     result = CliRunner().invoke(app, given)

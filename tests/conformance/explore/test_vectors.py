@@ -1,4 +1,4 @@
-"""Vectors: what is written covers the walk; what is read is refused or played, never a crash."""
+"""Vectors: written files cover a walk; read files are played or refused, and never crash."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def vectors(*args: object) -> Result:
 
 
 def reworked(path: Path, to: Path, change: tuple[str, str]) -> Path:
-    """The file with `change` made below the manifest, and a manifest that fits again."""
+    """Write the file with `change` made below the manifest, and a manifest that fits again."""
     manifest, body = path.read_text().split("\n", 1)
     assert change[0] in body
     body = body.replace(*change, 1)
@@ -50,7 +50,7 @@ def reworked(path: Path, to: Path, change: tuple[str, str]) -> Path:
     return to
 
 
-def deeds_of(world: World, programs: Iterable[Iterable[Event]]) -> set[str]:
+def list_deeds(world: World, programs: Iterable[Iterable[Event]]) -> set[str]:
     start = initial_state(world.config)
     return set[str]().union(*(trace_program(start, events) for events in programs))
 
@@ -59,22 +59,22 @@ def deeds_of(world: World, programs: Iterable[Iterable[Event]]) -> set[str]:
 def test_few_programs_take_every_branch_that_the_walk_took(
     name: str, filled: Path, tmp_path: Path
 ) -> None:
-    """A vector is a program; what the walk met is what it met in any of its transitions."""
+    """A vector is a program. The branches of a walk are those of all its transitions."""
     world, path = WORLDS[name], filled if name == "endings" else tmp_path / "filled.jsonl"
     walked = walk(Task(world, properties=False, deeds=True))
     assert walked.is_complete
-    met = deeds_of(world, walked.programs)
+    met = list_deeds(world, walked.programs)
     if path is not filled:
         fill(path, world, 20_000)
     programs = [[step.event for step in steps] for steps in read_vectors(path).programs]
-    assert met <= deeds_of(world, programs)
+    assert met <= list_deeds(world, programs)
     assert len(programs) < len(walked.programs)
 
 
-def test_all_that_a_walk_does_is_met() -> None:
+def test_programs_of_a_walk_take_every_branch_of_its_transitions() -> None:
     """Each transition of a complete walk does nothing that its programs do not do."""
     world = WORLDS["seats"]
-    met = deeds_of(world, walk(Task(world, properties=False, deeds=True)).programs)
+    met = list_deeds(world, walk(Task(world, properties=False, deeds=True)).programs)
     digest, tracer = Canonicaliser(world).digest, Tracer()
     seen, left = set[int](), [initial_state(world.config)]
     while left:
@@ -89,9 +89,9 @@ def test_all_that_a_walk_does_is_met() -> None:
     assert len(seen) == world.expected.states
 
 
-def test_what_can_end_a_request_is_covered(filled: Path) -> None:
+def test_every_finish_reason_is_covered(filled: Path) -> None:
     programs = [[step.event for step in steps] for steps in read_vectors(filled).programs]
-    done = deeds_of(WORLDS["endings"], programs)
+    done = list_deeds(WORLDS["endings"], programs)
     assert any("compute_stop" in deed for deed in done)
     assert {"stop_repetition", "stop_eos", "min_tokens_held_back_a_stop"} <= done
 
@@ -105,7 +105,7 @@ def test_filling_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     assert read_vectors(zipped) == read_vectors(once)
 
 
-def test_what_must_be_refused_is_among_them(filled: Path) -> None:
+def test_vectors_have_events_that_must_be_refused(filled: Path) -> None:
     steps = [step for program in read_vectors(filled).programs for step in program]
     codes = {step.observation.code for step in steps if isinstance(step.observation, Rejected)}
     assert {"bad_request", "prompt_too_long", "bad_result", "unknown_frame"} <= codes
@@ -142,7 +142,7 @@ def test_an_engine_is_not_given_what_it_cannot_do(filled: Path) -> None:
     assert result.num_events > 0
 
 
-def test_the_greedy_choice_drops_what_is_not_needed() -> None:
+def test_the_greedy_choice_drops_redundant_programs() -> None:
     programs = [
         (3, frozenset("ab")),
         (1, frozenset("c")),
@@ -185,7 +185,7 @@ def test_a_wrong_line_is_refused_with_its_rule(
         read_vectors(reworked(filled, tmp_path / "wrong.jsonl", change))
 
 
-def test_a_file_without_whether_work_is_left_does_not_ask_the_engine(tmp_path: Path) -> None:
+def test_a_file_without_has_work_does_not_compare_it(tmp_path: Path) -> None:
     now, before = tmp_path / "now.jsonl", tmp_path / "before.jsonl"
     write_vectors(now, "idle", Config(num_blocks=3), [[Schedule()]])
     reworked(now, before, (',"has_work":false', ""))
@@ -196,7 +196,7 @@ def test_a_file_without_whether_work_is_left_does_not_ask_the_engine(tmp_path: P
     assert consume(read_vectors(before), load_engine("host")).conforms
 
 
-def test_several_frames_were_asynchronous_before_there_was_a_word_for_it(tmp_path: Path) -> None:
+def test_a_file_without_async_scheduling_has_it_if_frames_are_several(tmp_path: Path) -> None:
     config = Config(num_blocks=3, max_frames_in_flight=2, async_scheduling=True)
     now, before = tmp_path / "now.jsonl", tmp_path / "before.jsonl"
     write_vectors(now, "pair", config, [[Schedule()]])
@@ -221,10 +221,10 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_whatever_is_in_a_file_it_is_read_or_refused(
+def test_a_file_with_changed_bytes_is_read_or_refused(
     filled: Path, tmp_path: Path, data: st.DataObject
 ) -> None:
-    """Bytes are changed below a manifest that fits, so that the reader gets to see them."""
+    """Change bytes below a manifest that fits, so that the reader gets to see them."""
     manifest, _, body = filled.read_bytes().partition(b"\n")
     at = data.draw(st.integers(0, len(body)))
     until = data.draw(st.integers(at, min(at + 40, len(body))))
@@ -244,10 +244,10 @@ VALUES = [b"null", b"-1", b"9" * 30, b"1e999", b"{}", b"[]", b'"A"', b'"\\ud800"
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_whatever_value_is_in_a_file_it_is_read_or_refused(
+def test_a_file_with_a_changed_value_is_read_or_refused(
     filled: Path, tmp_path: Path, data: st.DataObject
 ) -> None:
-    """A value of the manifest or below it is another one; below it the manifest fits again."""
+    """Change a value of the manifest, or a value below a manifest that still fits."""
     manifest, _, body = filled.read_bytes().partition(b"\n")
     in_manifest = data.draw(st.booleans())
     part = manifest if in_manifest else body[:20_000]

@@ -1,4 +1,4 @@
-"""The museum: what it shows, and that a survivor is not passed over in silence."""
+"""Seeded bugs: each is valid, its listing is right, and one that is not found is reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from blockstep.spec.vocabulary import (
 
 DOCS = Path(__file__).parents[3] / "docs"
 NAMED = {entry.id for entry in PROPERTIES} | {"P10"}
-"""What a finding may name. P10 is about whole runs: the driver speaks of it."""
+"""Properties that a finding may name. P10 is about whole runs: the driver checks it."""
 QUICK = ("leak-on-abort", "forward-frees")
 
 
@@ -73,7 +73,7 @@ def blockstep(*args: object) -> Result:
 
 
 def list_replaced(entry: SeededBug) -> dict[Any, Any]:
-    """The functions that a seeded bug replaces, in the configs that have what it takes."""
+    """Return the functions that a seeded bug replaces in the configs of `list_configs`."""
     replaced: dict[Any, Any] = {}
 
     class Noting(Rules):
@@ -87,7 +87,7 @@ def list_replaced(entry: SeededBug) -> dict[Any, Any]:
 
 
 def list_configs(entry: SeededBug) -> list[Config]:
-    """A config that has what a seeded bug takes, and the same without prefix caching."""
+    """Return a config with the features that a seeded bug needs, and variants."""
     state = KVGroup(GroupKind.RECURRENT, 16, mamba_cache_mode=MambaCacheMode.ALIGN)
     groups: tuple[KVGroup, ...] = (KVGroup(GroupKind.FULL, 16),) if entry.takes_groups else ()
     groups += (state,) if entry.takes_states else ()
@@ -98,8 +98,8 @@ def list_configs(entry: SeededBug) -> list[Config]:
 
 
 @pytest.mark.parametrize("name", EXHIBITS)
-def test_what_an_exhibit_replaces_is_of_the_specification_and_called_alike(name: str) -> None:
-    # Else it falls by a TypeError that says nothing about any judge.
+def test_a_seeded_bug_replaces_functions_of_the_spec_by_equal_signatures(name: str) -> None:
+    # Otherwise it would be found by a TypeError, and no check would be tested.
     replaced = list_replaced(EXHIBITS[name])
     assert replaced
     for function, by in replaced.items():
@@ -118,7 +118,9 @@ FELL_LATE = (
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "standing"), FELL_LATE, ids=[name for name, _ in FELL_LATE])
-def test_what_fell_late_once_falls_within_20_000_events(name: str, standing: BugRunMode) -> None:
+def test_bugs_that_once_were_found_late_are_found_in_20_000_events(
+    name: str, standing: BugRunMode
+) -> None:
     trial = Trial(seeds=(1, 2, 3), max_events=20_000, standing=standing, shrinks=False)
     (tried,) = run_trial([EXHIBITS[name]], trial)
     assert tried.problem == "", tried.falls
@@ -126,14 +128,14 @@ def test_what_fell_late_once_falls_within_20_000_events(name: str, standing: Bug
 
 @pytest.fixture
 def with_survivor(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An exhibit that plants nothing. It is known in this process only, so it needs one job."""
+    """A seeded bug that changes nothing. Only this process knows it, so a run needs one job."""
     exhibits = {**EXHIBITS, IDLE.name: IDLE}
     monkeypatch.setattr(museum, "EXHIBITS", exhibits)
     monkeypatch.setattr("blockstep.conformance.command.museum.EXHIBITS", exhibits)
     return IDLE.name
 
 
-def test_every_exhibit_names_its_source_and_what_kills_it() -> None:
+def test_every_seeded_bug_names_its_source_and_its_properties() -> None:
     for name, entry in EXHIBITS.items():
         assert entry.name == name
         assert entry.title, name
@@ -156,7 +158,7 @@ TAKEN: dict[str, dict[str, Any]] = {
 """Fields of the config that ask for a feature."""
 
 
-def test_every_exhibit_can_be_built_and_runs() -> None:
+def test_every_seeded_bug_can_be_built() -> None:
     for name, entry in EXHIBITS.items():
         groups = (KVGroup(GroupKind.FULL, 16),) if entry.takes_groups else ()
         engine = build(name)(Config(num_blocks=8, groups=groups, **TAKEN.get(entry.takes, {})))
@@ -165,7 +167,7 @@ def test_every_exhibit_can_be_built_and_runs() -> None:
         assert engine.change is entry.change, name
 
 
-def test_titles_differ_and_wrong_fixes_are_of_something_else() -> None:
+def test_titles_differ_and_wrong_fixes_name_another_bug() -> None:
     assert len({entry.title for entry in EXHIBITS.values()}) == len(EXHIBITS)
     fixes = [entry for entry in EXHIBITS.values() if entry.wrong_fix_of]
     assert fixes
@@ -174,7 +176,7 @@ def test_titles_differ_and_wrong_fixes_are_of_something_else() -> None:
         assert entry.wrong_fix_of != entry.name
 
 
-def test_the_page_on_sources_names_what_breaks_each_change_and_each_listing() -> None:
+def test_the_page_on_discrepancies_names_existing_checks_and_bugs() -> None:
     page = (DOCS / "explanation" / "discrepancies.md").read_text()
     of_listings, changes = (
         page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
@@ -193,21 +195,21 @@ def test_the_page_on_sources_names_what_breaks_each_change_and_each_listing() ->
     assert {entry.name for entry in pool.LISTINGS.exhibits} <= planted <= EXHIBITS.keys()
 
 
-def test_a_name_is_given_once() -> None:
+def test_a_name_that_is_taken_is_refused() -> None:
     page = Page()
     page.exhibits += [IDLE, IDLE]
     with pytest.raises(ValueError, match="the name is taken"):
         collect([page])
 
 
-def test_a_wrong_fix_is_of_an_exhibit() -> None:
+def test_a_wrong_fix_of_an_unknown_bug_is_refused() -> None:
     page = Page()
     page.exhibit("a title", "#1", "P1", wrong_fix_of="nothing")(change_nothing)
     with pytest.raises(ValueError, match="no 'nothing' to fix"):
         collect([page])
 
 
-def test_quick_ones_are_killed_and_reported_in_every_form_and_by_several_processes(
+def test_found_bugs_are_reported_as_table_json_and_page(
     tmp_path: Path,
 ) -> None:
     out, page = tmp_path / "museum.json", tmp_path / "museum.md"
@@ -223,7 +225,7 @@ def test_quick_ones_are_killed_and_reported_in_every_form_and_by_several_process
     assert not any(row["survived"] for row in rows)
     text = page.read_text()
     assert "| forward-frees | a block table is freed from its head |" in text
-    # Side by side, with the progress told after each hunt.
+    # In two processes, with progress after each hunt.
     progress: list[tuple[float, str]] = []
     trial = Trial((0, 1), max_events=30_000, jobs=2)
     tried = run_trial(
@@ -237,7 +239,7 @@ def test_quick_ones_are_killed_and_reported_in_every_form_and_by_several_process
     assert side_by_side == rows[1:]
 
 
-def test_the_list_describes_each_exhibit(tmp_path: Path) -> None:
+def test_the_listing_describes_each_seeded_bug(tmp_path: Path) -> None:
     out = tmp_path / "museum.json"
     result = blockstep("museum", "--json", out)
     assert result.exit_code == 0
@@ -247,7 +249,7 @@ def test_the_list_describes_each_exhibit(tmp_path: Path) -> None:
     assert rows["all-keys-withdrawn"]["what is wrong"].startswith("wrong fix of zombie-key: ")
 
 
-def test_rows_show_the_seeds_side_by_side() -> None:
+def test_a_row_shows_the_results_of_all_seeds() -> None:
     falls = (Fall(0, "P1 a", 1_020, 1.26, 5), Fall(1, SURVIVED, 300, 2.0, None))
     tried = Tried(IDLE, falls)
     row = row_of(tried)
@@ -270,14 +272,16 @@ def test_rows_show_the_seeds_side_by_side() -> None:
         (FindingKind.LIVENESS, "P10", "P10 words"),
     ],
 )
-def test_killers_have_names(kind: FindingKind, property_id: str, name: str) -> None:
+def test_a_finding_is_named_by_its_property_or_kind(
+    kind: FindingKind, property_id: str, name: str
+) -> None:
     assert name_of(Finding(kind, property_id, "words", "")) == name
 
 
 # Held to the properties alone.
 
 
-def test_at_safety_the_state_is_shown_or_hidden_and_the_page_has_a_column_for_each(
+def test_a_run_at_safety_shows_or_hides_the_state(
     tmp_path: Path,
 ) -> None:
     names = ("museum", "run", "leak-on-abort", "forward-frees", "--seed", 0)
@@ -298,7 +302,7 @@ def test_at_safety_the_state_is_shown_or_hidden_and_the_page_has_a_column_for_ea
         ("safety", "hidden"),
     ]
     assert rows[0][0]["seeds"][0]["killed by"].startswith("P1 ")
-    assert not rows[1][0]["seeds"][0]["killed by"].startswith("P1 ")  # nobody sees it leak
+    assert not rows[1][0]["seeds"][0]["killed by"].startswith("P1 ")  # no state shows the leak
     assert rows[0][1]["survived"]
     assert rows[0][1]["invisible"] == EXHIBITS["forward-frees"].invisible
     both = [option for file in files[:2] for option in ("--beside", file)]
@@ -309,7 +313,7 @@ def test_at_safety_the_state_is_shown_or_hidden_and_the_page_has_a_column_for_ea
     assert text.count("| invisible (policy: which free block is evicted first): not in ") == 2
 
 
-def test_what_survives_unlisted_and_what_is_found_though_listed_are_reported(
+def test_surviving_bugs_and_wrongly_listed_ones_are_reported(
     with_survivor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = replace(EXHIBITS["leak-on-abort"], invisible="policy: none of it is")
@@ -325,14 +329,14 @@ def test_what_survives_unlisted_and_what_is_found_though_listed_are_reported(
     )
 
 
-def test_what_only_the_state_shows_is_to_be_found_where_it_is_shown() -> None:
+def test_a_bug_that_only_the_state_shows_is_found_with_states() -> None:
     entry = EXHIBITS["stale-frame-rolls-back"]
     assert [bool(standing.why_invisible(entry)) for standing in STANDINGS] == [False, False, True]
     result = run_trial([entry], Trial((0,), 30_000, standing=SHOWN, shrinks=False))
     assert not result[0].problem
 
 
-def test_at_exact_nothing_is_invisible() -> None:
+def test_no_bug_counts_as_invisible_at_exact() -> None:
     tried = Tried(EXHIBITS["forward-frees"], (Fall(0, SURVIVED, 300, 1.0, None),))
     assert not tried.invisible
     assert tried.problem == "survived"
@@ -340,7 +344,7 @@ def test_at_exact_nothing_is_invisible() -> None:
 
 
 def play_unseen(name: str, num_events: int, seed: int, is_hidden: bool) -> None:
-    """All voices of the worker, P1 and liveness among what is judged: none finds anything."""
+    """Check that all episodes of a seeded bug conform at safety."""
     given = (EXHIBITS[name].takes,) if EXHIBITS[name].takes else ()
     options = CheckOptions(f"museum:{name}", seed=seed, hide_state=is_hidden, with_features=given)
     make_engine = load_as_foreign(options)
@@ -354,7 +358,7 @@ def play_unseen(name: str, num_events: int, seed: int, is_hidden: bool) -> None:
 
 
 def count_tokens_of_the_model(name: str, seed: int, num_workloads: int) -> int:
-    """Workloads are answered as the model would, whatever the scheduler does; tokens compared."""
+    """Check that workloads get the tokens of the model. Return the number of tokens."""
     make_engine, num_tokens = load_engine(f"museum:{name}"), 0
     for index in range(num_workloads):
         given = (EXHIBITS[name].takes,) if EXHIBITS[name].takes else ()
@@ -363,7 +367,7 @@ def count_tokens_of_the_model(name: str, seed: int, num_workloads: int) -> int:
         answers = run_workload(make_engine, swarm, swarm.config, requests)
         next_token = token_function(swarm.token_seed, swarm.vocabulary_size)
         for request in requests:
-            # A session is answered chunk by chunk, and its text is not that of one request.
+            # A session is answered input by input, so its tokens are not those of one request.
             if request.request_id in answers and not request.resumable:
                 due = list_due(swarm.config, request, next_token)
                 assert answers[request.request_id].token_ids == due, (name, seed, index)
@@ -372,7 +376,7 @@ def count_tokens_of_the_model(name: str, seed: int, num_workloads: int) -> int:
 
 
 def list_due(config: Config, request: Request, next_token: NextToken) -> TokenIds:
-    """What the model says to a request, up to its stop."""
+    """Return the tokens that the model gives a request, up to its stop."""
     outputs: list[int] = []
     while True:
         token = next_token([*request.prompt_token_ids, *outputs])
@@ -384,7 +388,7 @@ def list_due(config: Config, request: Request, next_token: NextToken) -> TokenId
 
 @pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("name", UNSEEN)
-def test_what_is_invisible_breaks_nothing_that_is_compared(name: str) -> None:
+def test_an_invisible_bug_has_no_finding_at_safety(name: str) -> None:
     if EXHIBITS[name].invisible:
         play_unseen(name, 150, 1, is_hidden=False)
     play_unseen(name, 250, 2, is_hidden=True)
@@ -394,21 +398,21 @@ def test_what_is_invisible_breaks_nothing_that_is_compared(name: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("name", UNSEEN)
-def test_what_is_invisible_breaks_nothing_in_many_events(name: str, seed: int) -> None:
+def test_an_invisible_bug_has_no_finding_in_many_events(name: str, seed: int) -> None:
     if EXHIBITS[name].invisible:
         play_unseen(name, 150_000, seed, is_hidden=False)
     play_unseen(name, 150_000, seed, is_hidden=True)
     assert count_tokens_of_the_model(name, seed, 300) > 1_000
 
 
-def test_a_changed_token_would_be_seen() -> None:
+def test_a_bug_that_changes_tokens_is_noticed() -> None:
     with pytest.raises(AssertionError):
         count_tokens_of_the_model("lost-rollback", 0, 40)
 
 
-def test_what_is_invisible_names_what_it_is_a_matter_of() -> None:
+def test_an_invisible_bug_names_its_kind_and_reason() -> None:
     assert UNSEEN
     for name in UNSEEN:
         assert re.match(r"(policy|efficiency|books): \w", HIDDEN.why_invisible(EXHIBITS[name]))
-        if name != "nulls-freed":  # the null block is nobody's, so it cannot leak
+        if name != "nulls-freed":  # no request owns the null block, so it cannot leak
             assert "P1" not in EXHIBITS[name].properties  # a leak is never invisible

@@ -1,4 +1,4 @@
-"""One-point changes of functions: which there are, and how they are put in place."""
+"""Mutants of functions: how changes are found in the source, and how they are applied."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def list_new(body: str) -> list[str]:
         ("# no-mutate: it is not read\n    # at all\n    a = 1", []),
     ],
 )
-def test_the_changes_of_a_statement(body: str, new: list[str]) -> None:
+def test_changes_of_each_kind_of_statement(body: str, new: list[str]) -> None:
     assert list_new(body) == new
 
 
-def test_annotations_defaults_decorators_and_values_of_modules_stay() -> None:
+def test_annotations_defaults_decorators_and_constants_are_not_changed() -> None:
     text = 'A = 1\n\n@g(1)\ndef f(a: "1 + 1" = 1) -> 1 + 1:\n    """1 + 1"""\n    b: 1 + 1 = a\n'
     assert not changes.find_changes(text)
 
@@ -61,7 +61,7 @@ def test_a_mark_needs_a_reason(mark: str) -> None:
         changes.find_marks(f"a = 1  {mark}\n")
 
 
-def test_a_change_has_a_place_and_is_shown_in_its_line() -> None:
+def test_a_change_names_its_function_and_is_shown_in_its_line() -> None:
     text = "class A:\n    def f(self, a):\n        def g():\n            return a == 'é' != 1\n"
     (*_, last) = changes.find_changes(text)
     assert (last.function, last.kind, last.lines) == ("A.f", "constant", (4, 4))
@@ -69,7 +69,7 @@ def test_a_change_has_a_place_and_is_shown_in_its_line() -> None:
     assert last.apply(text) == text.replace("1", "2")
 
 
-def test_a_change_is_made_in_every_function_that_runs_the_code_and_undone() -> None:
+def test_a_change_is_applied_to_a_loaded_function_and_undone() -> None:
     file = block_pool.__file__
     text = Path(file).read_text(encoding="utf-8")
     kept = block_pool.count_free
@@ -85,13 +85,13 @@ def test_a_change_is_made_in_every_function_that_runs_the_code_and_undone() -> N
     assert kept(one, (1, 2)) == 2
 
 
-def test_a_function_that_nothing_runs_cannot_be_changed() -> None:
+def test_a_function_that_is_not_loaded_cannot_be_changed() -> None:
     text = "def no_such_function(a):\n    return a + 1\n"
     with pytest.raises(changes.CannotPlantError, match="no_such_function"):
         changes.plant(changes.find_changes(text)[0], text, block_pool.__file__)
 
 
-def test_a_law_is_about_the_functions_that_it_calls() -> None:
+def test_mutants_of_a_law_are_of_the_functions_that_it_calls() -> None:
     law = LAWS["pool.blocks_are_taken_from_the_head_of_the_queue"]
     called, inner = find_subjects(law)
     assert {name for _, name in called} >= {"allocate_blocks", "find_block"}

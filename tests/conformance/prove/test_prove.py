@@ -1,4 +1,4 @@
-"""`blockstep prove`: every law holds, every mistake is noticed, and the runner is not fooled."""
+"""`blockstep prove`: every law is confirmed, its mutants are refuted, and verdicts are right."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ LAW_SECONDS_MAX = 60.0
 @pytest.mark.sampled(one_in=8)
 @solver
 @pytest.mark.parametrize("name", [law.name for law in LAWS.values() if not law.is_slow])
-def test_law_is_confirmed_and_its_mistakes_are_refuted(name: str) -> None:
+def test_a_law_is_confirmed_and_its_mutants_are_refuted(name: str) -> None:
     assert prove_law(LAWS[name], LAW_SECONDS_MAX).problem == ""
 
 
 @pytest.mark.soak
 @solver
 @pytest.mark.parametrize("name", [law.name for law in LAWS.values() if law.is_slow])
-def test_slow_law_is_confirmed_and_its_mistakes_are_refuted(name: str) -> None:
+def test_a_slow_law_is_confirmed_and_its_mutants_are_refuted(name: str) -> None:
     assert prove_law(LAWS[name], LAW_SECONDS_MAX).problem == ""
 
 
@@ -86,23 +86,23 @@ def test_each_law_has_a_property_and_a_witness() -> None:
 
 @pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("name", [law.name for law in LAWS.values() if not law.twins])
-def test_law_is_broken_by_a_mutant_of_what_it_calls(name: str) -> None:
+def test_a_law_is_broken_by_a_mutant_of_a_function_it_calls(name: str) -> None:
     assert try_mutants(LAWS[name]).refuted
 
 
-def test_there_are_many_laws_and_each_has_a_name_of_its_own() -> None:
+def test_laws_are_many_and_their_names_are_unique() -> None:
     laws = [law for room in all_laws.ROOMS for law in room.laws]
     assert len(laws) == len(LAWS) >= 60
 
 
-def test_every_law_of_a_room_is_asked() -> None:
+def test_every_check_function_of_a_module_is_a_law() -> None:
     for room in all_laws.ROOMS:
         module = sys.modules[room.laws[0].check.__module__]
         checks = [name for name in vars(module) if name.startswith("check_")]
         assert [law.check.__name__ for law in room.laws] == checks
 
 
-def test_mistake_looks_at_nothing_but_what_it_replaces_is_given() -> None:
+def test_a_mutant_takes_only_parameters_of_the_function_it_replaces() -> None:
     for twin in (twin for law in LAWS.values() for twin in law.twins):
         right: Any = twin.right
         wrong: Any = twin.wrong
@@ -110,7 +110,7 @@ def test_mistake_looks_at_nothing_but_what_it_replaces_is_given() -> None:
         assert given.issuperset(inspect.signature(wrong).parameters), twin.name
 
 
-def test_planted_mistake_is_taken_out_again() -> None:
+def test_a_planted_mutant_is_undone() -> None:
     law = TOYS["confirmed"]
     (twin,) = law.twins
     with twin.planted():
@@ -122,7 +122,7 @@ def test_planted_mistake_is_taken_out_again() -> None:
 
 
 def prove_toy(name: str, **changes: Any) -> Proof:
-    seconds = 0.5 if name == "unknown" else 3.0  # an unknown one takes all that it is given
+    seconds = 0.5 if name == "unknown" else 3.0  # an unknown law takes all the time it gets
     return prove_law(replace(TOYS[name], **changes), seconds_max=seconds)
 
 
@@ -142,18 +142,20 @@ def prove_toy(name: str, **changes: Any) -> Proof:
         ("broken_engine", Verdict.BROKEN, "CrossHair failed"),
     ],
 )
-def test_each_kind_of_law_gets_its_verdict(name: str, verdict: Verdict, words: str) -> None:
+def test_each_verdict_is_given_to_a_law_of_its_kind(
+    name: str, verdict: Verdict, words: str
+) -> None:
     answer = prove_toy(name).answer
     assert answer.verdict is verdict
     assert words in answer.detail
 
 
-def test_law_that_its_witness_breaks_is_refuted_by_it() -> None:
+def test_a_law_that_its_witness_breaks_is_refuted_by_it() -> None:
     assert prove_toy("refuted", witness=(3,)).problem == "REFUTED: broken by number=3"
 
 
 @solver
-def test_only_a_confirmed_law_with_refuted_twins_is_as_it_should_be() -> None:
+def test_only_a_confirmed_law_with_refuted_mutants_has_no_problem() -> None:
     assert prove_toy("confirmed").problem == ""
     alone = prove_toy("confirmed", twins=())
     assert "no mutant was tried" in alone.problem
@@ -165,14 +167,14 @@ def test_only_a_confirmed_law_with_refuted_twins_is_as_it_should_be() -> None:
 
 
 @solver
-def test_mistake_that_fails_inside_the_function_is_noticed() -> None:
+def test_a_mutant_that_raises_inside_the_function_is_refuted() -> None:
     twins = (toys.half_is_asserted_to_be_small, toys.half_is_not_to_be_had)
     proof = prove_toy("confirmed", twins=twins)
     assert proof.problem == ""
     assert [twin.answer.arguments for twin in proof.twins] == [(10,), (0,)]
 
 
-def test_law_in_a_rewritten_module_is_broken() -> None:
+def test_a_law_in_a_module_that_pytest_rewrites_is_broken() -> None:
     room = LawModule("here")
 
     @room.law("P1", (1,))
@@ -187,13 +189,13 @@ def test_law_in_a_rewritten_module_is_broken() -> None:
 
 
 @solver
-def test_every_law_asked_is_answered_once() -> None:
+def test_a_law_that_is_asked_twice_is_an_error() -> None:
     with pytest.raises(runner.UnansweredError):
         prove_laws([TOYS["confirmed"], TOYS["confirmed"]])
 
 
 @solver
-def test_processes_answer_as_one_does() -> None:
+def test_several_processes_prove_all_laws_in_order() -> None:
     laws = [law for law in LAWS.values() if law.name.startswith("slots.no_")]
     assert len(laws) >= 2
     progress: list[float] = []
@@ -204,8 +206,9 @@ def test_processes_answer_as_one_does() -> None:
 
 
 @solver
-def test_process_that_cannot_prove_is_broken() -> None:
-    proofs = prove_laws([TOYS["confirmed"], TOYS["refuted"]], jobs=2)  # no process knows the toys
+def test_laws_are_broken_if_their_process_fails() -> None:
+    # The toy laws are known in this process only.
+    proofs = prove_laws([TOYS["confirmed"], TOYS["refuted"]], jobs=2)
     assert {proof.answer.verdict for proof in proofs} == {Verdict.BROKEN}
     assert all("process failed" in proof.answer.detail for proof in proofs)
 
@@ -217,8 +220,8 @@ def test_smallest_arguments_are_found() -> None:
     assert find_smallest(TOYS["refuted"].check, (1235,)) == (1,)
 
 
-def test_two_numbers_that_hang_together_are_lowered_together_in_few_steps() -> None:
-    """One by one it would take two billion."""
+def test_dependent_numbers_are_lowered_together() -> None:
+    """Lowering one number at a time would take two billion steps."""
 
     def check(small: int, large: int) -> None:
         assert 0 <= small < large
@@ -288,7 +291,7 @@ def test_command_fails_when_a_law_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @solver
-def test_unanswered_law_is_a_fault_of_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unanswered_law_is_a_fault_of_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_proofs", lambda laws, jobs, is_apart: iter(()))
     assert prove("--law", "slots.no_slot").exit_code == 5
 

@@ -1,6 +1,6 @@
-"""Laws of every kind of verdict, for `test_prove.py`.
+"""A law for each verdict of `blockstep prove`, for `test_prove.py`.
 
-They stand in a file that pytest does not collect: it rewrites the asserts of those that it does.
+pytest does not collect this file, as it would rewrite the asserts of the laws.
 """
 
 from __future__ import annotations

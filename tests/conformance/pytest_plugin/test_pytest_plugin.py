@@ -1,4 +1,4 @@
-"""The pytest plugin: pytest inside pytest, on engines that are right, wrong, and worse."""
+"""The pytest plugin, run by an inner pytest on engines that are right, wrong or crash."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def inner(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 def run(inner: pytest.Pytester, engine: str, *args: str) -> pytest.RunResult:
-    """In this process, which spares a start, unless warnings are errors: it has imported much."""
+    """Run pytest in this process, or in a process of its own if warnings are errors."""
     name = engine if ":" in engine or engine == "spec" else f"plugged_engines:{engine}"
     options = (f"--blockstep-engine={name}", "--blockstep-event-seconds=2", "-p", "no:randomly")
     if "error" in args:
@@ -108,7 +108,7 @@ def read(inner: pytest.Pytester, name: str) -> Any:
 # Without an engine.
 
 
-def test_without_an_engine_nothing_is_collected_and_nothing_imported(
+def test_without_an_engine_the_plugin_collects_and_imports_nothing(
     inner: pytest.Pytester,
 ) -> None:
     inner.makepyfile(
@@ -135,7 +135,7 @@ def write_table(inner: pytest.Pytester, *lines: str) -> None:
 
 
 def test_own_programs_are_played_on_the_engine_of_pyproject(inner: pytest.Pytester) -> None:
-    """Without an option no test of a property or preset is added to those of the project."""
+    """Tests of properties and presets are added by an option only."""
     write_table(inner, 'engine = "spec"')
     inner.makepyfile(PROGRAM)
     inner.runpytest_subprocess("--strict-config", "-W", "error").assert_outcomes(passed=2)
@@ -160,7 +160,7 @@ def test_the_table_sets_what_is_tested(inner: pytest.Pytester) -> None:
         (None, "--blockstep: no pyproject.toml has a table *"),
     ],
 )
-def test_a_table_that_cannot_be_meant_ends_the_session(
+def test_a_wrong_table_in_pyproject_is_a_usage_error(
     inner: pytest.Pytester, line: str | None, message: str
 ) -> None:
     if line is not None:
@@ -170,7 +170,7 @@ def test_a_table_that_cannot_be_meant_ends_the_session(
     result.stderr.fnmatch_lines([f"ERROR: {message}"])
 
 
-def test_pytest_does_not_warn_where_the_plugin_was_imported_before(inner: pytest.Pytester) -> None:
+def test_pytest_does_not_warn_if_the_plugin_is_imported_already(inner: pytest.Pytester) -> None:
     name = "blockstep.conformance.pytest_plugin"
     inner.makepyfile("def test_nothing():\n    pass\n")
     code = f"import sys, pytest, {name}; sys.exit(pytest.main(['-W', 'error']))"
@@ -206,7 +206,7 @@ def test_a_right_engine_passes_in_every_preset_under_xdist(inner: pytest.Pyteste
     assert int(seen["blockstep_num_events"] or 0) >= 1000
 
 
-def test_a_wrong_engine_fails_where_it_is_wrong_and_is_green_nowhere(
+def test_a_wrong_engine_fails_its_properties_and_passes_no_test(
     inner: pytest.Pytester,
 ) -> None:
     args = ("--blockstep-preset=tiny", "--blockstep-json=out.json", "--junitxml=out.xml", "-rsf")
@@ -234,7 +234,7 @@ def test_a_wrong_engine_fails_where_it_is_wrong_and_is_green_nowhere(
     assert all(text.startswith("blockstep check: VIOLATION") for text in texts)
 
 
-def test_a_lost_engine_fails_one_test_and_not_the_session(inner: pytest.Pytester) -> None:
+def test_a_crashed_engine_fails_one_test_and_not_the_session(inner: pytest.Pytester) -> None:
     inner.makepyfile("def test_after(): pass")
     result = run(inner, "Crashing", "--blockstep-preset=tiny", "-rfs")
     result.assert_outcomes(passed=1, failed=1, skipped=NUM_ITEMS - 1)
@@ -249,8 +249,8 @@ def test_a_lost_engine_fails_one_test_and_not_the_session(inner: pytest.Pytester
     )
 
 
-def test_a_run_that_proves_nothing_fails_its_verdict(inner: pytest.Pytester) -> None:
-    """And a preset of which no test is wanted is not checked at all."""
+def test_a_run_without_a_verdict_fails_its_verdict_test(inner: pytest.Pytester) -> None:
+    """A preset without selected tests is not checked at all."""
     args = ("--blockstep-budget=300", "--blockstep-json=out.json", "-k", "tiny")
     result = run(inner, "spec", *args)
     result.assert_outcomes(passed=NUM_ITEMS - 1, failed=1)
@@ -258,7 +258,7 @@ def test_a_run_that_proves_nothing_fails_its_verdict(inner: pytest.Pytester) -> 
     assert [entry["preset"] for entry in read(inner, "out.json")["runs"]] == ["tiny"]
 
 
-def test_what_was_judged_in_part_is_not_green(inner: pytest.Pytester) -> None:
+def test_a_property_that_was_judged_in_part_is_skipped(inner: pytest.Pytester) -> None:
     result = run(inner, "Silent", "--blockstep-preset=tiny", "--blockstep-budget=300", "-rs")
     result.assert_outcomes(passed=3, failed=1, skipped=len(PROPERTIES))
     result.stdout.fnmatch_lines(
@@ -309,7 +309,7 @@ def test_features_can_be_required_and_excluded(inner: pytest.Pytester) -> None:
     assert check["witnesses"].get("prefix_hit", 0) == 0
 
 
-def test_items_are_chosen_as_any_test_is(inner: pytest.Pytester) -> None:
+def test_tests_of_the_plugin_are_selected_by_their_marker(inner: pytest.Pytester) -> None:
     inner.makepyfile("def test_own(): pass")
     both = ("--collect-only", "-q", "--blockstep-engine=plugged_engines:Crashing")
     for wanted, count in (("blockstep", 2 * NUM_ITEMS), ("not blockstep", 1)):
@@ -320,7 +320,7 @@ def test_items_are_chosen_as_any_test_is(inner: pytest.Pytester) -> None:
 # Programs of one's own.
 
 
-def test_own_programs_fail_with_the_face_of_the_product(inner: pytest.Pytester) -> None:
+def test_own_programs_fail_with_the_report_of_a_check(inner: pytest.Pytester) -> None:
     inner.makepyfile(test_own=PROGRAM)
     result = run(inner, "Bad", "-m", "not blockstep")
     result.assert_outcomes(failed=2)
@@ -337,7 +337,7 @@ def test_own_programs_fail_with_the_face_of_the_product(inner: pytest.Pytester) 
 
 
 def test_a_corpus_is_a_test_for_each_program(inner: pytest.Pytester) -> None:
-    """A test for each program: it fails with its face, or is skipped for what the engine lacks."""
+    """Each program is a test: it fails with its report, or is skipped for what the engine lacks."""
     request = {"request_id": "A", "prompt_token_ids": [1, 2, 3], "max_tokens": 2}
     program = {
         "format": "blockstep-program",
@@ -377,7 +377,7 @@ def test_a_corpus_is_a_test_for_each_program(inner: pytest.Pytester) -> None:
     )
 
 
-def test_a_program_with_a_config_that_the_engine_cannot_have_is_skipped() -> None:
+def test_a_program_with_a_config_that_does_not_fit_is_skipped() -> None:
     class Narrow:
         def run(self, *_: object) -> None:
             raise RefusedError("config: block_size = 2: is not a config of this engine")
@@ -388,7 +388,7 @@ def test_a_program_with_a_config_that_the_engine_cannot_have_is_skipped() -> Non
         bench.run([], config=Config(num_blocks=4, block_size=2))
 
 
-def test_own_programs_outlive_an_engine_that_does_not(inner: pytest.Pytester) -> None:
+def test_other_tests_run_after_an_engine_crashed(inner: pytest.Pytester) -> None:
     inner.makepyfile(
         PROGRAM.replace("Drain())", "*(Schedule(),) * 40)").replace("walk", "other")
         + "\ndef test_after(): pass\n"
@@ -414,17 +414,17 @@ settings.register_profile("again", phases=[Phase.reuse], **shared)
 """
 
 
-def test_the_machine_keeps_to_the_hypothesis_profile(inner: pytest.Pytester) -> None:
+def test_the_hypothesis_machine_follows_the_hypothesis_profile(inner: pytest.Pytester) -> None:
     inner.makeconftest(CONFTEST)
     inner.makepyfile(MACHINE.format(engine="Seen"))
     result = inner.runpytest_subprocess("--hypothesis-profile=few")
     result.assert_outcomes(passed=1)
     assert 4 <= len((inner.path / "runs").read_text()) < 20, (
-        "a few come to nothing; the default is 100"
+        "a few examples may run nothing; the default is 100"
     )
 
 
-def test_the_machine_remembers_in_the_example_database(inner: pytest.Pytester) -> None:
+def test_the_hypothesis_machine_uses_the_example_database(inner: pytest.Pytester) -> None:
     inner.makeconftest(CONFTEST.replace("max_examples=4", "max_examples=200"))
     inner.makepyfile(MACHINE.format(engine="SeenBad"))
     inner.runpytest_subprocess("--hypothesis-profile=few").assert_outcomes(failed=1)
@@ -438,7 +438,7 @@ def test_the_machine_remembers_in_the_example_database(inner: pytest.Pytester) -
 # What a check means for an item.
 
 
-def test_no_item_is_green_when_a_check_did_not_end_well() -> None:
+def test_no_test_passes_if_the_check_did_not_conform() -> None:
     check: dict[str, Any] = {
         "failure": None, "conforms": False, "exit_code": 3, "num_events": 9, "equivalence": "exact",
         "shows_states": True,
@@ -461,7 +461,7 @@ def test_a_stall_fails_its_property_and_liveness() -> None:
     ]
 
 
-def test_without_comparison_divergence_is_not_green() -> None:
+def test_divergence_is_skipped_if_nothing_is_compared() -> None:
     check = {
         "failure": None, "conforms": True, "exit_code": 0, "num_events": 9, "equivalence": "safety",
         "shows_states": True,
@@ -475,7 +475,7 @@ def test_without_comparison_divergence_is_not_green() -> None:
 TOYS = Path(__file__).parents[2] / "support"
 
 
-def test_an_engine_of_its_own_is_judged_as_far_as_it_can_be(inner: pytest.Pytester) -> None:
+def test_an_engine_at_safety_is_tested_without_comparison(inner: pytest.Pytester) -> None:
     inner.makepyfile(
         """
         from blockstep.conformance.protocol.program import Answer, Drain
@@ -503,5 +503,5 @@ def test_an_engine_of_its_own_is_judged_as_far_as_it_can_be(inner: pytest.Pytest
             "SKIPPED*enable_prefix_caching*is not a config of this engine*",
         ]
     )
-    # Two programs; fault, liveness and verdict. What nobody judged is skipped.
+    # Two programs pass, and fault, liveness and verdict; what was not judged is skipped.
     result.assert_outcomes(passed=2 + 3, skipped=NUM_ITEMS - 3 + 2)

@@ -1,4 +1,4 @@
-"""Streams of KV events: what they make known, what is wrong with them, and lying indexes."""
+"""Streams of KV events: cached blocks, contradictions, and indexes that are wrong."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run(*given: str) -> Result:
             "parent_block_hash": None, "group_idx": None, "field_of_tomorrow": 3},
     ],
 )  # fmt: skip
-def test_every_form_of_an_event_means_the_same(event: Any) -> None:
+def test_every_format_of_an_event_is_read_as_the_same_event(event: Any) -> None:
     (record,) = parse_batch([1, [event]], 0).events
     assert record in (
         KVRecord("BlockStored", (A,), None, (1, 2), 2, "GPU"),
@@ -88,7 +88,7 @@ def test_every_form_of_an_event_means_the_same(event: Any) -> None:
     assert follow(event).count_found([A]) == 1
 
 
-def test_a_message_of_msgpack_has_bytes_for_hashes() -> None:
+def test_block_hashes_that_are_bytes_are_read_from_msgpack() -> None:
     payload = msgspec.msgpack.encode([1.5, [["BlockRemoved", [b"\x0a\xff"], None]], 3])
     batch = read_message(payload, 7)
     assert (batch.seq, batch.rank, batch.ts) == (7, 3, 1.5)
@@ -109,7 +109,7 @@ def test_a_message_of_msgpack_has_bytes_for_hashes() -> None:
         ([1.0, [["BlockStored", [A], None, ["x"], 2]]], "Expected `int`, got `str`"),
     ],
 )
-def test_what_is_no_batch_is_refused(raw: Any, words: str) -> None:
+def test_a_message_that_is_no_batch_is_refused(raw: Any, words: str) -> None:
     with pytest.raises(StreamError) as caught:
         parse_batch(raw, 0)
     assert words in str(caught.value)
@@ -130,7 +130,7 @@ def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
 # Following.
 
 
-def test_blocks_are_findable_from_their_storing_to_their_removal() -> None:
+def test_a_block_is_cached_from_its_storing_to_its_removal() -> None:
     follower = follow(STORE_AB, STORE_C)
     assert follower.count_found([A, B, C, D]) == 3
     assert follower.get_chain((0, C)) == [A, B, C]
@@ -141,7 +141,7 @@ def test_blocks_are_findable_from_their_storing_to_their_removal() -> None:
     assert (follower.num_cached_peak, len(follower.blocks)) == (3, 2)
 
 
-def test_a_block_is_findable_until_each_copy_was_removed() -> None:
+def test_a_block_is_cached_until_each_copy_was_removed() -> None:
     follower = follow(STORE_AB, STORE_AB, REMOVE_B)
     assert follower.count_found([A, B]) == 2
     assert follow(STORE_AB, STORE_AB, REMOVE_B, REMOVE_B).count_found([A, B]) == 1
@@ -172,7 +172,7 @@ def test_contradictions_have_names(events: list[Any], name: str) -> None:
     assert [one.name for one in follower.contradictions] == [name]
 
 
-def test_a_gap_is_named_and_excuses_what_it_hides() -> None:
+def test_a_gap_is_reported_and_hides_no_contradiction_after_it() -> None:
     follower = Follower()
     for batch in (*batches(STORE_AB), *batches(REMOVE_B, ["BlockRemoved", [D]], start=4)):
         follower.take(batch)
@@ -182,7 +182,7 @@ def test_a_gap_is_named_and_excuses_what_it_hides() -> None:
     assert follower.num_contradictions == 1
 
 
-def test_a_restart_forgets_everything() -> None:
+def test_a_restart_of_the_stream_clears_all_blocks() -> None:
     follower = Follower()
     for batch in (*batches(STORE_AB, STORE_C), *batches(STORE_AB)):
         follower.take(batch)
@@ -243,7 +243,7 @@ class SetIndex(GoodIndex):
 
 
 class DeafIndex(GoodIndex):
-    """An index that does not hear a clearing."""
+    """An index that ignores `AllBlocksCleared`."""
 
     def apply(self, events: Sequence[dict[str, Any]]) -> None:
         super().apply([event for event in events if event["type"] != "AllBlocksCleared"])
@@ -264,7 +264,7 @@ def judge(index: Any, *events: Any) -> Any:
     return next(filter(None, map(judged.take, batches(*events))), None)
 
 
-def test_a_good_index_is_not_accused() -> None:
+def test_a_right_index_has_no_finding() -> None:
     assert judge(GoodIndex(), *STORY) is None
 
 
@@ -310,7 +310,7 @@ for line in sys.stdin:
 """
 
 
-def test_an_index_in_a_process_is_asked(tmp_path: Path) -> None:
+def test_an_index_in_another_process_is_checked(tmp_path: Path) -> None:
     script = tmp_path / "index.py"
     script.write_text(PROCESS_INDEX)
     index = load_index(f"cmd:{sys.executable} {script}")
@@ -325,7 +325,7 @@ def test_an_index_in_a_process_is_asked(tmp_path: Path) -> None:
 # The command.
 
 
-def test_the_command_prints_what_is_known(tmp_path: Path) -> None:
+def test_the_command_prints_counts_of_cached_blocks(tmp_path: Path) -> None:
     dump = write_dump(tmp_path / "d.jsonl", batches(*STORY))
     result = run(dump, "--index", f"{__name__}:GoodIndex", "--json", "-")
     counts = json.loads(result.stdout)
@@ -336,7 +336,7 @@ def test_the_command_prints_what_is_known(tmp_path: Path) -> None:
     assert "  expected  2 leading blocks, seen 1" in wrong.output.splitlines()
 
 
-def test_gaps_and_contradictions_have_lines(tmp_path: Path) -> None:
+def test_gaps_restarts_and_contradictions_are_printed(tmp_path: Path) -> None:
     found = [
         *batches(STORE_AB),
         *batches(REMOVE_B, start=3),
@@ -348,7 +348,7 @@ def test_gaps_and_contradictions_have_lines(tmp_path: Path) -> None:
         assert words in result.output
 
 
-def test_one_command_names_all_that_is_wrong_with_a_stream_and_an_index(tmp_path: Path) -> None:
+def test_one_command_reports_all_mistakes_of_a_stream_and_its_index(tmp_path: Path) -> None:
     """A gap, a restart, an event of an unknown type, and an index that forgets a copy."""
     found = [
         *batches(STORE_AB, {"type": "BlockUpdated", "block_hashes": [A]}),
@@ -400,7 +400,7 @@ def pack(hashes: list[int], tokens: list[int]) -> bytes:
     return msgspec.msgpack.encode([0.5, [event], None])
 
 
-def test_a_live_stream_is_followed_and_its_beginning_asked_for(tmp_path: Path) -> None:
+def test_a_live_stream_is_followed_and_earlier_messages_are_replayed(tmp_path: Path) -> None:
     save = tmp_path / "saved.jsonl"
     stream, replay = (f"ipc://{tmp_path}/{name}" for name in ("stream", "replay"))
     with Publisher(stream, replay) as publisher:

@@ -1,4 +1,4 @@
-"""Replay: workloads through one engine, or two in lock-step, with nothing lost unnoticed."""
+"""Replay: a workload runs on one engine, or in lock-step with the specification."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def requests(number: int = 6, prompt: int = 10, output: int = 7, gap: int = 0) -
     ]
 
 
-def test_every_request_runs_to_its_length_and_everything_is_counted() -> None:
+def test_every_request_finishes_and_counts_are_right() -> None:
     ticking = count(100).__next__
     report = replay(requests(), CONFIG, Spec, clock=lambda: float(ticking()))
     assert report.finding is None
@@ -104,8 +104,8 @@ def test_every_request_runs_to_its_length_and_everything_is_counted() -> None:
     assert report.events_per_second == report.events
 
 
-def test_the_pool_in_use_is_the_engines_own() -> None:
-    """Counted from plans alone, it equals the ref counts, also under preemption."""
+def test_the_blocks_in_use_equal_the_engine_s_ref_counts() -> None:
+    """The count from plans alone equals that of ref counts, also under preemption."""
     held: list[int] = []
 
     class Looking(Spec):
@@ -123,7 +123,7 @@ def test_the_pool_in_use_is_the_engines_own() -> None:
     assert report.pool_blocks_mean == pytest.approx(sum(held) / len(held))
 
 
-def test_counters_are_those_of_the_specification() -> None:
+def test_counters_equal_those_of_the_specification() -> None:
     engines: list[Spec] = []
 
     def make(config: v.Config) -> Spec:
@@ -150,7 +150,7 @@ def test_spec_and_host_engine_agree(pace: Pace, num_blocks: int, threshold: int)
     assert report.snapshots_taken == report.events
 
 
-def test_the_snapshot_cadence_is_kept() -> None:
+def test_snapshots_are_compared_at_the_given_cadence() -> None:
     def run(every: int) -> ReplayReport:
         return replay(requests(), CONFIG, Spec, with_spec=True, snapshot_every=every)
 
@@ -161,7 +161,7 @@ def test_the_snapshot_cadence_is_kept() -> None:
         run(-1)
 
 
-def test_closed_arrivals_keep_so_many_requests_unfinished() -> None:
+def test_closed_arrivals_keep_a_fixed_number_of_requests_unfinished() -> None:
     spelled_out = submitted = 0
 
     def source() -> Iterator[v.Request]:
@@ -220,12 +220,12 @@ def test_refusals_are_counted_by_code() -> None:
     assert report.finding is None
 
 
-def test_a_request_that_waits_for_its_grammar_gets_it() -> None:
+def test_a_request_with_a_grammar_finishes() -> None:
     report = replay([replace(requests(1)[0], structured_output=True)], CONFIG, Spec)
     assert report.requests_finished == 1
 
 
-def test_no_two_output_tokens_are_equal() -> None:
+def test_all_output_tokens_differ() -> None:
     engine = Spec(CONFIG)
     replay(requests(), CONFIG, lambda config: engine)
     commits = [event for event in engine.events if isinstance(event, v.Commit)]
@@ -234,7 +234,7 @@ def test_no_two_output_tokens_are_equal() -> None:
     assert min(tokens) >= OUTPUT_TOKENS_START
 
 
-def test_nothing_to_replay_is_an_empty_report() -> None:
+def test_a_replay_without_requests_has_an_empty_report() -> None:
     report = replay([], CONFIG, Spec)
     assert report.events == report.steps == 0
     assert report.prefix_hit_rate == report.block_hit_rate == 0.0
@@ -291,7 +291,7 @@ BROKEN: list[tuple[str, EngineFactory, FindingKind, str]] = [
 @pytest.mark.parametrize(
     ("factory", "kind", "property_id"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN]
 )
-def test_an_engine_alone_is_found_out(
+def test_a_broken_engine_is_found_without_the_specification(
     factory: EngineFactory, kind: FindingKind, property_id: str
 ) -> None:
     report = replay(requests(1), CONFIG, factory)
@@ -302,14 +302,14 @@ def test_an_engine_alone_is_found_out(
 
 
 @pytest.mark.parametrize("factory", [b[1] for b in BROKEN], ids=[b[0] for b in BROKEN])
-def test_in_lock_step_each_is_a_divergence_at_its_step(factory: EngineFactory) -> None:
+def test_a_broken_engine_diverges_in_lock_step(factory: EngineFactory) -> None:
     report = replay(requests(1), CONFIG, factory, with_spec=True)
     assert report.finding is not None
     assert report.finding.kind is FindingKind.DIVERGENCE
     assert report.finding.differences
 
 
-def test_a_differing_state_is_a_divergence() -> None:
+def test_a_state_that_differs_is_a_divergence() -> None:
     report = replay(
         requests(2),
         CONFIG,
@@ -325,7 +325,7 @@ def test_a_differing_state_is_a_divergence() -> None:
     assert len(report.finding.differences) <= DIFFERENCES_MAX
 
 
-def test_the_last_states_are_compared_at_any_point_of_the_cadence() -> None:
+def test_the_last_states_are_compared_at_any_cadence() -> None:
     class WrongAtTheEnd(Spec):
         def snapshot(self) -> v.Snapshot | None:
             seen = self.oracle.snapshot()
@@ -342,7 +342,7 @@ def test_the_last_states_are_compared_at_any_point_of_the_cadence() -> None:
     assert never.finding is None
 
 
-def test_what_either_side_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_either_side_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def raising(error: Exception) -> EngineFactory:
         def raise_it(event: v.Event, seen: v.Observation) -> v.Observation:
             raise error
@@ -365,7 +365,7 @@ def test_what_either_side_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -
     assert report.finding.kind is FindingKind.SPEC
 
 
-def test_the_step_cap_is_reported_as_such() -> None:
+def test_the_limit_of_steps_is_reported_as_liveness() -> None:
     report = replay(requests(), CONFIG, Spec, steps_max=4)
     assert report.finding is not None
     assert report.finding.kind is FindingKind.LIVENESS
@@ -374,7 +374,7 @@ def test_the_step_cap_is_reported_as_such() -> None:
     assert report.requests_finished < 6
 
 
-def test_steps_that_deliver_nothing_come_to_an_end() -> None:
+def test_a_replay_that_delivers_nothing_is_stopped() -> None:
     """An engine that schedules the first chunk of a prompt over and over."""
 
     class Stuck(Spec):
@@ -414,7 +414,7 @@ def test_an_engine_that_is_not_compared_is_judged_by_properties() -> None:
     assert broken.finding.kind is FindingKind.PROPERTY
 
 
-def test_an_engine_that_refuses_nothing_is_not_given_what_the_spec_refuses() -> None:
+def test_requests_that_the_spec_refuses_are_not_sent_to_the_engine() -> None:
     engine = Spec(CONFIG)
     bad = [v.Request("empty", ()), *requests(2)]
     report = replay(bad, CONFIG, lambda config: engine, with_spec=True)
@@ -427,7 +427,7 @@ def test_an_engine_that_refuses_nothing_is_not_given_what_the_spec_refuses() -> 
 # --- the report
 
 
-def test_progress_is_reported_now_and_then() -> None:
+def test_progress_is_reported_every_256_steps() -> None:
     reports: list[tuple[int, int, int]] = []
 
     def note(now: ReplayReport) -> None:
@@ -479,7 +479,7 @@ def test_a_report_is_shown_as_a_table() -> None:
     assert "DIVERGENCE" not in text
 
 
-def test_a_finding_is_shown_beneath() -> None:
+def test_a_finding_is_shown_in_the_report() -> None:
     text = rendered(replay(requests(1), CONFIG, BROKEN[0][1], with_spec=True))
     assert "DIVERGENCE at step" in text
     assert "num_scheduled_tokens" in text
@@ -498,7 +498,7 @@ def test_a_replay_can_be_recorded_and_read_back(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t.jsonl.gz").steps == tuple(steps)
 
 
-def test_paces_and_presets_are_sound() -> None:
+def test_presets_are_valid_and_wrong_paces_are_refused() -> None:
     assert set(REPLAY_PRESETS) == set(WorkloadFormat)
     for preset in REPLAY_PRESETS.values():
         assert v.config_problems(preset.config) == ()
@@ -521,9 +521,9 @@ def published(name: str) -> Path:
 
 
 def hits_by_ids_alone(path: Path, limit: int | None = None) -> tuple[int, int, int, int]:
-    """Of the Mooncake trace with an endless cache: ids hit, ids, tokens hit, prompt tokens.
+    """Return ids hit, ids, tokens hit and prompt tokens of Mooncake's trace with an endless cache.
 
-    Independent of everything that is tested: a set of the full blocks' ids seen so far. At least
+    It is independent of the tested code: a set of the full blocks' ids seen so far. At least
     one token of a prompt is always computed, so floor((length - 1) / 512) blocks can hit.
     """
     seen: set[int] = set()
@@ -544,7 +544,7 @@ def hits_by_ids_alone(path: Path, limit: int | None = None) -> tuple[int, int, i
     return ids_hit, ids, ids_hit * 512, tokens
 
 
-def test_the_mooncake_trace_hits_as_published_by_ids_alone() -> None:
+def test_the_hit_rate_of_mooncake_counted_by_ids_is_the_published_one() -> None:
     ids_hit, ids, tokens_hit, tokens = hits_by_ids_alone(
         published("mooncake_conversation.jsonl.gz")
     )
@@ -555,7 +555,7 @@ def test_the_mooncake_trace_hits_as_published_by_ids_alone() -> None:
 @pytest.mark.parametrize(
     "pace", [Pace(), Pace(concurrency=7), Pace(Arrivals.OPEN, ticks_per_step=500)]
 )
-def test_without_eviction_the_engine_hits_what_the_ids_share_at_any_pace(pace: Pace) -> None:
+def test_without_eviction_hits_equal_those_counted_by_ids_at_any_pace(pace: Pace) -> None:
     path = published("mooncake_conversation.jsonl.gz")
     config = REPLAY_PRESETS[WorkloadFormat.MOONCAKE].config
     report = replay(load(path, limit=150), config, HostEngine, pace=pace)
@@ -602,7 +602,7 @@ def test_spec_and_host_engine_agree_on_published_traces(
 
 
 @pytest.mark.soak
-def test_the_whole_mooncake_trace_hits_as_published() -> None:
+def test_the_hit_rate_of_the_whole_mooncake_trace_is_the_published_one() -> None:
     path = published("mooncake_conversation.jsonl.gz")
     preset = REPLAY_PRESETS[WorkloadFormat.MOONCAKE]
     report = replay(load(path), preset.config, HostEngine, pace=preset.pace)
@@ -615,7 +615,7 @@ def test_the_whole_mooncake_trace_hits_as_published() -> None:
     assert (report.tokens_prefix_hit, report.tokens_prompt) == (tokens_hit, tokens)
 
 
-def test_a_request_waits_for_the_one_that_it_follows() -> None:
+def test_a_request_waits_for_the_requests_that_it_follows() -> None:
     requests = [
         v.Request("A", (1, 2), 3),
         v.Request("B", (3,), 1),

@@ -1,4 +1,4 @@
-"""Records of steps: what does not fit what was told before is said, by one sentence."""
+"""Step records: a record that contradicts earlier ones fails a named check."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write(path: Path, *records: Any) -> Path:
     return file
 
 
-def test_what_fits_conforms(tmp_path: Path) -> None:
+def test_consistent_records_conform(tmp_path: Path) -> None:
     result = validate(write(tmp_path, SEEN, HIT, DECIDED, NEXT))
     assert result.conforms
     assert result.num_steps == 2
@@ -97,7 +97,7 @@ def test_what_fits_conforms(tmp_path: Path) -> None:
          "num_scheduled_tokens": {"A": 1, "C": 1}, "total_scheduled_tokens": 2}]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_reported(
+def test_a_contradicting_record_is_reported_with_its_check(
     sentence: str, records: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     result = validate(write(tmp_path, *records, SEEN))
@@ -108,18 +108,18 @@ def test_what_does_not_fit_is_reported(
     assert "explain " not in printed.output
 
 
-def test_a_load_that_takes_longer_may_bring_everything(tmp_path: Path) -> None:
+def test_an_asynchronous_load_may_hit_the_whole_prompt(tmp_path: Path) -> None:
     hit = {**HIT, "external_hit_tokens": 2, "load_kv_async": True}
     assert validate(write(tmp_path, SEEN, hit)).conforms
 
 
-def test_the_step_that_is_wrong_is_named_by_its_number(tmp_path: Path) -> None:
+def test_the_wrong_step_is_named_by_its_number(tmp_path: Path) -> None:
     decision = {**DECIDED, "step": 4, "total_scheduled_tokens": 9}
     result = validate(write(tmp_path, SEEN, DECIDED, NEXT, decision, {**NEXT, "step": 5}))
     assert (result.num_agreed, result.num_steps) == (1, 3)
     assert result.event == "decision of step 4, line 4"
 
 
-def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_no_record_is_refused_with_its_number(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"steps.jsonl:2: .*a line is a step_snapshot"):
         validate(write(tmp_path, SEEN, {"type": "step"}))

@@ -1,4 +1,4 @@
-"""Recorded runs: what is written is read back exactly, and nothing else is read at all."""
+"""Recorded runs are read back exactly; files that are damaged or of another kind are refused."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_every_value_of_the_vocabulary_is_read_back_exactly(
     path = tmp_path_factory.mktemp("run") / "t.jsonl"
     write_trace(path, CONFIG, steps)
     back = read_trace(path)
-    # repr tells what == does not: tuple from list, enum from string, bool from int, the detail.
+    # repr differs where == does not: tuple and list, enum and string, bool and int, the detail.
     assert repr(back.steps) == repr(tuple(steps))
     assert back.steps == tuple(steps)
     assert back.config == CONFIG
     assert type(back.config.policy) is v.Policy
 
 
-def test_what_a_line_lacks_takes_the_default_of_the_vocabulary(tmp_path: Path) -> None:
+def test_a_missing_field_has_the_default_of_the_vocabulary(tmp_path: Path) -> None:
     path = tmp_path / "old.jsonl"
     submit = (
         '{"event":{"type":"Submit","request":{"request_id":"a","prompt_token_ids":[1]}},'
@@ -98,7 +98,7 @@ def test_what_a_line_lacks_takes_the_default_of_the_vocabulary(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_several_frames_were_asynchronous_before_there_was_a_word_for_it(
+def test_a_file_without_async_scheduling_has_it_if_frames_are_several(
     tmp_path: Path, is_async: bool
 ) -> None:
     config = v.Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=is_async)
@@ -139,7 +139,7 @@ def test_several_frames_were_asynchronous_before_there_was_a_word_for_it(
         pytest.param(HEADER + "\n" + "[" * 100_000, 2, "json", id="deep"),
     ],
 )  # fmt: skip
-def test_what_is_no_recorded_run_is_refused_with_its_line(
+def test_a_file_that_is_no_recorded_run_is_refused_with_its_line(
     tmp_path: Path, text: str, line: int, message: str
 ) -> None:
     path = tmp_path / "t.jsonl"
@@ -163,7 +163,9 @@ def test_what_is_no_recorded_run_is_refused_with_its_line(
         pytest.param("schedule", id="no event"),
     ],
 )
-def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, event: v.Event) -> None:
+def test_an_event_that_could_not_be_read_back_is_not_written(
+    tmp_path: Path, event: v.Event
+) -> None:
     path = tmp_path / "t.jsonl"
     with pytest.raises(TraceError) as caught:
         write_trace(path, CONFIG, [(v.Schedule(), v.Plan(0)), (event, v.ResetDone(True))])
@@ -171,7 +173,7 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, event: v.Eve
     assert read_trace(path).steps == ((v.Schedule(), v.Plan(0)),)
 
 
-def test_a_place_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_or_read_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "t.jsonl", tmp_path / "no" / "t.gz"):
         with pytest.raises(TraceError):
             write_trace(path, CONFIG, [])

@@ -1,4 +1,4 @@
-"""Validate: a recorded run is asked what the equivalence of its engine can answer, and no more."""
+"""`validate`: a recorded run is checked at the equivalence of its engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def blockstep(*args: object) -> Result:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_a_conforming_engine_recorded_conforms(engine: str, tmp_path: Path) -> None:
+def test_a_run_recorded_from_a_right_engine_conforms(engine: str, tmp_path: Path) -> None:
     for episode in (1, 4):
         path, out = tmp_path / f"{episode}.jsonl", tmp_path / "out.json"
         write_episode(CheckOptions(engine, episode=episode), None, path)
@@ -60,7 +60,7 @@ def bend_outputs(step: TraceStep) -> TraceStep:
 
 
 def bend_plan(step: TraceStep) -> TraceStep:
-    """The first newcomer leaves a token out."""
+    """The first new request skips a token."""
     seen = step.observation
     assert isinstance(seen, Plan)
     row = replace(seen.new[0], num_computed_tokens=seen.new[0].num_computed_tokens + 1)
@@ -78,7 +78,9 @@ def can_bend(bend: Bend, step: TraceStep) -> bool:
 
 @pytest.mark.parametrize("engine", ["foreign_support.toys:PlainToy", *list(ENGINES)[3:]])
 @pytest.mark.parametrize("bend", [bend_outputs, bend_plan])
-def test_what_is_wrong_is_found_at_its_step(engine: str, bend: Bend, tmp_path: Path) -> None:
+def test_a_changed_observation_is_found_at_its_step(
+    engine: str, bend: Bend, tmp_path: Path
+) -> None:
     path = tmp_path / "run.jsonl"
     write_episode(CheckOptions(engine, episode=1), None, path)
     trace = read_trace(path)
@@ -96,7 +98,7 @@ def test_what_is_wrong_is_found_at_its_step(engine: str, bend: Bend, tmp_path: P
     assert label in explained.output
 
 
-def test_an_empty_trace_conforms_to_nothing(tmp_path: Path) -> None:
+def test_an_empty_trace_gives_no_verdict(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     write_trace(path, Config(num_blocks=9), [])
     result = blockstep("validate", path)
@@ -113,7 +115,7 @@ def test_an_unknown_equivalence_is_refused(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_a_trace_has_what_its_engine_declares(tmp_path: Path) -> None:
+def test_a_trace_keeps_the_deviations_that_its_engine_declares(tmp_path: Path) -> None:
     path, out, num_excused = tmp_path / "run.jsonl", tmp_path / "out.json", 0
     for episode in range(8):
         engine = "foreign_support.toys:AnswersTwice"

@@ -21,7 +21,7 @@ def blockstep(*args: object, **env: str) -> Result:
 
 
 def make_record(message: str = "it leaks", **changes: Any) -> dict[str, Any]:
-    """A check that failed, as much of it as is read."""
+    """Return the record of a failed check, with the fields that are read."""
     finding = {
         "kind": "fault",
         "property": "",
@@ -76,13 +76,13 @@ def test_an_annotation_is_placed_where_the_engine_raised(project: Path) -> None:
         ([], "host", None),
     ],
 )
-def test_else_it_is_placed_at_the_factory(
+def test_an_annotation_without_a_stack_is_placed_at_the_factory(
     project: Path, frames: list[str], engine: str, place: Place | None
 ) -> None:
     assert find_place(frames, engine, project) == place
 
 
-def test_a_file_of_a_name_that_is_there_twice_is_not_guessed(project: Path) -> None:
+def test_an_ambiguous_file_name_is_not_used(project: Path) -> None:
     (project / "old").mkdir()
     (project / "old" / "adapter.py").write_text((project / "pkg" / "adapter.py").read_text())
     frame = "outer (adapter.py:2): self.inner()"
@@ -90,7 +90,7 @@ def test_a_file_of_a_name_that_is_there_twice_is_not_guessed(project: Path) -> N
     assert find_place([frame], "pkg.adapter:make", project) == Place("pkg/adapter.py", 4)
 
 
-def test_text_of_an_engine_is_escaped(project: Path) -> None:
+def test_a_message_of_an_engine_is_escaped(project: Path) -> None:
     record = make_record(HOSTILE)
     (line,) = list_annotations(record, project)
     assert "\n" not in line
@@ -124,7 +124,7 @@ def test_failures_of_a_corpus_and_known_programs_are_annotated(project: Path) ->
     assert "`b.json`: gone" in summary
 
 
-def test_the_command_reads_what_the_others_write(tmp_path: Path) -> None:
+def test_annotate_reads_results_of_check_hunt_and_pytest(tmp_path: Path) -> None:
     """A check, a hunt, and the outcome of pytest, which holds checks."""
     engine = ("--engine", "museum:leak-on-abort", "--preset", "tiny", "--episode", find_failing())
     summary, results = tmp_path / "summary.md", []
@@ -146,7 +146,7 @@ def test_the_command_reads_what_the_others_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "blockstep-program"}', None])
-def test_anything_else_is_refused(tmp_path: Path, text: str | None) -> None:
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "result.json"
     if text is not None:
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""Brief: a finding in five lines, as it is told at any width."""
+"""`--brief`: a finding takes five lines at any width."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*words: str, width: int = 80) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
-def test_a_finding_at_each_width(width: int, snapshot: SnapshotAssertion) -> None:
+def test_a_finding_takes_five_lines_at_each_width(width: int, snapshot: SnapshotAssertion) -> None:
     words = ("--engine", LEAKS, "--preset", "tiny", "--episode", EPISODE, "--brief")
     code, lines = run("check", *words, width=width)
     assert code == 1
@@ -40,7 +40,7 @@ def test_a_finding_at_each_width(width: int, snapshot: SnapshotAssertion) -> Non
         ("explore", "--engine", LEAKS, "--preset", "pair", "--no-properties"),
     ],
 )
-def test_the_last_line_comes_to_the_same(words: tuple[str, ...]) -> None:
+def test_the_command_of_the_last_line_reproduces_the_finding(words: tuple[str, ...]) -> None:
     code, lines = run(*words, "--brief")
     label, _, *again = lines[-1].split()
     assert (code, label) == (1, "reproduce")
@@ -71,7 +71,7 @@ def test_a_hunt_takes_five_lines_for_each_defect() -> None:
     assert lines[1].startswith("1. ")
 
 
-def test_no_finding_is_reported_as_ever(tmp_path: Path) -> None:
+def test_brief_changes_nothing_without_a_finding(tmp_path: Path) -> None:
     workload = tmp_path / "workload.jsonl"
     workload.write_text(WORKLOAD)
     for words in (("check", "--preset", "tiny", "--episode", "0"), ("replay", str(workload))):
@@ -80,7 +80,7 @@ def test_no_finding_is_reported_as_ever(tmp_path: Path) -> None:
         assert [line for line in brief if " s" not in line] == without
 
 
-def test_what_is_long_is_cut_and_counted() -> None:
+def test_long_lines_are_cut_and_the_rest_is_counted() -> None:
     program = [f"submit    {number} prompt=0" for number in range(100)]
     line = join(program)
     assert len(line) <= CHARS_MAX

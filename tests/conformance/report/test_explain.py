@@ -1,4 +1,4 @@
-"""Every name that a report uses can be looked up, and what is said of it is current."""
+"""`explain`: every name that a report uses is explained, and no explanation is stale."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPEAKERS = (
     *("judge", "lockstep", "protocol", "search", "recorded", "engines", "explore", "bench"),
     "features",
 )
-"""Rooms that find something."""
+"""Packages that report findings."""
 ALIASES = {"BlockId", "FrameId", "RequestId", "TokenId"}
 SENTENCE = re.compile(r"[a-z]+(_[a-z0-9]+){2,}")
 MAKERS_OF_FINDINGS = {"violated", "_complain", "complain", "_broken", "Finding", "Lookout"}
@@ -68,7 +68,7 @@ def explain(name: object) -> Result:
 
 
 def find_check_names(text: str) -> Iterator[str]:
-    """Names of sentences that a module speaks: constants among what a finding is made of."""
+    """Yield the names of checks in a module: constants in the arguments of a finding."""
     for node in ast.walk(ast.parse(text)):
         parts: list[ast.expr] = []
         match node:
@@ -83,8 +83,9 @@ def find_check_names(text: str) -> Iterator[str]:
                         yield said
 
 
-def test_what_speaks_is_found() -> None:
+def test_names_of_checks_are_found_in_a_module() -> None:
     text = """
+# words: allow
 sentence = "one_two_three"
 violated("P1", "it_is_so", f"no: {sentence}")
 self._complain("P3", "this_is_one" if x else "that_is_one", what)
@@ -97,7 +98,7 @@ self._complain("P3", "this_is_one" if x else "that_is_one", what)
     }
 
 
-def test_every_sentence_of_the_judges_is_explained_and_nothing_else() -> None:
+def test_exactly_the_reported_checks_are_explained() -> None:
     files = [file for room in SPEAKERS for file in (WING / room).rglob("*.py")]
     used = {name for file in files for name in find_check_names(file.read_text())}
     assert len(used) > 30
@@ -107,7 +108,7 @@ def test_every_sentence_of_the_judges_is_explained_and_nothing_else() -> None:
     composed = {name for name in SENTENCES if name.startswith(("attended_slot_", "published_b"))}
     composed |= {f"{aspect}_agree" for aspect in Aspect}
     stale = SENTENCES.keys() - used - composed
-    assert not stale, "nobody says these any more"
+    assert not stale, "no module reports these any more"
 
 
 def test_every_name_is_explained() -> None:
@@ -119,8 +120,8 @@ def test_every_name_is_explained() -> None:
         assert not text.endswith("\n\n"), name
 
 
-def test_what_safety_asks_of_answers_is_listed() -> None:
-    """By what its modules speak: seven sentences were said not to be asked at safety."""
+def test_checks_of_answers_at_safety_are_listed() -> None:
+    """The names are read from the modules; seven were once explained as not checked."""
     root = Path(blockstep.conformance.__file__).parent
     files = [root / "judge/answers.py", root / "judge/reported.py"]
     files += sorted((root / "lockstep").glob("*.py"))
@@ -131,7 +132,7 @@ def test_what_safety_asks_of_answers_is_listed() -> None:
     assert used & about_steps == ASKED_OF_ANSWERS
 
 
-def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
+def test_every_rule_is_explained_with_its_source_in_words() -> None:
     texts = [explain_name(name) for name, _ in spec_rules()]
     assert not [text for text in texts if re.search(r"seed\s+0", text)]
     assert any(SOURCES["001"] in text for text in texts)
@@ -179,13 +180,13 @@ def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
         ("hits_agree", "have the same hits"),
     ],
 )
-def test_an_explanation_names_its_source_and_what_shows_it(name: str, text: str) -> None:
+def test_an_explanation_has_the_expected_text(name: str, text: str) -> None:
     result = explain(name)
     assert result.exit_code == 0
     assert text in result.output
 
 
-def test_a_program_is_read_aloud(tmp_path: Path) -> None:
+def test_a_program_file_is_explained_as_its_actions(tmp_path: Path) -> None:
     path = tmp_path / "kept.json"
     submit = v.Submit(v.Request("A", (1, 2), max_tokens=1))
     path.write_text(write_program(Program(v.Config(num_blocks=4), (submit, v.Abort(("A",))))))
@@ -233,7 +234,7 @@ def test_every_word_and_field_of_the_vocabulary_is_on_its_page() -> None:
     assert all(part.text for part in words["RejectCode"].parts)
 
 
-def test_a_source_is_named_wherever_the_line_breaks() -> None:
+def test_a_source_is_named_also_across_a_line_break() -> None:
     assert cite('see seed\n    003, "x"') == 'see prefix caching by example, "x"'
     assert cite("seed 41 of a run") == "seed 41 of a run"
 
@@ -266,6 +267,6 @@ def test_a_row_of_the_glossary_with_another_number_of_cells_is_refused() -> None
         list(parse_terms("| **a** | It is so. |\n"))
 
 
-def test_a_property_shows_whole_sentences_of_its_checks() -> None:
+def test_a_property_shows_the_statements_of_its_checks() -> None:
     text = " ".join(explain("P1").output.split())
     assert "a block without holders is in the free queue, once." in text

@@ -1,4 +1,4 @@
-"""Headlines of kinds of wrong decisions: the first line names the cause, and not what follows."""
+"""Headlines of wrong decisions by kind: the first line names the cause, not a consequence."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ ROOMY = v.Config(8, 1)
 
 
 def play(program: Program, make_engine: Any) -> list[Finding]:
-    """What is wrong with an engine."""
+    """Play a program on an engine, and return the findings."""
     return run_program(program, make_engine, STRICT)[1]
 
 
-def test_first_wrong_value_is_in_the_headline() -> None:
+def test_the_first_wrong_value_is_in_the_headline() -> None:
     about = of_request("A")
     reason = Difference("finish_reason", "length", "None")
     found = violated("P13", "finish_reason_is_the_one_that_holds", "", reason, subjects=about)
@@ -48,7 +48,7 @@ def test_first_wrong_value_is_in_the_headline() -> None:
     assert make_headline(long) == "OUTPUT: request A has a wrong finish reason, or none"
 
 
-def test_plan_without_rows_that_turns_a_queue_round_is_named_by_the_queue() -> None:
+def test_an_empty_plan_that_reverses_a_queue_is_named_by_the_queue() -> None:
     changed = violated("P7", "empty_plan_changes_nothing", "")
     order = violated("P16", "queues_keep_their_order", "")
     assert put_causes_first([changed, order]) == [order, changed]
@@ -60,19 +60,19 @@ def test_blocks_of_a_preempted_request_are_named_by_its_status() -> None:
     assert put_causes_first([written, held]) == [held, written]
 
 
-def test_block_that_is_published_too_early_is_named_so() -> None:
+def test_a_block_that_is_published_too_early_is_named_so() -> None:
     slot = violated("P4", "published_block_was_written", "")
     early = violated("P4", "only_computed_blocks_are_published", "")
     assert put_causes_first([slot, early]) == [early, slot]
 
 
-def test_load_behind_a_wrong_hit_is_named_by_the_hit() -> None:
+def test_a_load_after_a_wrong_hit_is_named_by_the_hit() -> None:
     load = violated("P19", "load_is_what_the_store_offers", "")
     hit = violated("P5", "hit_is_the_longest_possible", "")
     assert put_causes_first([load, hit]) == [hit, load]
 
 
-def test_request_that_runs_before_its_load_is_named_by_its_status() -> None:
+def test_a_request_that_runs_before_its_load_is_named_by_its_status() -> None:
     written = violated("P17", "block_in_transfer_is_not_written", "")
     room = violated("P8", "admission_leaves_room_for_the_whole_prompt", "")
     parked = violated("P19", "loading_request_matches_its_load", "")
@@ -86,7 +86,7 @@ class Short(SpecEngine):
         super().__init__(replace(config, long_prefill_token_threshold=1))
 
 
-def test_wrong_decision_comes_first_and_what_it_violates_second() -> None:
+def test_a_headline_has_the_wrong_decision_and_then_the_property() -> None:
     whole = replace(ROOMY, max_model_len=16, enable_chunked_prefill=False)
     first = play(Program(whole, (SUBMIT, v.Schedule())), Short)[0]
     assert first.sentence == "prompt_is_not_cut_without_chunking"
@@ -97,14 +97,14 @@ def test_wrong_decision_comes_first_and_what_it_violates_second() -> None:
     assert first == replace(first, diverged=())
 
 
-def test_decision_is_not_named_twice() -> None:
+def test_a_headline_names_a_decision_once() -> None:
     row = Difference("new A", "-", "there")
     early = violated("P16", "admissions_follow_the_policy", f"'A' {MUST_WAIT}", subjects="A")
     headline = "ADMISSION: request A is admitted, and must wait"
     assert make_headline(replace(early, diverged=(row,))) == headline
 
 
-def test_first_wrong_row_of_a_plan_is_in_the_headline() -> None:
+def test_the_first_wrong_row_of_a_plan_is_in_the_headline() -> None:
     hit = Difference("new A num_computed_tokens", "1", "2")
     behind = Difference("new B", "there", "-")
     diverged = replace(violated("P5", "hit_is_the_longest_possible", ""), diverged=(hit, behind))
@@ -126,7 +126,7 @@ class Inserting(SpecEngine):
         return replace(shown, running=shown.running[::-1])
 
 
-def test_wrong_order_of_the_running_list_is_no_wrong_admission() -> None:
+def test_a_wrong_order_of_the_running_list_is_no_wrong_admission() -> None:
     submits = [v.Submit(v.Request(name, (0,), max_tokens=3)) for name in "AB"]
     found = play(Program(ROOMY, (*submits, v.Schedule())), Inserting)
     assert found[0].sentence == "running_list_keeps_its_order"
@@ -146,7 +146,7 @@ class Ill(SpecEngine):
         return answer
 
 
-def test_answer_that_contradicts_itself_is_judged_all_the_same() -> None:
+def test_an_answer_that_contradicts_itself_is_still_judged() -> None:
     first, *others = play(Program(ROOMY, (SUBMIT, v.Schedule(), Answer())), Ill)
     assert first.sentence == "delivered_rows_are_those_that_sampled"
     kinds = [it.kind for it in others if it.kind is not FindingKind.PROPERTY]
@@ -163,7 +163,7 @@ class Ending(SpecEngine):
         return answer
 
 
-def test_session_that_ends_before_its_input_is_named_as_a_session() -> None:
+def test_a_session_that_ends_before_its_input_is_named_as_a_session() -> None:
     actions = (
         v.Submit(v.Request("A", (0,), max_tokens=1, resumable=True)),
         v.StreamingUpdate(v.Request("A", (1,), max_tokens=1, resumable=True)),
@@ -184,7 +184,7 @@ class Endless(SpecEngine):
         return v.Ack() if is_end else super().apply(event)
 
 
-def test_session_that_does_not_end_with_its_input_is_named_so() -> None:
+def test_a_session_that_does_not_end_with_its_input_is_named_so() -> None:
     actions = (
         v.Submit(v.Request("A", (0,), max_tokens=1, resumable=True)),
         v.Schedule(),
@@ -207,7 +207,7 @@ class Unmarked(SpecEngine):
         return replace(shown, requests=requests)
 
 
-def test_request_that_left_the_running_list_was_preempted_whatever_its_status() -> None:
+def test_a_request_that_left_the_running_list_counts_as_preempted() -> None:
     submits = [v.Submit(v.Request(name, (0,), max_tokens=3)) for name in "AB"]
     config = v.Config(4, 1, enable_prefix_caching=False)
     program = Program(config, (*submits, v.Schedule(), Answer(), v.Schedule()))
@@ -217,7 +217,7 @@ def test_request_that_left_the_running_list_was_preempted_whatever_its_status() 
     assert [it.kind for it in others if it.property_id == ""] == [FindingKind.DIVERGENCE]
 
 
-def test_values_that_a_quirk_makes_wrong_in_any_case_are_not_the_cause() -> None:
+def test_values_that_only_a_quirk_makes_wrong_are_not_the_cause() -> None:
     profile = get_profile("vllm-0.19.1")
     assert profile is not None
     run = LockStep.start(ROOMY, SpecEngine, profile=profile)
@@ -248,7 +248,7 @@ class Raising(SpecEngine):
         return replace(shown, cached=FrozenMap({}), block_keys=keys)
 
 
-def test_exception_is_named_by_the_property_that_fails_more_often() -> None:
+def test_an_exception_is_named_by_the_property_that_fails_more_often() -> None:
     program = Program(ROOMY, (SUBMIT, v.Reset()))
     (fault,) = play(program, Raising)
     assert is_exception(fault)
@@ -273,7 +273,7 @@ class Forgetting(SpecEngine):
         return replace(shown, stats=v.Stats()) if self.counts_only else shown
 
 
-def test_counter_is_named_by_what_is_counted() -> None:
+def test_a_wrong_counter_is_named_by_the_decision_it_counts() -> None:
     program = Program(replace(ROOMY, num_blocks=97), (SUBMIT, v.Schedule()))
     found = play(program, Forgetting)
     assert found[0].sentence == "counters_grow_by_what_happened"
@@ -314,7 +314,7 @@ class Closed(SpecEngine):
         return super().apply(event)
 
 
-def test_exception_that_most_programs_meet_stays() -> None:
+def test_an_exception_that_most_programs_raise_stays_the_finding() -> None:
     program = Program(ROOMY, (SUBMIT,))
     (fault,) = play(program, Closed)
     result = CheckResult(CheckOptions(), first=fault, failing_program=program, failed_episode=0)

@@ -1,7 +1,7 @@
-"""Headlines: what is said first of a wrong decision in a release names it.
+"""Headlines: the first finding of a seeded wrong decision names this decision.
 
-The engine follows a release past its quirks, and so does the specification. What a quirk does in
-the step in which the wrong decision shows is known, and not said of the engine.
+The engine has the quirks of a release, and the specification follows them. What a quirk changes in
+the step of the wrong decision is known, and is no finding.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ assert PROFILE is not None
 
 
 def find_first(entry: Planted, make_engine: EngineFactory) -> Finding:
-    """What is found first of a wrong decision, in the first tiny episode that shows it."""
+    """Return the first finding of the first tiny episode that shows a wrong decision."""
     options = CheckOptions(
         preset="tiny",
         profile=in_spec.PROFILE,
@@ -84,7 +84,7 @@ def find_first(entry: Planted, make_engine: EngineFactory) -> Finding:
 
 
 def describe(finding: Finding) -> str:
-    """The first lines of a finding in one: name, headline, message, and where sides differ."""
+    """Return the first lines of a finding in one: name, headline, message and differences."""
     differences: Iterable[Difference] = finding.differences[:2]
     values = [f"{one.field}: expected {one.expected}, seen {one.seen}" for one in differences]
     name = finding.property_id, finding.sentence
@@ -92,7 +92,7 @@ def describe(finding: Finding) -> str:
 
 
 @pytest.mark.parametrize("entry", in_spec.PLANTED, ids=lambda entry: entry.name)
-def test_first_finding_names_the_wrong_decision(entry: Planted) -> None:
+def test_the_first_finding_names_the_wrong_decision(entry: Planted) -> None:
     found = find_first(entry, in_spec.build_factory(entry))
     text = describe(found)
     assert entry.is_named_by(text), text
@@ -138,7 +138,7 @@ def test_wrong_decisions_that_are_not_measured_are_kept_away_from_the_release() 
 
 
 class Lost(in_spec.Release):
-    """A release that forgets who was aborted; here, behind a quirk of its encoder cache."""
+    """A release that forgets aborted requests, with a quirk of its encoder cache."""
 
     def apply(self, event: v.Event) -> v.Observation:
         before = self.state.finished_req_ids
@@ -148,7 +148,7 @@ class Lost(in_spec.Release):
         return answer
 
 
-CONFIG_BESIDE = v.Config(
+ENCODER_CONFIG = v.Config(
     num_blocks=3,
     block_size=1,
     max_model_len=8,
@@ -163,13 +163,13 @@ ITEM = (v.MultiModalItem("x", 0, 1),)
 
 
 def play(program: Program, make_engine: EngineFactory, profile: Any = PROFILE) -> list[Finding]:
-    """What is wrong with an engine under a profile."""
+    """Play a program on an engine under a profile, and return the findings."""
     return run_program(program, make_engine, profile)[1]
 
 
-def test_what_the_specification_has_as_well_is_known_where_they_diverge() -> None:
+def test_a_quirk_that_the_spec_follows_is_no_finding_at_a_divergence() -> None:
     actions = (v.Submit(v.Request("A", (0,), max_tokens=2, items=ITEM)), v.Schedule(), Answer())
-    program = Program(CONFIG_BESIDE, (*actions, v.Abort(("A",))))
+    program = Program(ENCODER_CONFIG, (*actions, v.Abort(("A",))))
     assert play(program, in_spec.Release) == []
     assert {it.property_id for it in play(program, in_spec.Release, STRICT)} >= {"P22"}
     found = play(program, Lost)
@@ -177,7 +177,7 @@ def test_what_the_specification_has_as_well_is_known_where_they_diverge() -> Non
     assert found[1].message.startswith("after abort, finished_req_ids is [], the spec has [A]")
 
 
-def test_a_worker_that_was_given_another_answer_is_as_it_was() -> None:
+def test_observing_an_answer_in_a_fork_does_not_change_the_worker() -> None:
     config = v.Config(num_blocks=4, block_size=1, max_model_len=8)
     spec = SpecEngine(config)
     worker = Worker(config, lambda _text: 7)
@@ -196,7 +196,7 @@ def test_a_worker_that_was_given_another_answer_is_as_it_was() -> None:
 
 
 class Stubborn(SpecEngine):
-    """It admits nobody, and has no counters."""
+    """It admits no request, and has no counters."""
 
     def apply(self, event: v.Event) -> v.Observation:
         if isinstance(event, v.Schedule):
@@ -209,7 +209,7 @@ class Stubborn(SpecEngine):
         return super().capabilities() - {Capability.STATISTICS, Capability.CACHE_STATISTICS}
 
 
-def test_counters_that_are_not_there_are_not_judged() -> None:
+def test_missing_counters_are_not_judged() -> None:
     program = Program(
         v.Config(4, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule())
     )
@@ -222,7 +222,7 @@ def test_counters_that_are_not_there_are_not_judged() -> None:
 # The order of findings, and their words.
 
 
-def test_free_queue_comes_behind_what_a_store_lost() -> None:
+def test_a_cause_comes_before_the_order_of_the_free_queue() -> None:
     order = violated("P16", "freed_tail_is_evicted_first", "")
     held = violated("P17", "every_hold_has_an_owner_and_an_end", "")
     budget = violated("P9", "row_stays_within_its_caps", "")
@@ -248,7 +248,7 @@ def test_a_vague_difference_comes_after_a_specific_one() -> None:
     assert put_causes_first([sampled, early]) == [early, sampled]
 
 
-def test_divergence_is_named_by_its_first_field() -> None:
+def test_a_divergence_is_named_by_its_first_field() -> None:
     one = Difference("rows A num_scheduled_tokens", "2", "1")
     text = "after schedule, rows A num_scheduled_tokens is 1, the spec has 2"
     assert describe_divergence(v.Schedule(), [one]) == text
@@ -280,7 +280,7 @@ class Contradicting(Ahead):
         return shown
 
 
-def test_state_that_contradicts_itself_is_judged_all_the_same() -> None:
+def test_a_state_that_contradicts_itself_is_still_judged() -> None:
     program = Program(
         v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
     )
@@ -290,7 +290,7 @@ def test_state_that_contradicts_itself_is_judged_all_the_same() -> None:
     assert kinds == [FindingKind.FAULT, FindingKind.DIVERGENCE]
 
 
-def test_assertion_without_a_text_is_named_by_its_condition() -> None:
+def test_an_assertion_without_a_text_is_named_by_its_condition() -> None:
     try:
         assert EPISODES < 0
     except AssertionError as error:
@@ -301,7 +301,7 @@ def test_assertion_without_a_text_is_named_by_its_condition() -> None:
     assert not is_consequence(fault_of(ValueError("cannot get 1 free block")))
 
 
-def test_admission_of_a_request_that_is_not_ready_is_in_the_headline() -> None:
+def test_an_admission_of_an_unready_request_is_in_the_headline() -> None:
     queued = v.Request("A", (0, 0), max_tokens=2, structured_output=True)
     program = Program(v.Config(8, 1), (v.Submit(queued), v.Schedule()))
     found = play(program, Hasty, STRICT)
@@ -318,7 +318,7 @@ class Hasty(SpecEngine):
         return super().apply(event)
 
 
-def test_property_found_beside_a_divergence_comes_first() -> None:
+def test_a_property_comes_before_a_divergence() -> None:
     program = Program(
         v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
     )
@@ -338,7 +338,7 @@ class Zeroes(Ahead):
         return answer
 
 
-def test_failure_that_a_property_names_is_preferred_to_a_divergence() -> None:
+def test_a_failure_with_a_property_is_preferred_to_a_divergence() -> None:
     actions = (v.Submit(v.Request("A", (0, 0))), v.Schedule())
     program = Program(v.Config(97, 1, max_model_len=64), actions)
     (differs,) = play(program, Zeroes, STRICT)
@@ -351,7 +351,7 @@ def test_failure_that_a_property_names_is_preferred_to_a_divergence() -> None:
     assert result.first.property_id == result.failure.findings[0].property_id != ""
 
 
-def test_divergence_of_a_plan_is_named_by_its_first_decision() -> None:
+def test_a_divergence_of_a_plan_is_named_by_its_first_decision() -> None:
     headlines = {
         Difference("preempted_req_ids", "[B]", "[A]"): "PREEMPTION: the plan preempts [A], the "
         "spec [B]",
@@ -378,13 +378,13 @@ def test_divergence_of_a_plan_is_named_by_its_first_decision() -> None:
         differences = tuple(it for it in differences if it != difference)
 
 
-def test_field_that_is_not_in_the_plans_is_in_the_headline() -> None:
+def test_a_field_that_differs_from_the_plans_is_in_the_headline() -> None:
     field = Difference("num_computed_tokens", "3", "2", "state; worker")
     found = violated("P26", "plans_alone_rebuild_the_request", "", field, subjects=Subjects(("A",)))
     assert make_headline(found).endswith("num_computed_tokens is 3 in the state, 2 in the plans")
 
 
-def test_counters_that_cannot_be_are_named_by_field() -> None:
+def test_impossible_counters_are_named_by_field() -> None:
     program = Program(
         v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
     )
@@ -398,7 +398,7 @@ def test_counters_that_cannot_be_are_named_by_field() -> None:
 
 
 class Unbuildable(SpecEngine):
-    """Its constructor raises for some configs."""
+    """An engine whose constructor raises for some configs."""
 
     traits = EngineTraits()
 
@@ -408,7 +408,7 @@ class Unbuildable(SpecEngine):
         super().__init__(config)
 
 
-def test_constructor_that_raises_is_a_fault_with_the_config_as_its_program() -> None:
+def test_a_constructor_that_raises_is_a_fault_with_a_shrunk_config() -> None:
     options = CheckOptions(engine=f"{__name__}:Unbuildable", preset="tiny", max_events=20_000)
     result = check(options, shrinks=False)
     assert result.exit_code is ExitCode.FAILED
@@ -423,13 +423,13 @@ def test_constructor_that_raises_is_a_fault_with_the_config_as_its_program() -> 
     assert "FAULT at event 0: the engine raised IndexError" in render_first_failure(result)
 
 
-def test_program_with_such_a_config_is_a_fault() -> None:
+def test_a_program_with_a_config_that_raises_is_a_fault() -> None:
     program = Program(v.Config(4, 1, max_num_seqs=1), (v.Schedule(),))
     result = play_program(CheckOptions(), program, Unbuildable)
     assert result.exit_code is ExitCode.FAILED
 
 
-def test_both_sides_are_shown_where_the_specification_fails(
+def test_both_answers_are_shown_if_the_specification_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program = Program(
@@ -455,7 +455,9 @@ def test_both_sides_are_shown_where_the_specification_fails(
     assert "engine's answer: plan 0: A new" in text
 
 
-def test_what_is_wrong_with_the_engine_is_shown_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_findings_of_the_engine_follow_a_failure_of_the_specification(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program = Program(
         v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
     )
@@ -491,8 +493,8 @@ def test_headlines_have_a_class_and_are_short() -> None:
         assert len(text) <= CHARS_MAX - 30, text
 
 
-def test_headlines_as_they_are_printed(snapshot: SnapshotAssertion) -> None:
-    """With a request and a block, and without."""
+def test_every_headline_is_as_in_the_snapshot(snapshot: SnapshotAssertion) -> None:
+    """The snapshot has each headline with a request and a block, and without."""
     lines = []
     for name, number in sorted(list_checks().items(), key=lambda it: (int(it[1][1:]), it[0])):
         finding = violated(number, name, "", subjects=Subjects(("A",), (3,)))
@@ -501,7 +503,7 @@ def test_headlines_as_they_are_printed(snapshot: SnapshotAssertion) -> None:
     assert "\n".join(lines) == snapshot
 
 
-def test_subjects_without_a_place_follow() -> None:
+def test_subjects_that_the_headline_does_not_name_follow() -> None:
     kept = Subjects(("A", "B"), (1, 2))
     order = violated("P16", "freed_tail_is_evicted_first", "", subjects=Subjects((), (2, 1)))
     assert make_headline(order).endswith("in the free queue (blocks 2, 1)")
@@ -512,7 +514,7 @@ def test_subjects_without_a_place_follow() -> None:
     assert make_headline(shared) == headline
 
 
-def test_message_is_the_headline_of_what_no_property_names() -> None:
+def test_the_message_is_the_headline_of_a_fault() -> None:
     seen = Finding(FindingKind.FAULT, "", "engine_raises_nothing", "the engine raised\nKeyError: 1")
     assert make_headline(seen) == "the engine raised KeyError: 1"
 
@@ -546,14 +548,14 @@ def test_liveness_names_the_requests_that_never_finish() -> None:
     )
 
 
-def test_divergence_names_the_request_or_block_of_its_first_field() -> None:
+def test_a_divergence_names_the_request_or_block_of_its_first_field() -> None:
     field = Difference("rows A num_scheduled_tokens", "2", "1")
     assert find_subjects(field, ["A", "B"]) == Subjects(("A",))
     assert find_subjects(Difference("block 3", "free", "held by 1"), ["A"]) == Subjects((), (3,))
     assert find_subjects(Difference("running", "[A]", "[]"), ["A"]) == Subjects()
 
 
-def test_subjects_of_lists_are_what_differs() -> None:
+def test_subjects_of_lists_are_their_differing_entries() -> None:
     assert requests_apart(("A", "B"), ("B", "C")) == Subjects(("A", "C"))
     assert requests_apart(("A", "B"), ("B", "A")) == Subjects(("A", "B"))
     assert blocks_apart((1, 2, 3), (1, 3, 2)) == Subjects((), (2, 3))
@@ -570,7 +572,7 @@ def test_subjects_are_in_json_and_in_explain() -> None:
     assert "headline: CORRUPTION: block BLOCK is written at two places in one step" in shown
 
 
-def test_cause_comes_first_of_a_shrunk_program_whatever_was_found_first() -> None:
+def test_the_cause_comes_first_after_shrinking() -> None:
     program = Program(
         v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
     )

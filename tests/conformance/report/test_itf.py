@@ -1,4 +1,4 @@
-"""A run as an ITF trace: each state has all variables, in values that the format has."""
+"""`--itf`: a run is written as an ITF trace, and its values are valid in this format."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_program_is_written_as_a_trace(tmp_path: Path) -> None:
     assert sorted(states[-1]["free_queue"]) == [1, 2, 3, 4]
 
 
-def test_a_trace_is_of_a_program() -> None:
+def test_itf_needs_a_program() -> None:
     result = CliRunner().invoke(app, ["check", "--engine", "host", "--itf", "x.itf.json"])
     assert result.exit_code == 2
     assert "--itf: needs --program" in result.output

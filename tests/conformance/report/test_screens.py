@@ -1,4 +1,4 @@
-"""Pages of the documentation and of a finding, drawn by Debian's chromium, wide, narrow and dark.
+"""Pages of the documentation and of a finding fit the screen, and run no script, in chromium.
 
 Every page is checked; pictures of four of them are left in docs/_build/screens to be looked at.
 """
@@ -56,7 +56,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def html() -> Path:
-    """The documentation as it is now."""
+    """The documentation, built from its current sources."""
     built = DOCS / "_build" / "html"
     trees = DOCS / "_build" / "doctrees"
     sphinx = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-d", trees, DOCS, built]
@@ -95,7 +95,7 @@ def test_a_timeline_fits_its_screen_and_runs_no_script(browser: Any, tmp_path: P
     assert draw(browser, path, "timeline") == []
 
 
-def test_a_script_that_runs_and_a_wide_page_are_seen(browser: Any, tmp_path: Path) -> None:
+def test_a_script_that_runs_and_a_wide_page_are_noticed(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "bad.html"
     path.write_text(f"<article><pre><b>{'x' * 400}</b></pre></article><script>alert(1)</script>")
     wrong = draw(browser, path)

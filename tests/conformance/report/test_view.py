@@ -1,4 +1,4 @@
-"""A finding as a page: what it shows, and that nothing in it runs."""
+"""`--view`: the page of a finding shows its blocks, and no text of an engine runs in it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.rows: list[list[tuple[str, str]]] = []
-        """Of each row the class and the text of its cells."""
+        """The class and the text of each cell, by row."""
         self.is_in_cell = False
         self.feed(text)
 
@@ -73,7 +73,7 @@ def blockstep(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "100"})
 
 
-def test_blocks_are_followed_by_snapshots_and_by_plans() -> None:
+def test_holders_of_blocks_are_read_from_snapshots_or_plans() -> None:
     seen = make_film(CheckOptions(), SpecEngine, PROGRAM)
     assert [picture.action.split()[0] for picture in seen] == [
         *("submit", "schedule", "commit", "submit", "schedule", "abort")
@@ -108,7 +108,7 @@ def test_a_block_that_is_neither_held_nor_free_is_marked() -> None:
     assert rows[1][2][0] == "free last"
 
 
-def test_nothing_from_an_engine_is_more_than_text() -> None:
+def test_text_of_an_engine_is_escaped_in_the_page() -> None:
     page, plain = (
         Page(make_page(f"VIOLATION of {name}\n{name}", [Picture(name, {1: (name, "B")})]))
         for name in (HOSTILE, "A")
@@ -123,7 +123,7 @@ def test_nothing_from_an_engine_is_more_than_text() -> None:
     ]
 
 
-def test_a_pool_that_is_large_is_cut() -> None:
+def test_a_large_pool_is_cut() -> None:
     film = [Picture("x", dict.fromkeys(range(1, BLOCKS_MAX + 6), ("A",)))]
     text = make_page("", film)
     assert len(Page(text).rows) == 1 + BLOCKS_MAX
@@ -143,7 +143,7 @@ def test_a_check_writes_the_page_of_what_it_found(tmp_path: Path) -> None:
     assert not (tmp_path / "none.html").exists()
 
 
-def test_a_fault_has_a_film_up_to_it() -> None:
+def test_the_page_of_a_fault_ends_at_the_fault() -> None:
     program = replace(PROGRAM, actions=(*PROGRAM.actions, v.Schedule()))
     film = make_film(CheckOptions(), Raising, program)
     assert len(film) == len(PROGRAM.actions), "it ends at the finding"

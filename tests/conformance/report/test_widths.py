@@ -1,4 +1,4 @@
-"""Widths: what is shown on terminals of 60, 80 and 140 columns, with colours and without."""
+"""Verdicts and tables fit terminals of 60, 80 and 140 columns, with colours and without."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def make_result(names: Sequence[str] = tuple(WITNESSES), equivalence: str = "exa
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_verdict_at_each_width(width: int, snapshot: SnapshotAssertion) -> None:
+def test_a_verdict_fits_each_width(width: int, snapshot: SnapshotAssertion) -> None:
     console = make_terminal(width)
     render_verdict(make_result(REACHED, "safety"), console, shows_coverage=True)
     assert get_shown(console) == snapshot
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_situation_and_its_count_are_shown(width: int) -> None:
+def test_every_coverage_goal_and_its_count_are_shown(width: int) -> None:
     console, result = make_terminal(width), make_result()
     render_verdict(result, console, shows_coverage=True)
     words = get_shown(console).split()
@@ -83,14 +83,14 @@ def test_every_situation_and_its_count_are_shown(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_table_at_each_width(width: int, snapshot: SnapshotAssertion) -> None:
+def test_a_table_fits_each_width(width: int, snapshot: SnapshotAssertion) -> None:
     console = make_terminal(width)
     show_rows(console, ROWS)
     assert get_shown(console) == snapshot
 
 
 def rows_of(table: str) -> list[dict[str, object]]:
-    """The rows of a listing, as its command has them."""
+    """Return the rows of a listing, as its command has them."""
     if table == "museum":
         return [{**describe(it), "speaks": it.properties} for it in EXHIBITS.values()]
     if table == "engines":
@@ -147,7 +147,7 @@ def test_columns_shrink_to_their_longest_word(
     assert fit_widths(cells, width) == widths
 
 
-def test_a_narrow_screen_has_the_columns_that_matter() -> None:
+def test_a_narrow_screen_has_a_subset_of_the_columns() -> None:
     assert set(bench_report.FEW_COLUMNS) < set(bench_report.COLUMNS)
     narrow = bench_report.make_table([], bench_report.FEW_COLUMNS)
     assert [column.header for column in narrow.columns] == list(bench_report.FEW_COLUMNS)
@@ -165,14 +165,14 @@ def test_a_narrow_screen_has_the_columns_that_matter() -> None:
         ("blockstep arms: A IS ANSWERED DIFFERENTLY (x)", "IS ANSWERED DIFFERENTLY", "red"),
     ],
 )
-def test_a_verdict_has_its_colour(text: str, word: str, style: str) -> None:
+def test_each_verdict_has_its_colour(text: str, word: str, style: str) -> None:
     (span,) = paint(text).spans
     assert text[span.start : span.end] == word
     assert span.style == f"bold {style}"
 
 
-def test_no_colour_where_none_is_wanted_and_none_in_prose() -> None:
-    assert not paint("  a FAULT of somebody conforms: to nothing").spans
+def test_prose_and_terminals_without_colour_have_no_colour() -> None:
+    assert not paint("  a FAULT of an engine conforms: to nothing").spans
     for options, has_colour in (({"color_system": "standard"}, True), ({"no_color": True}, False)):
         console = make_terminal(80, **options)
         render_verdict(make_result(), console)
