@@ -189,7 +189,7 @@ def list_children(pid: int) -> list[int]:
             2)) for number in (signal.SIGTERM, signal.SIGKILL)),
     ],
 )  # fmt: skip
-def test_processes_of_our_own_end_with_their_command(
+def test_worker_processes_end_with_their_command(
     tmp_path: Path, args: tuple[object, ...], number: signal.Signals
 ) -> None:
     command = start(tmp_path, *args)

@@ -42,7 +42,7 @@ def draw_some(preset: str, count: int = 150) -> list[Swarm]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_config_is_valid_and_most_requests_can_be_served(preset: str) -> None:
+def test_drawn_configs_are_valid_and_most_requests_can_be_served(preset: str) -> None:
     servable = 0
     for number, swarm in enumerate(draw_some(preset)):
         assert swarm.has(GROUPS)

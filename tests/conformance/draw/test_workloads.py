@@ -820,7 +820,7 @@ def run(*given: str) -> Result:
     return CliRunner().invoke(app, ["replay", *given, "--no-spec", "--json", "-"])
 
 
-def test_texts_are_replayed_with_a_tokenizer(tmp_path: Path) -> None:
+def test_prompts_given_as_text_are_replayed_with_a_tokenizer(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {word: number for number, word in enumerate(f"{TEN} a b c what now".split())}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))

@@ -183,7 +183,7 @@ def modules(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def draw_params() -> list[SamplingParams]:
-    """Greedy and drawn tokens, with every cut, seeds given and not, ends by tokens and lengths."""
+    """Return greedy and sampled parameters, with each cut, with and without seeds and stops."""
     return [
         PARAMS,
         replace(PARAMS, temperature=8.0),

@@ -142,8 +142,8 @@ UNREACHED = {
     Quirk.RESET_WITHOUT_A_STORE_SUCCEEDS,  # no world without a store resets one
     Quirk.REASONING_END_IS_SEARCHED_IN_THE_NEXT_INPUT,  # no world has reasoning in a session
 }
-"""Quirks that no small world shows, or that change a hint that no walk compares, or a reset of a
-world whose groups leave blocks out, which does not exist."""
+"""Quirks that no small world shows. Some change only a hint, which no walk compares, or a reset of
+a config whose groups leave blocks out, which no world has."""
 DEFECT_ROWS = {
     row["defect"]: (str(row["events"]), row["world"], row["first difference"])
     for row in read_rows("explore-seeded-bugs")
@@ -346,7 +346,7 @@ def list_futures(world: World, state: State) -> Counter[object]:
 
 
 @pytest.mark.parametrize("name", ["alone", "edge", "equals", "lacking", "names", "spaced", "whole"])
-def test_states_that_count_as_one_have_the_same_future(name: str) -> None:
+def test_states_with_equal_digests_have_the_same_future(name: str) -> None:
     """If they had not, a walk would leave out states."""
     world = WORLDS[name]
     digest, start = Canonicaliser(world).digest, initial_state(world.config)
@@ -622,7 +622,7 @@ def test_a_kept_engine_does_not_depend_on_object_identities() -> None:
 
 
 class OneFrame(SpecEngine):
-    """Has one plan in flight, whatever the config wants."""
+    """It has one frame in flight, whatever the config allows."""
 
     def capabilities(self) -> frozenset[str]:
         return super().capabilities() - {"pipeline", "async"}

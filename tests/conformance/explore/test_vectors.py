@@ -72,7 +72,7 @@ def test_few_programs_take_every_branch_that_the_walk_took(
 
 
 def test_programs_of_a_walk_take_every_branch_of_its_transitions() -> None:
-    """Each transition of a complete walk does nothing that its programs do not do."""
+    """No transition of a complete walk takes a branch that its programs do not take."""
     world = WORLDS["seats"]
     met = list_deeds(world, walk(Task(world, properties=False, deeds=True)).programs)
     digest, tracer = Canonicaliser(world).digest, Tracer()
@@ -196,7 +196,7 @@ def test_a_file_without_has_work_does_not_compare_it(tmp_path: Path) -> None:
     assert consume(read_vectors(before), load_engine("host")).conforms
 
 
-def test_a_file_without_async_scheduling_has_it_if_frames_are_several(tmp_path: Path) -> None:
+def test_old_files_with_several_frames_are_read_as_asynchronous(tmp_path: Path) -> None:
     config = Config(num_blocks=3, max_frames_in_flight=2, async_scheduling=True)
     now, before = tmp_path / "now.jsonl", tmp_path / "before.jsonl"
     write_vectors(now, "pair", config, [[Schedule()]])

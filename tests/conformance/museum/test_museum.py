@@ -113,7 +113,7 @@ FELL_LATE = (
     ("last-group-counts", STANDINGS[0]),
     ("windows-leave-too-early", SHOWN),
 )
-"""Each once needed more than 25,000 events with one of the seeds 1 to 3, or survived 60,000."""
+"""Bugs that once needed more than 25,000 events with a seed of 1 to 3, or survived 60,000."""
 
 
 @pytest.mark.soak
@@ -278,7 +278,7 @@ def test_a_finding_is_named_by_its_property_or_kind(
     assert name_of(Finding(kind, property_id, "words", "")) == name
 
 
-# Held to the properties alone.
+# At safety: judged by the properties alone.
 
 
 def test_a_run_at_safety_shows_or_hides_the_state(
@@ -344,7 +344,7 @@ def test_no_bug_counts_as_invisible_at_exact() -> None:
 
 
 def play_unseen(name: str, num_events: int, seed: int, is_hidden: bool) -> None:
-    """Check that all episodes of a seeded bug conform at safety."""
+    """Play episodes of a seeded bug at safety, which must have no finding."""
     given = (EXHIBITS[name].takes,) if EXHIBITS[name].takes else ()
     options = CheckOptions(f"museum:{name}", seed=seed, hide_state=is_hidden, with_features=given)
     make_engine = load_as_foreign(options)

@@ -98,7 +98,7 @@ def test_a_missing_field_has_the_default_of_the_vocabulary(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_a_file_without_async_scheduling_has_it_if_frames_are_several(
+def test_old_files_with_several_frames_are_read_as_asynchronous(
     tmp_path: Path, is_async: bool
 ) -> None:
     config = v.Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=is_async)

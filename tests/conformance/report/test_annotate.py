@@ -125,7 +125,7 @@ def test_failures_of_a_corpus_and_known_programs_are_annotated(project: Path) ->
 
 
 def test_annotate_reads_results_of_check_hunt_and_pytest(tmp_path: Path) -> None:
-    """A check, a hunt, and the outcome of pytest, which holds checks."""
+    """The results are those of a check, of a hunt, and of pytest, which contain checks."""
     engine = ("--engine", "museum:leak-on-abort", "--preset", "tiny", "--episode", find_failing())
     summary, results = tmp_path / "summary.md", []
     for command in ("check", "hunt"):

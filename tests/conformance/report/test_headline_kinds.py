@@ -259,7 +259,7 @@ def test_an_exception_is_named_by_the_property_that_fails_more_often() -> None:
 
 
 class Forgetting(SpecEngine):
-    """It finds no prefix in its cache; if the pool has 97 blocks, it only does not count."""
+    """It finds no prefix hits; if the pool has 97 blocks, it finds them and counts none."""
 
     def __init__(self, config: v.Config) -> None:
         self.counts_only = config.num_blocks == 97
@@ -284,7 +284,7 @@ def test_a_wrong_counter_is_named_by_the_decision_it_counts() -> None:
 
 
 class Early(SpecEngine):
-    """It counts a cached block too many of requests that run."""
+    """It counts a cached block too many for running requests."""
 
     def snapshot(self) -> v.Snapshot:
         shown = super().snapshot()
@@ -306,7 +306,7 @@ def test_blocks_that_are_cached_too_early_are_not_named_as_uncached() -> None:
 
 
 class Closed(SpecEngine):
-    """It raises whenever something is submitted."""
+    """It raises at every submit."""
 
     def apply(self, event: v.Event) -> v.Observation:
         if isinstance(event, v.Submit):

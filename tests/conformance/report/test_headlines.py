@@ -134,7 +134,7 @@ def test_wrong_decisions_that_are_not_measured_are_kept_away_from_the_release() 
         assert result.skipped[entry.unseen] > 0
 
 
-# What a quirk accounts for, though the engine diverges.
+# Quirks and divergences in the same step.
 
 
 class Lost(in_spec.Release):
@@ -257,7 +257,7 @@ def test_a_divergence_is_named_by_its_first_field() -> None:
 
 
 class Ahead(SpecEngine):
-    """It counts a token more as computed than was."""
+    """It counts one computed token too many."""
 
     def apply(self, event: v.Event) -> v.Observation:
         answer = super().apply(event)
@@ -310,7 +310,7 @@ def test_an_admission_of_an_unready_request_is_in_the_headline() -> None:
 
 
 class Hasty(SpecEngine):
-    """It waits for no grammar."""
+    """It admits requests without waiting for their grammars."""
 
     def apply(self, event: v.Event) -> v.Observation:
         if isinstance(event, v.Schedule):
@@ -437,7 +437,7 @@ def test_both_answers_are_shown_if_the_specification_fails(
     )
 
     class Fine(SpecEngine):
-        """Another copy, which does not fail."""
+        """A copy of the specification, which does not fail."""
 
     right = SpecEngine.apply
 

@@ -44,7 +44,7 @@ HIDDEN_AT_THE_RIGHT = """() => [...document.querySelectorAll('article *')].filte
   }
   return true;
 }).map(element => element.tagName + ' ' + element.textContent.slice(0, 50))"""
-"""The elements that end right of the screen and that no box around them scrolls to."""
+"""The elements beyond the right edge of the screen that no box around them scrolls to."""
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ class Keeps(Silent):
 
 
 class Skips(Silent):
-    """Claims the first token of a prompt as computed."""
+    """It claims the first token of a prompt as computed."""
 
     def plan(self) -> v.Plan:
         plan = super().plan()
@@ -116,7 +116,7 @@ class Overspends(Silent):
 
 
 class Stalls(Silent):
-    """Plans nothing more once it has served one request."""
+    """It plans nothing after it has served one request."""
 
     has_served = False
 
@@ -143,7 +143,7 @@ class AnswersAck(Silent):
 
 
 class Refuses(Silent):
-    """Takes prompts of up to two tokens only."""
+    """It takes prompts of up to two tokens only."""
 
     def apply(self, event: v.Event) -> v.Observation:
         if isinstance(event, v.Submit) and len(event.request.prompt_token_ids) > 2:

@@ -52,7 +52,7 @@ AFTER_AN_OFFLOAD = make_program(
     Abort(("A",)),
     Drain(),
 )
-"""B is offloaded, which blocks new requests until one finishes; A is canceled, and none does."""
+"""B is offloaded, which blocks new requests until one finishes; A is canceled, none finishes."""
 A_LATE_CANCEL = make_program(
     2,
     submit("A", 1, 1),
@@ -62,7 +62,7 @@ A_LATE_CANCEL = make_program(
     submit("A", 1, 1),
     Drain(),
 )
-"""A ends before its cancel is read, which then takes the next request of that name."""
+"""A finishes before its cancel is read, which then cancels the next request with its id."""
 A_FULL_POOL = make_program(2, submit("A", 4, 1), Schedule(), Schedule(), is_async=True)
 """The next batch wants a slot for a token after A's last one, and there is no other request."""
 A_BLOCK_IN_FLIGHT = make_program(

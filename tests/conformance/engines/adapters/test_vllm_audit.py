@@ -33,7 +33,7 @@ RICH = v.Request("A", (1, 2, 3, 4, 5), 4, adapter="x", cache_salt="y", items=(IT
 
 
 def take(name: str) -> Any:
-    """A module of the adapter. Not imported above: that imports vLLM."""
+    """Import a module of the adapter; an import at the top would import vLLM."""
     return importlib.import_module(f"{ADAPTERS}.{name}")
 
 

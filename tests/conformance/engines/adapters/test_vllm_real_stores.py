@@ -42,7 +42,7 @@ class Pair:
         self.num_events = 0
 
     def apply(self, event: v.Event) -> v.Observation | None:
-        """Give both an event, with what the connector answered meanwhile; None if declined."""
+        """Send an event and the connector's offers to both sides, and compare; None if declined."""
         assert self.declines is not None
         if self.declines(event) is not None:
             return None
