@@ -57,7 +57,7 @@ MAIN_CLAUSE = re.compile(
 )
 CODE = re.compile(
     r"``.*?``|`[^`]*`|<[^>]+>|https?://\S+|(?<!\w)--[a-z][\w-]*"
-    r"|\bmuseum( run\b|:\w+|\.json)|\b(benchmarks\.|blockstep )museum|\bexplain \w+s\b"
+    r"|\bmuseum( run\b|:\w*|\.json)|\b(benchmarks\.|blockstep )museum|\bexplain \w+s\b"
     r"|^[ ]+[a-z_]+(?=: )|^[a-z_]+(?= n: )",
     re.MULTILINE,
 )

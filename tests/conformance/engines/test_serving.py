@@ -266,9 +266,13 @@ def test_a_bug_in_the_scheduler_is_found(
 
 def test_an_abort_of_the_client_is_checked(checkpoint: Checkpoint) -> None:
     llm = LLM(checkpoint.folder, check=ServingChecker, max_frames_in_flight=2)
+    checker = llm.observer
+    assert isinstance(checker, ServingChecker)
     names = [llm.add_request(prompt, PARAMS) for prompt in make_prompts()[:4]]
     llm.step()
+    assert len(checker.snapshot().requests) == 4
     llm.abort(names[0])
+    assert len(checker.snapshot().requests) == 3
     while llm.has_unfinished_requests:
         llm.step()
     made = [llm.pop_completion(name).token_ids for name in names[1:]]

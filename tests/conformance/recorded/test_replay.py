@@ -5,13 +5,13 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
+from published_traces import find_trace
 from rich.console import Console
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START, Follows, WorkloadFormat, load
@@ -34,7 +34,6 @@ from blockstep.impl.host import HostEngine
 from blockstep.spec import Oracle
 from blockstep.spec import vocabulary as v
 
-REPO = Path(__file__).resolve().parents[3]
 CONFIG = v.Config(
     num_blocks=30, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64
 )
@@ -511,15 +510,6 @@ def test_presets_are_valid_and_wrong_paces_are_refused() -> None:
 # --- the published traces
 
 
-def published(name: str) -> Path:
-    """A published trace file; skips the test where there is none."""
-    folder = Path(os.environ.get("BLOCKSTEP_TRACES", REPO.parent / "shared" / "traces"))
-    path = folder / name
-    if not path.is_file():
-        pytest.skip(f"{path} is absent: set BLOCKSTEP_TRACES to the folder of published traces")
-    return path
-
-
 def hits_by_ids_alone(path: Path, limit: int | None = None) -> tuple[int, int, int, int]:
     """Return ids hit, ids, tokens hit and prompt tokens of Mooncake's trace with an endless cache.
 
@@ -546,7 +536,7 @@ def hits_by_ids_alone(path: Path, limit: int | None = None) -> tuple[int, int, i
 
 def test_the_hit_rate_of_mooncake_counted_by_ids_is_the_published_one() -> None:
     ids_hit, ids, tokens_hit, tokens = hits_by_ids_alone(
-        published("mooncake_conversation.jsonl.gz")
+        find_trace("mooncake_conversation.jsonl.gz")
     )
     assert ids_hit / ids == pytest.approx(0.366, abs=0.003)
     assert tokens_hit / tokens == pytest.approx(0.373, abs=0.003)
@@ -556,7 +546,7 @@ def test_the_hit_rate_of_mooncake_counted_by_ids_is_the_published_one() -> None:
     "pace", [Pace(), Pace(concurrency=7), Pace(Arrivals.OPEN, ticks_per_step=500)]
 )
 def test_without_eviction_hits_equal_those_counted_by_ids_at_any_pace(pace: Pace) -> None:
-    path = published("mooncake_conversation.jsonl.gz")
+    path = find_trace("mooncake_conversation.jsonl.gz")
     config = REPLAY_PRESETS[WorkloadFormat.MOONCAKE].config
     report = replay(load(path, limit=150), config, HostEngine, pace=pace)
     assert report.finding is None
@@ -586,7 +576,7 @@ def test_without_eviction_hits_equal_those_counted_by_ids_at_any_pace(pace: Pace
 def test_spec_and_host_engine_agree_on_published_traces(
     name: str, limit: int, block_size: int, num_blocks: int, snapshot_every: int
 ) -> None:
-    workload = load(published(name), limit=limit)
+    workload = load(find_trace(name), limit=limit)
     preset = REPLAY_PRESETS[workload.format]
     report = replay(
         workload,
@@ -603,7 +593,7 @@ def test_spec_and_host_engine_agree_on_published_traces(
 
 @pytest.mark.soak
 def test_the_hit_rate_of_the_whole_mooncake_trace_is_the_published_one() -> None:
-    path = published("mooncake_conversation.jsonl.gz")
+    path = find_trace("mooncake_conversation.jsonl.gz")
     preset = REPLAY_PRESETS[WorkloadFormat.MOONCAKE]
     report = replay(load(path), preset.config, HostEngine, pace=preset.pace)
     assert report.finding is None
