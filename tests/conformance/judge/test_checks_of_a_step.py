@@ -1,4 +1,4 @@
-"""A sentence that is not asked of a step would have found nothing wrong with it."""
+"""Skipped checks: a check that does not run on a step would have found nothing in it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
 
-SPARED = {found.sentence for checks in CHECKS_OF.values() for found in checks if found.of}
+SKIPPED = {found.sentence for checks in CHECKS_OF.values() for found in checks if found.of}
 
 
-def test_checks_that_are_not_asked_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    spared: Counter[str] = Counter()
+def test_checks_that_are_skipped_would_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    skipped: Counter[str] = Counter()
 
     def judge(sentences: Iterable[PropertyCheck], step: Step, history: History) -> list[Finding]:
         asked, is_refused = tuple(sentences), isinstance(step.observation, v.Rejected)
         for found in CHECKS_OF[v.Rejected if is_refused else type(step.event)]:
             if found not in asked and found.needs not in history.lacked:
                 assert found(step, history) == []
-                spared[found.sentence] += 1
+                skipped[found.sentence] += 1
         return judge_all(asked, step, history)
 
     monkeypatch.setattr("blockstep.conformance.judge.checks.judge", judge)
@@ -45,12 +45,14 @@ def test_checks_that_are_not_asked_find_nothing(monkeypatch: pytest.MonkeyPatch)
         options = CheckOptions(engine="host", preset="small", with_features=(feature,))
         assert run_episode(options, index, load_engine("host")).first is None
     assert wrong
-    assert spared.keys() >= SPARED
+    assert skipped.keys() >= SKIPPED
 
 
-def test_what_makes_no_sense_is_asked_by_all() -> None:
+def test_no_check_is_skipped_for_a_malformed_step() -> None:
     state = SpecEngine(v.Config(4)).snapshot()
-    row = v.CachedRow("A", False, ((), ()), None, 0, 0, 1)  # of nobody, and in two groups of one
+    row = v.CachedRow(
+        "A", False, ((), ()), None, 0, 0, 1
+    )  # of an unknown request, with two tables for one group
     step = Step(
         v.Config(4),
         1,

@@ -1,4 +1,4 @@
-"""Goals: each situation can be reached, is counted where it is, and missing ones are named."""
+"""Coverage goals: each is counted where a run reaches it, and missing ones are listed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ A = v.Request("A", (1, 2, 3, 4, 5), max_tokens=2)
 
 
 class Watched:
-    """A clean engine with witnesses beside it."""
+    """A correct engine whose coverage goals are counted."""
 
     def __init__(self, config: v.Config = CONFIG) -> None:
         self.config = config
@@ -68,14 +68,14 @@ class Watched:
         return self.client.plans
 
 
-def test_each_situation_has_a_line() -> None:
+def test_each_goal_has_a_description() -> None:
     for name, meaning in WITNESSES.items():
         assert name.replace("_", "").isalnum()
         assert meaning
         assert not meaning.endswith(".")
 
 
-def test_a_hit_on_freed_blocks_is_seen() -> None:
+def test_a_hit_on_freed_blocks_is_counted() -> None:
     watched = Watched().do(v.Submit(A), v.Schedule()).commit().do(v.Schedule()).commit()
     assert watched.counts["stop_length"] == 1
     watched.do(v.Submit(replace(A, request_id="B")), v.Schedule())
@@ -87,7 +87,7 @@ def test_a_hit_on_freed_blocks_is_seen() -> None:
 def test_salts_and_adapters_keep_equal_tokens_apart() -> None:
     other = replace(A, request_id="B", cache_salt="x")
     watched = Watched().do(v.Submit(A), v.Submit(other), v.Schedule())
-    assert watched.counts["same_tokens_other_salt"] == 2, "each was admitted beside the other"
+    assert watched.counts["same_tokens_other_salt"] == 2, "each was admitted while the other ran"
     assert watched.counts["same_tokens_other_adapter"] == 0
     assert watched.counts["prefix_hit"] == 0
 
@@ -103,7 +103,7 @@ def test_a_full_prompt_hit_leaves_the_last_block() -> None:
     ("num_right", "name"),
     [(0, "drafts_none_accepted"), (1, "drafts_some_accepted"), (2, "drafts_all_accepted")],
 )
-def test_acceptance_is_distinguished(num_right: int, name: str) -> None:
+def test_accepted_drafts_are_counted_as_none_some_or_all(num_right: int, name: str) -> None:
     config = replace(CONFIG, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2)
     watched = Watched(config).do(v.Submit(replace(A, max_tokens=9)), v.Schedule()).commit()
     watched.propose("A", 2, num_right).do(v.Schedule()).commit()
@@ -112,7 +112,7 @@ def test_acceptance_is_distinguished(num_right: int, name: str) -> None:
     assert watched.counts["drafts_taken"] == watched.counts["drafts_scheduled"] == 1
 
 
-def test_preemption_and_return_are_seen() -> None:
+def test_preemption_and_resumption_are_counted() -> None:
     config = replace(CONFIG, num_blocks=7, max_model_len=10, scheduler_reserve_full_isl=False)
     watched = Watched(config)
     for index in range(2):
@@ -128,7 +128,7 @@ def test_preemption_and_return_are_seen() -> None:
     assert counts["self_preempted"] == counts["priority_victim_already_scheduled"] == 0
 
 
-def test_aborts_are_distinguished() -> None:
+def test_aborts_are_counted_by_the_status_of_the_request() -> None:
     watched = Watched().do(v.Submit(A), v.Abort(("A", "nobody")))
     watched.do(v.Submit(A), v.Schedule(), v.Abort(("A",))).commit()
     watched.do(v.Submit(replace(A, request_id="B")), v.Schedule()).commit().do(v.Abort(("B",)))
@@ -138,7 +138,7 @@ def test_aborts_are_distinguished() -> None:
     assert watched.counts["id_used_again"] == 1
 
 
-def test_resets_are_distinguished() -> None:
+def test_resets_are_counted_by_their_outcome() -> None:
     watched = Watched().do(v.Submit(A), v.Schedule(), v.Reset(), v.Reset(True)).commit()
     names = ("reset_refused", "reset_forced", "reset_forced_in_flight", "commit_for_preempted")
     assert [watched.counts[name] for name in names] == [1, 1, 1, 1]
@@ -176,13 +176,13 @@ def test_a_request_with_its_last_token_in_flight_is_left_out() -> None:
     assert watched.counts["published_by_commit"] == 0
 
 
-def test_what_a_commit_publishes_is_seen() -> None:
+def test_blocks_published_by_a_commit_are_counted() -> None:
     watched = Watched(AHEAD).do(v.Submit(LONG), v.Schedule(), v.Schedule(), v.Schedule())
     watched.commit().commit()
     assert watched.counts["published_by_commit"] == 1
 
 
-def test_a_row_of_one_that_stopped_is_no_aborted_one() -> None:
+def test_the_row_of_a_stopped_request_is_not_counted_as_aborted() -> None:
     watched = Watched(AHEAD).do(v.Submit(A), v.Schedule(), v.Schedule(), v.Schedule())
     watched.commit().commit().commit()
     assert watched.counts["row_of_an_ended_request_ignored"] == 1
@@ -193,7 +193,7 @@ def test_a_row_of_one_that_stopped_is_no_aborted_one() -> None:
     assert watched.counts["abort_with_two_frames_in_flight"] == 1
 
 
-def test_placeholders_for_drafts_are_followed() -> None:
+def test_placeholders_for_drafts_are_counted() -> None:
     config = replace(AHEAD, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2)
     watched = Watched(config).do(v.Submit(replace(LONG, max_tokens=9)), v.Schedule(), v.Schedule())
     assert watched.counts["draft_placeholders_scheduled"] == 1
@@ -203,7 +203,7 @@ def test_placeholders_for_drafts_are_followed() -> None:
     assert watched.counts["draft_placeholders_dropped"] == 1
 
 
-def test_one_preempted_in_flight_is_followed_until_it_returns() -> None:
+def test_a_request_preempted_in_flight_is_counted_until_it_is_resumed() -> None:
     config = replace(AHEAD, num_blocks=7, max_model_len=10, scheduler_reserve_full_isl=False)
     watched = Watched(config)
     for name, first in (("A", 0), ("B", 10)):
@@ -222,7 +222,7 @@ def test_one_preempted_in_flight_is_followed_until_it_returns() -> None:
     assert counts["commit_for_preempted"] == counts["all_preempted_in_flight"] == 0
 
 
-def test_one_that_preempts_itself_ends_by_the_tokens_in_flight() -> None:
+def test_a_request_that_preempts_itself_may_finish_by_a_token_in_flight() -> None:
     config = replace(AHEAD, num_blocks=4)
     watched = Watched(config).do(v.Submit(A), v.Schedule(), v.Schedule(), v.Schedule())
     assert watched.counts["all_preempted_in_flight"] == 1
@@ -240,7 +240,7 @@ def test_resets_in_flight_are_distinguished_from_preemption() -> None:
     assert watched.counts["abort_stale"] == 1
 
 
-def test_without_drafts_none_are_required() -> None:
+def test_goals_of_drafts_are_not_required_without_drafts() -> None:
     options = CheckOptions(with_features=("forks", "masks", "tiers", "groups"))
     required, full = (set(required_goals(options, lacking)) for lacking in (("drafts",), ()))
     assert not [name for name in required if "draft" in name]
@@ -248,7 +248,7 @@ def test_without_drafts_none_are_required() -> None:
     assert "forks_named_what_is_full" in full - required  # a commit has accepted what fills it
 
 
-def test_what_needs_several_frames_is_required_only_with_several() -> None:
+def test_goals_of_several_frames_are_required_only_with_several() -> None:
     deep = set(required_goals(CheckOptions()))
     sync, three = (set(required_goals(CheckOptions(max_depth=depth))) for depth in (1, 3))
     assert {"skip_ahead", "rejected_frame_out_of_order"} <= deep - sync
@@ -257,7 +257,7 @@ def test_what_needs_several_frames_is_required_only_with_several() -> None:
 
 
 @pytest.mark.parametrize("feature", ["transfers", "pins"])
-def test_where_no_request_may_fork_no_fork_is_required(feature: str) -> None:
+def test_goals_of_forks_are_not_required_where_no_request_may_fork(feature: str) -> None:
     required = required_goals(CheckOptions(with_features=(feature,)))
     assert not [name for name in required if "fork" in name]
 
@@ -270,18 +270,18 @@ def test_where_no_request_may_fork_no_fork_is_required(feature: str) -> None:
     ],
     ids=["forks", "no store"],
 )
-def test_where_there_is_no_store_no_request_must_be_saved(options: CheckOptions) -> None:
+def test_goals_of_swap_out_are_not_required_without_a_store(options: CheckOptions) -> None:
     required = required_goals(options)
     assert not [name for name in required if "saved" in name or "victim_comes" in name]
     assert "tiers_closed_by_low" in required
 
 
-def test_without_placeholders_no_mask_waits_for_older_frames() -> None:
+def test_goals_of_masks_behind_frames_are_not_required_without_async() -> None:
     assert "masks_flag_of_frames_behind" in required_goals(CheckOptions())
     assert "masks_flag_of_frames_behind" not in required_goals(CheckOptions(), ("async",))
 
 
-def test_features_that_are_not_drawn_beside_a_wished_one_are_not_owed() -> None:
+def test_goals_of_features_that_exclude_the_wished_one_are_not_required() -> None:
     goals = required_goals(CheckOptions(with_features=("states",)))
     assert not [name for name in goals if name.startswith(("transfers_", "forks_", "tiers_"))]
     both = required_goals(CheckOptions(with_features=("states", "transfers")))
@@ -295,7 +295,7 @@ def test_features_that_are_not_drawn_beside_a_wished_one_are_not_owed() -> None:
     assert not any(swarm.config.kv_connector or swarm.config.enable_forks for swarm in swarms)
 
 
-def test_one_plan_at_a_time_owes_nothing_of_several() -> None:
+def test_goals_of_deferred_transfers_are_not_required_with_one_frame() -> None:
     options = CheckOptions(with_features=("transfers", "tiers"))
     required, full = (
         set(required_goals(options, lacking)) for lacking in (("async", "pipeline", "groups"), ())
@@ -308,12 +308,12 @@ def test_one_plan_at_a_time_owes_nothing_of_several() -> None:
     }
 
 
-def test_refusals_are_counted_by_code() -> None:
+def test_rejections_are_counted_by_code() -> None:
     watched = Watched().do(v.Submit(A), v.Submit(A))
     assert watched.counts == {"rejected_duplicate_request": 1}
 
 
-def test_a_refused_commit_frees_nothing_that_waited_for_it() -> None:
+def test_a_rejected_commit_frees_no_blocks_that_wait_for_it() -> None:
     config = replace(CONFIG, max_frames_in_flight=2, kv_connector=True)
     watched = Watched(config).do(v.Submit(A), v.Schedule(), v.Abort(("A",)))
     assert watched.counts["transfers_deferred_by_an_end"] == 1
@@ -324,10 +324,10 @@ def test_a_refused_commit_frees_nothing_that_waited_for_it() -> None:
 
 
 FACTS = EngineFacts(4, (), "exact", (), None, frozenset())
-"""Of an engine that can do everything."""
+"""Facts of an engine that has all capabilities."""
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_goals_are_listed() -> None:
     options = CheckOptions()
     assert missing_goals({}, options, FACTS) == required_goals(options)
     assert missing_goals(dict.fromkeys(WITNESSES, 1), options, FACTS) == ()
@@ -344,7 +344,7 @@ def required(*lacking: str, **fields: Any) -> set[str]:
     return set(required_goals(CheckOptions(**fields), lacking))
 
 
-def test_what_cannot_be_reached_is_not_required() -> None:
+def test_goals_that_the_options_rule_out_are_not_required() -> None:
     both = required()
     urgent = {
         "admission_overtakes",
@@ -358,7 +358,7 @@ def test_what_cannot_be_reached_is_not_required() -> None:
     assert required(preset="real") < both
 
 
-def test_what_an_engine_lacks_or_is_not_wanted_is_not_required() -> None:
+def test_goals_of_missing_or_excluded_features_are_not_required() -> None:
     both = required()
     pause = {"paused_new", "paused_all"}
     assert both - required("pause") == both - required(without_features=("pause",)) == pause
@@ -370,8 +370,8 @@ def test_what_an_engine_lacks_or_is_not_wanted_is_not_required() -> None:
     assert required("async", "pipeline") == required(max_depth=1)
 
 
-def test_what_needs_one_of_several_features_is_not_required_without_all_of_them() -> None:
-    """Where each plan is answered before the next, and nobody waits, whoever runs goes on."""
+def test_a_goal_of_several_features_is_required_if_the_run_has_one_of_them() -> None:
+    """With one frame in flight, no pause and no grammar, each running request gets a row."""
     alone = ("async", "pipeline")
     for name, others in (
         ("empty_plan_with_work", ("pause", "grammar")),
@@ -388,7 +388,7 @@ NINE = v.Request("A", tuple(range(9)), max_tokens=2)
 
 
 def play_groups(config: v.Config, *groups: v.KVGroup) -> Watched:
-    """A request of nine tokens from its first chunk to its end."""
+    """Run a request of nine tokens from its first chunk to its end."""
     watched = Watched(replace(config, groups=groups)).do(v.Submit(NINE))
     while watched.client.live:
         watched.do(v.Schedule()).commit()
@@ -396,11 +396,11 @@ def play_groups(config: v.Config, *groups: v.KVGroup) -> Watched:
 
 
 def count_groups(watched: Watched) -> dict[str, int]:
-    """How often each situation of groups came up."""
+    """Return the counts of the goals of KV groups."""
     return {name: n for name, n in watched.counts.items() if name.startswith("groups_")}
 
 
-def test_what_is_given_back_is_counted_by_kind() -> None:
+def test_skipped_blocks_are_counted_by_kind_of_group() -> None:
     # Before positions 4, 8 and 9 the window begins at 2, 6 and 7; the chunks at 4, 8 and 8.
     assert count_groups(play_groups(GROUPED, window(2, 3))) == {
         "groups_window_slid": 2,
@@ -416,7 +416,7 @@ def test_what_is_given_back_is_counted_by_kind() -> None:
     }
 
 
-def test_a_hit_of_several_groups_is_distinguished_from_one_that_a_group_cuts() -> None:
+def test_a_hit_in_several_groups_is_counted_apart_from_one_that_is_cut() -> None:
     again = v.Submit(replace(NINE, request_id="B"))
     watched = play_groups(GROUPED, full(2), window(2, 3))
     before = Counter(count_groups(watched))
@@ -426,7 +426,7 @@ def test_a_hit_of_several_groups_is_distinguished_from_one_that_a_group_cuts() -
         "groups_hit_in_several": 1,
         "groups_free_hit_beside_new_blocks": 2,
     }
-    # The window has lost what was before its end: of a shorter prompt full attention has all.
+    # The window freed its skipped blocks: for a shorter prompt only full attention has a hit.
     watched = play_groups(replace(GROUPED, num_blocks=15), full(2), window(2, 3))
     before = Counter(count_groups(watched))
     other = v.Request("B", tuple(range(20, 29)), max_tokens=1)
@@ -441,7 +441,7 @@ def test_a_hit_of_several_groups_is_distinguished_from_one_that_a_group_cuts() -
     assert after["groups_evicted_by_another"] > 0
 
 
-def test_states_that_are_left_and_hit_are_counted() -> None:
+def test_states_after_a_chunk_and_hits_of_states_are_counted() -> None:
     watched = play_groups(GROUPED, full(2), recurrent(2))
     before = Counter(count_groups(watched))
     assert before["groups_state_left"] > 0
@@ -450,13 +450,13 @@ def test_states_that_are_left_and_hit_are_counted() -> None:
     assert (Counter(count_groups(watched)) - before)["groups_hit_of_a_state"] == 1
 
 
-def test_three_kinds_are_distinguished_from_two() -> None:
+def test_three_kinds_of_groups_are_counted_apart_from_two() -> None:
     assert "groups_of_three_kinds" not in count_groups(play_groups(GROUPED, full(2), window(2, 3)))
     watched = play_groups(GROUPED, full(2), window(2, 3), chunks(2, 4))
     assert watched.counts["groups_of_three_kinds"] == 4
 
 
-def test_a_block_that_only_a_draft_in_doubt_keeps_is_counted() -> None:
+def test_a_block_kept_only_for_unverified_drafts_is_counted() -> None:
     config = replace(
         GROUPED,
         max_num_batched_tokens=9,
@@ -474,7 +474,7 @@ def test_a_block_that_only_a_draft_in_doubt_keeps_is_counted() -> None:
     assert watched.counts["groups_block_in_doubt"] == 1
 
 
-def test_the_gate_lets_in_what_never_fits_at_once() -> None:
+def test_an_admission_that_never_fits_at_once_is_counted() -> None:
     config = replace(GROUPED, num_blocks=9)
     watched = Watched(replace(config, groups=(full(4), window(2, 2)))).do(
         v.Submit(NINE), v.Schedule()
@@ -485,7 +485,7 @@ def test_the_gate_lets_in_what_never_fits_at_once() -> None:
     assert watched.counts["groups_admitted_past_its_room"] == 1
 
 
-def test_what_a_preempted_request_had_given_back_is_counted() -> None:
+def test_preemption_and_resumption_with_skipped_blocks_are_counted() -> None:
     config = replace(
         GROUPED, num_blocks=11, max_num_seqs=2, scheduler_reserve_full_isl=False, max_model_len=14
     )
@@ -505,12 +505,12 @@ def test_what_a_preempted_request_had_given_back_is_counted() -> None:
 
 
 def with_items(name: str, num_tokens: int, *items: tuple[str, int, int]) -> v.Request:
-    """Its items: identifier, offset and length."""
+    """Return a request with items: identifier, offset and length."""
     found = tuple([v.MultiModalItem(*item) for item in items])
     return v.Request(name, tuple(range(10, 10 + num_tokens)), 1, items=found)
 
 
-def test_a_row_that_reads_one_item_at_two_places_is_seen() -> None:
+def test_a_row_that_reads_one_item_at_two_places_is_counted() -> None:
     for num_tokens, expected in ((3, 0), (4, 1), (5, 1)):
         config = replace(
             CONFIG,
@@ -523,7 +523,7 @@ def test_a_row_that_reads_one_item_at_two_places_is_seen() -> None:
         assert watched.counts["encoder_item_twice_in_one"] == expected, num_tokens
 
 
-def test_what_one_step_evicts_and_makes_anew_is_seen() -> None:
+def test_an_item_that_one_step_evicts_and_encodes_is_counted() -> None:
     config = replace(CONFIG, encoder_compute_budget=8, encoder_cache_size=4)
     watched = Watched(config)
     watched.do(v.Submit(with_items("A", 1, ("cat", 0, 1))), v.Schedule()).commit()

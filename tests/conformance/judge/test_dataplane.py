@@ -1,4 +1,4 @@
-"""The data plane: our kernels carry out plans on real memory, and planted faults are seen."""
+"""Data plane: our kernels execute plans on real memory, and each planted fault is found."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENS, SLOT, MOVED, ATTENTION = (
     "copied_block_arrives_unchanged",
     "attention_reads_the_slots_of_the_block_table",
 )
-SEEN_BY = {
+FOUND_BY = {
     "shifted-slots": SLOT,
     "wrong-block-at-boundary": SLOT,
     "stale-rows": SLOT,
@@ -53,7 +53,7 @@ SEEN_BY = {
     "blind-to-itself": ATTENTION,
     "heads-interleaved": ATTENTION,
 }
-SEEN_IN_GROUPS_BY = {
+FOUND_IN_GROUPS_BY = {
     "one-block-size-for-all": SLOT,
     "null-block-written": SLOT,
     "window-one-short": ATTENTION,
@@ -64,7 +64,7 @@ SEEN_IN_GROUPS_BY = {
 }
 
 
-def first_finding(
+def find_first(
     make_engine: EngineFactory, episodes: range, options: CheckOptions = SMALL
 ) -> Finding | None:
     for index in episodes:
@@ -77,14 +77,14 @@ def first_finding(
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 )
-def test_a_name_survives_every_type_of_cache(dtype: torch.dtype) -> None:
+def test_a_prefix_name_is_read_back_from_every_type_of_cache(dtype: torch.dtype) -> None:
     keys, values = (
         torch.from_numpy(part).to(dtype).float().numpy() for part in memory.spell(NAMES)
     )
     assert memory.read(keys, values) == NAMES
 
 
-def test_what_is_half_of_one_name_is_none() -> None:
+def test_slots_with_mixed_or_changed_kv_are_read_as_garbled() -> None:
     keys, values = memory.spell([7, 7, 7, 7, 7])
     keys[0], values[0] = values[0].copy(), keys[0].copy()
     keys[1] = keys[1, ::-1]
@@ -94,7 +94,7 @@ def test_what_is_half_of_one_name_is_none() -> None:
     assert memory.read(keys, values) == [GARBLED] * 5
 
 
-def test_names_beyond_the_digits_are_refused() -> None:
+def test_a_name_beyond_the_largest_one_is_rejected() -> None:
     with pytest.raises(OverflowError, match="16777216 can be spelled"):
         memory.spell([16**6])
 
@@ -119,32 +119,34 @@ def test_our_kernels_carry_out_the_plans(
     assert reached.issuperset(reaches)
 
 
-def test_what_a_store_brings_goes_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_blocks_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     reached = set[str]()
     for index in range(4):
         episode = run_episode(STORE, index, HOST)
         assert episode.first is None
         reached |= episode.witnesses.keys()
     assert {"transfers_load_at_once", "transfers_parked"} <= reached
-    monkeypatch.setattr(DataPlaneWorker, "_swap_blocks", lambda _: None)  # nor by these
-    found = first_finding(OnKernels(fault="swapped-in-elsewhere"), range(12), STORE)
+    monkeypatch.setattr(
+        DataPlaneWorker, "_swap_blocks", lambda _: None
+    )  # only loads call the faulty kernel now
+    found = find_first(OnKernels(fault="swapped-in-elsewhere"), range(12), STORE)
     assert found is not None
     assert found.sentence == SLOT
 
 
-def test_every_fault_is_expected_by_name() -> None:
-    assert SEEN_BY.keys() | SEEN_IN_GROUPS_BY.keys() == FAULTS.keys()
+def test_every_fault_has_an_expected_check() -> None:
+    assert FOUND_BY.keys() | FOUND_IN_GROUPS_BY.keys() == FAULTS.keys()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault: str) -> None:
-    seen_by, options = (SEEN_BY, SMALL) if fault in SEEN_BY else (SEEN_IN_GROUPS_BY, GROUPS)
-    found = first_finding(OnKernels(fault=fault), range(16), options)
+def test_a_planted_fault_is_found_by_its_check(fault: str) -> None:
+    seen_by, options = (FOUND_BY, SMALL) if fault in FOUND_BY else (FOUND_IN_GROUPS_BY, GROUPS)
+    found = find_first(OnKernels(fault=fault), range(16), options)
     assert found is not None
     assert found.sentence == seen_by[fault]
 
 
-def test_what_no_kernel_keeps_is_left_out_and_listed() -> None:
+def test_groups_without_a_kernel_are_left_out_and_reported() -> None:
     window = KVGroup(GroupKind.SLIDING_WINDOW, 8, sliding_window=3)
     state = KVGroup(GroupKind.RECURRENT, 4, mamba_cache_mode=MambaCacheMode.ALL)
     mixed = Config(num_blocks=9, block_size=4, groups=(window, state))
@@ -164,8 +166,8 @@ def test_a_block_of_every_group_takes_the_same_bytes(block_sizes: tuple[int, ...
     assert memory.read(keys[:, ::-1], values) == [GARBLED] * 7 + [NEVER_WRITTEN, GARBLED]
 
 
-def test_what_the_engine_gets_wrong_is_seen_in_the_memory() -> None:
-    found = first_finding(OnKernels("museum:salt-ignored"), range(200))
+def test_a_defect_of_the_engine_is_found_in_the_memory() -> None:
+    found = find_first(OnKernels("museum:salt-ignored"), range(200))
     assert found is not None
     assert found.property_id in {"P6", "P3"}
 
@@ -183,12 +185,12 @@ with use_backend("triton"):
     assert run_episode(tiny, 0, ours).first is None
     assert run_episode(groups, rich, ours).first is None
     found = run_episode(tiny, 0, OnKernels(device="cpu", fault="shifted-slots")).first
-print(found.sentence)
+print(found.sentence)  # words: allow, this is code
 """
 
 
 def test_the_triton_kernels_carry_out_the_plans() -> None:
-    """Interpreted, in a process of its own: Triton reads the variable when it is imported."""
+    """The kernels run interpreted, in a process where the variable is set before the import."""
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INTERPRETED],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -1,7 +1,7 @@
-"""P17: a store does not write what a frame in flight reads or writes, and no frame holds for ever.
+"""P17: a store does not write blocks of a frame in flight, and these are freed after the commit.
 
-Held to the specification, or to the properties alone with the state shown or hidden, an engine that
-gives such a block to a load is named, and one whose blocks wait for the answer is right.
+Each engine is compared with the specification, or held to the properties alone with its state shown
+or hidden. One that gives such a block to a load is found, and one that waits is not accused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AHEAD = Config(
 
 
 def abort_in_flight(prompt: int, offered: int, is_async: bool) -> tuple[Action, ...]:
-    """A is aborted while its plan is in flight; a store has of B what would fit its blocks."""
+    """A is aborted while its plan is in flight; the store has tokens of B for its blocks."""
     tokens = tuple(range(11, 11 + offered + 1))
     return (
         *(Submit(Request("A", tuple(range(1, prompt + 1)), max_tokens=1)), Schedule()),
@@ -44,13 +44,13 @@ PROGRAMS = {
     "later": Program(AHEAD, abort_in_flight(4, 4, True)),
     "at once": Program(AHEAD, abort_in_flight(4, 4, False)),
 }
-STANDINGS = ("exact", "shown", "hidden")
+MODES = ("exact", "shown", "hidden")
 
 
-def hold_to(name: str, standing: str) -> EngineFactory:
-    """An engine, held to the specification or to the properties alone."""
+def hold_to(name: str, mode: str) -> EngineFactory:
+    """Return an engine that is compared with the specification or held to the properties alone."""
     made = load_engine(name)
-    if standing == "exact":
+    if mode == "exact":
         return made
 
     class Held:
@@ -59,56 +59,58 @@ def hold_to(name: str, standing: str) -> EngineFactory:
         def __new__(cls, config: Config) -> Any:
             return made(config)
 
-    return hide_state(Held) if standing == "hidden" else Held
+    return hide_state(Held) if mode == "hidden" else Held
 
 
-@pytest.mark.parametrize("standing", STANDINGS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_an_engine_that_holds_blocks_until_the_answer_is_right(
-    program: Program, standing: str
+def test_an_engine_that_holds_blocks_until_the_commit_is_not_accused(
+    program: Program, mode: str
 ) -> None:
-    _, findings = run_program(program, hold_to("host", standing))
+    _, findings = run_program(program, hold_to("host", mode))
     assert findings == []
 
 
-NAMED = {
+CHECK_OF = {
     "exact": "block_of_a_frame_in_flight_is_free_behind_its_answer",
     "shown": "loaded_block_is_of_no_plan_in_flight",
     "hidden": "loaded_block_is_of_no_plan_in_flight",
 }
 
 
-@pytest.mark.parametrize("standing", STANDINGS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_one_that_frees_blocks_before_it_is_named(program: Program, standing: str) -> None:
-    _, findings = run_program(program, hold_to("museum:blocks-freed-while-frames-write", standing))
-    assert (findings[0].property_id, findings[0].sentence) == ("P17", NAMED[standing])
+def test_an_engine_that_frees_blocks_before_the_commit_is_found(
+    program: Program, mode: str
+) -> None:
+    _, findings = run_program(program, hold_to("museum:blocks-freed-while-frames-write", mode))
+    assert (findings[0].property_id, findings[0].sentence) == ("P17", CHECK_OF[mode])
 
 
-def test_what_a_frame_has_answered_may_be_loaded_into() -> None:
-    """Behind the answer the very same load goes into the very same blocks."""
+def test_blocks_of_a_committed_frame_may_be_loaded_into() -> None:
+    """The same load may go into the same blocks after the commit."""
     *before, report, _, _, _, drain = abort_in_flight(4, 4, True)
     actions = (*before[:-1], Answer(), before[-1], report, drain)
-    for standing in STANDINGS:
+    for mode in MODES:
         for engine in ("host", "museum:blocks-freed-while-frames-write"):
-            _, findings = run_program(Program(AHEAD, actions), hold_to(engine, standing))
+            _, findings = run_program(Program(AHEAD, actions), hold_to(engine, mode))
             found = [one.sentence for one in findings]
-            assert found == [] or (engine, standing) == (
+            assert found == [] or (engine, mode) == (
                 "museum:blocks-freed-while-frames-write",
                 "exact",
             )
 
 
-@pytest.mark.parametrize("standing", ["exact", "shown"])
-def test_a_hold_without_an_end_is_named(standing: str) -> None:
+@pytest.mark.parametrize("mode", ["exact", "shown"])
+def test_a_hold_that_never_ends_is_found(mode: str) -> None:
     _, findings = run_program(
         Program(AHEAD, abort_in_flight(4, 4, True)),
-        hold_to("museum:frame-holds-for-ever", standing),
+        hold_to("museum:frame-holds-for-ever", mode),
     )
     assert findings[0].sentence == "deferred_free_ends_with_the_answer_to_its_frame"
 
 
-def test_a_hold_without_an_end_is_no_progress_where_the_state_is_hidden() -> None:
+def test_a_hold_that_never_ends_is_a_stall_where_the_state_is_hidden() -> None:
     _, findings = run_program(
         Program(AHEAD, abort_in_flight(4, 4, True)),
         hold_to("museum:frame-holds-for-ever", "hidden"),

@@ -1,7 +1,7 @@
-"""Several KV groups: nobody right is accused, and what is planted is said by name.
+"""Several KV groups: correct engines are not accused, and each seeded bug is found by its check.
 
-The specification plays against itself, so nothing diverges, whatever is planted into it: what is
-said is said by the judges alone. `make soak` plays each case with more seeds.
+The specification is compared with itself, so a bug seeded into it causes no divergence: only
+the property checks and the worker can find it. `make soak` plays each case with more seeds.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ MIXES: tuple[Groups, ...] = (with_window, of_two_sizes, with_states)
 
 
 class Shown(SpecEngine):
-    """Judged at safety."""
+    """The specification, judged at safety."""
 
     traits = EngineTraits(equivalence=Safety())
 
 
 class Hidden(Shown):
-    """It shows no state."""
+    """The same engine without a visible state."""
 
     def snapshot(self) -> v.Snapshot | None:  # type: ignore[override]
         return None
@@ -79,7 +79,7 @@ class Hidden(Shown):
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[str]]:
-    """Play episodes of configs with these groups: all that is said in them."""
+    """Return a function that plays episodes with these groups and yields the checks that fail."""
     fit_config = episodes.fit_config
     # A defect planted in a rule is on both sides, so nothing differs: every property is asked.
     always = property(lambda _run: True, lambda _run, _value: None)
@@ -127,29 +127,29 @@ def test_no_right_engine_is_accused_in_a_long_run(
     assert [*play(groups, engine, seed=seed, count=1_000)] == []
 
 
-# Planted defects.
+# Seeded bugs.
 
 Rule = Callable[..., Any]
 Defect = tuple[str, Groups, tuple[str, ...], Rule, Callable[[Rule], Rule]]
-"""A sentence, groups and features that show the defect, the rule that is replaced, by what."""
+"""The check, groups and features that show the defect, the rule, and its replacement."""
 
 
-def a_token_early(rule: Any) -> Any:
-    """A window forgets the last token that it attends to."""
+def skip_a_token_early(rule: Any) -> Any:
+    """A window skips the first token that it still attends to."""
     return lambda group, computed: rule(group, computed + (group.kind is WINDOW))
 
 
-def a_block_late(rule: Any) -> Any:
+def free_a_block_late(rule: Any) -> Any:
     return lambda group, computed: max(rule(group, computed) - group.block_size, 0)
 
 
-def as_if_accepted(rule: Any) -> Any:
-    """Drafts in flight are taken for tokens: what would be read again is given back."""
+def accept_all_drafts(rule: Any) -> Any:
+    """Drafts in flight count as accepted, so blocks are freed that a rollback needs."""
     return lambda config, pool, request, _in_doubt, *others: rule(config, pool, request, 0, *others)
 
 
-def full_alone(rule: Any) -> Any:
-    """Of a window no block is looked for: a hit is what full attention finds."""
+def ignore_the_window(rule: Any) -> Any:
+    """A hit is what full attention finds; blocks of the window are not looked up."""
 
     def is_valid(group: v.KVGroup, runs: Sequence[int], num_tokens: int, behind: int) -> bool:
         return group.kind is WINDOW or bool(rule(group, runs, num_tokens, behind))
@@ -157,34 +157,34 @@ def full_alone(rule: Any) -> Any:
     return is_valid
 
 
-def without_more_ado(rule: Any) -> Any:
-    """A state is hit in the very step that writes it."""
+def hit_states_at_once(rule: Any) -> Any:
+    """A state can be hit in the step that writes it."""
     return lambda _step: []
 
 
-def to_nothing(rule: Any) -> Any:
+def zero_nothing(rule: Any) -> Any:
     return lambda _step: ()
 
 
-def one_more(rule: Any) -> Any:
-    """The hint counts a block more than there is in common."""
+def count_one_more(rule: Any) -> Any:
+    """The hint counts one block more than the rows have in common."""
     return lambda step: tuple(count + 1 for count in rule(step))
 
 
-def through(rule: Any) -> Any:
-    """A chunk of a prompt goes on past the end of a block."""
+def run_past_the_block(rule: Any) -> Any:
+    """A chunk of a prompt does not end at the end of a block."""
     return lambda _computed, end, *_: end
 
 
-def rounded_down(rule: Any) -> Any:
-    """A chunk is whole blocks, also if that leaves nothing of it (upstream #40707)."""
+def round_down(rule: Any) -> Any:
+    """A chunk is rounded down to whole blocks, even to no token (upstream #40707)."""
     return lambda computed, end, last, unit, *_: (
         max(end // unit * unit, computed) if end < last else end
     )
 
 
-def for_all_tokens(rule: Any) -> Any:
-    """A window is charged every token of a request (upstream #39734)."""
+def charge_all_tokens(rule: Any) -> Any:
+    """A window is charged for every token of a request (upstream #39734)."""
 
     def count(config: v.Config, request: Any, _rules: Any) -> int:
         num_tokens = len(request.prompt_token_ids) + request.max_tokens
@@ -196,30 +196,30 @@ def for_all_tokens(rule: Any) -> Any:
 DRAFTS_AHEAD = ("async", "drafts")
 DEFECTS: list[Defect] = [
     ("written_block_is_in_one_place", with_window, (), kinds.compute_num_skipped_tokens,
-     a_token_early),
+     skip_a_token_early),
     ("row_has_freed_skipped_blocks", of_two_sizes, (),
-     kinds.compute_num_skipped_tokens, a_block_late),
-    ("attended_blocks_are_held", with_window, DRAFTS_AHEAD, groups.skip_slots, as_if_accepted),
+     kinds.compute_num_skipped_tokens, free_a_block_late),
+    ("attended_blocks_are_held", with_window, DRAFTS_AHEAD, groups.skip_slots, accept_all_drafts),
     ("attended_slot_holds_the_right_prefix", with_window, ("caching",), hits.is_valid_hit,
-     full_alone),
+     ignore_the_window),
     ("attended_slot_was_written", with_states, ("caching",), mamba.get_unwritten_states,
-     without_more_ado),
+     hit_states_at_once),
     ("block_of_a_state_is_zeroed_for_attention", with_states, (), mamba.get_blocks_to_zero,
-     to_nothing),
+     zero_nothing),
     ("common_prefix_is_of_every_row", with_window, (), common_prefix.get_num_common_prefix_blocks,
-     one_more),
+     count_one_more),
     ("published_block_holds_the_right_prefix", with_states, ("caching",), mamba.compute_aligned_end,
-     through),
+     run_past_the_block),
     ("head_of_the_queue_is_admitted_when_it_fits", with_states, ("caching",),
-     mamba.compute_aligned_end, rounded_down),
+     mamba.compute_aligned_end, round_down),
     ("request_is_refused_for_its_size_only_if_it_never_fits", with_window, (),
-     slots.compute_max_blocks, for_all_tokens),
+     slots.compute_max_blocks, charge_all_tokens),
 ]  # fmt: skip
 
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], None]:
-    """Replace a rule of the specification wherever it is asked."""
+    """Return a function that replaces a rule in every module of the specification."""
 
     def plant(rule: Callable[..., Any], wrap: Callable[[Any], Any]) -> None:
         wrong = wrap(rule)
@@ -234,29 +234,29 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], None]:
 
 @pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect[-1].__name__)
-def test_a_planted_defect_is_found_by_name(play: Any, plant: Any, defect: Defect) -> None:
+def test_a_seeded_bug_is_found_by_its_check(play: Any, plant: Any, defect: Defect) -> None:
     sentence, groups, features, rule, wrap = defect
     plant(rule, wrap)
     assert sentence in play(groups, SpecEngine, 1, 900, *features)
 
 
-def test_a_chunk_is_charged_one_state_of_those_that_it_passes() -> None:
-    """Who charges more leaves somebody waiting who fits: that is said before any comparison."""
+def test_a_chunk_is_charged_for_one_state_only() -> None:
+    """An engine that charges more leaves a request waiting that fits; a check finds it first."""
     submits = (v.Submit(v.Request("A", (0,), 2)), v.Submit(v.Request("B", (1,) * 4, 1)))
     program = Program(WORLDS["spare"].config, (*submits, v.Schedule(), Drain()))
     _, findings = run_program(program, build("states-charged-by-tokens"))
     assert findings[0].sentence == "head_of_the_queue_is_admitted_when_it_fits"
 
 
-def test_a_world_shows_what_is_given_back_too_early(plant: Any) -> None:
-    """Without a worker that reads it: the state alone tells."""
-    plant(groups.skip_slots, as_if_accepted)
+def test_a_small_world_finds_blocks_that_are_freed_too_early(plant: Any) -> None:
+    """The walk has no worker: the check of the state finds the defect alone."""
+    plant(groups.skip_slots, accept_all_drafts)
     walked = walk(Task(replace(WORLDS["doubts"], expected=None)))
     assert any("P5 attended_blocks_are_held" in line for line in walked.found)
 
 
-def test_a_world_shows_that_a_hit_is_not_the_longest(plant: Any) -> None:
-    """No hit is taken where there was one."""
+def test_a_small_world_finds_a_hit_that_is_not_the_longest(plant: Any) -> None:
+    """The planted rule takes no hit where there is one."""
     plant(prefix_cache.get_prefix_hit, lambda _rule: lambda *_: NO_HIT)
     walked = walk(Task(replace(WORLDS["narrow"], expected=None)))
     assert any("P5 hit_is_the_longest_possible" in line for line in walked.found)

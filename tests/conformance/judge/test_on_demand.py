@@ -1,4 +1,4 @@
-"""Properties are asked on demand: never in vain of an engine, and always of the specification."""
+"""Checks on demand: equal engines need none, and the specification passes all of them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ PROGRAM = Program(
 )
 
 
-def play_with_all(options: CheckOptions, index: int, make_engine: EngineFactory) -> LockStep:
-    """One episode in which every property is asked at every step."""
+def play_with_all_checks(options: CheckOptions, index: int, make_engine: EngineFactory) -> LockStep:
+    """Play one episode in which every check runs at every step."""
     draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
     options = fit_depth(options, make_engine)
     swarm = draw_options(options, draw, make_engine)
@@ -52,7 +52,7 @@ def play_with_all(options: CheckOptions, index: int, make_engine: EngineFactory)
 
 
 def count_asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often each sentence is asked from now on."""
+    """Count from now on how often each check runs."""
     asked: dict[str, int] = {}
     judge = sentence.judge
 
@@ -72,26 +72,26 @@ def test_the_specification_is_held_to_every_property(
     asked = count_asked(monkeypatch)
     options = CheckOptions("mine", preset="tiny", with_features=features)
     for index in range(6):
-        assert play_with_all(options, index, SpecEngine).num_events
+        assert play_with_all_checks(options, index, SpecEngine).num_events
     judged = {one.sentence for one in JUDGED}
-    assert set(asked) - judged  # those of the policy are among them
+    assert set(asked) - judged  # checks of the policy, too
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small"])
 @pytest.mark.parametrize("features", FEATURES, ids=lambda names: "+".join(names) or "core")
-def test_the_specification_is_held_to_every_property_for_long(
+def test_the_specification_is_held_to_every_property_in_many_events(
     preset: str, features: tuple[str, ...]
 ) -> None:
     num_events = index = 0
     options = CheckOptions("mine", preset=preset, with_features=features)
     while num_events < 20_000:
-        num_events += play_with_all(options, index, SpecEngine).num_events
+        num_events += play_with_all_checks(options, index, SpecEngine).num_events
         index += 1
 
 
 def test_a_specification_that_breaks_its_policy_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides free tables from the head: no comparison shows it, and a property does."""
+    """Both sides free block tables from the head: only a property check finds it."""
     build = SpecEngine.__init__
 
     def build_wrongly(self: SpecEngine, config: Config, profile: Profile = STRICT) -> None:
@@ -118,7 +118,7 @@ def test_a_specification_that_breaks_its_policy_is_accused(monkeypatch: pytest.M
         "share-counted-before-hits",
     ],
 )
-def test_a_defect_is_named_as_if_every_property_were_always_asked(name: str) -> None:
+def test_findings_are_those_of_a_run_in_which_every_check_always_runs(name: str) -> None:
     make_engine = load_engine(MUSEUM + name)
     episode = find_failing(MUSEUM + name, "small")
     _, program, findings = play_episode(CheckOptions(MUSEUM + name), episode, make_engine)
@@ -128,7 +128,7 @@ def test_a_defect_is_named_as_if_every_property_were_always_asked(name: str) -> 
     assert per_action == [[]] * (len(program.actions) - 1) + [findings]
 
 
-def test_equal_engines_are_asked_nothing_and_renamed_ones_what_needs_no_reference(
+def test_equal_engines_need_no_checks_and_renamed_ones_only_those_of_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Other(SpecEngine):

@@ -1,4 +1,4 @@
-"""Properties: each sentence is silent on right steps and speaks up on a wrong one."""
+"""Property checks: each passes on correct steps and fails on a wrong one."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def old_copy(step: Step) -> Step:
 
 
 def other_extras(step: Step) -> Step:
-    """The first block of B names the same tokens, with a salt."""
+    """The key of the first block of B has the same tokens and a salt."""
     block = table_of(step, "B")[0]
     key = step.after.block_keys[block]
     assert key is not None
@@ -169,7 +169,7 @@ def other_extras(step: Step) -> Step:
 
 
 def swapped_hit(step: Step) -> Step:
-    """B takes no hit although two blocks are there."""
+    """B takes no hit although two blocks are cached."""
     row = step.plan.new[0]
     assert row.num_computed_tokens == 4
     fresh = tuple(block for block in range(1, 9) if block not in row.block_ids[0])[:3]
@@ -177,7 +177,7 @@ def swapped_hit(step: Step) -> Step:
 
 
 def reversed_frees(step: Step) -> Step:
-    """The blocks of the ended join the queue head first."""
+    """The blocks of a finished request join the free queue head first."""
     kept = len(step.before.free_queue)
     queue = step.after.free_queue
     assert len(queue) > kept + 1
@@ -194,14 +194,14 @@ def with_rows_for_all(step: Step) -> Step:
     return observed(step, cached=(row,))
 
 
-def refusing_the_next(step: Step) -> Step:
-    """C is left waiting behind A, with room for it."""
+def leaving_c_waiting(step: Step) -> Step:
+    """C is left waiting behind A although it fits."""
     bent = observed(step, new=())
     return after(bent, waiting=("C",), running=(), free_queue=tuple(range(1, 9)))
 
 
 def preempted_instead(step: Step, name: str, other: str) -> Step:
-    """Another one than `name` was preempted."""
+    """`other` was preempted instead of `name`."""
     bent = changed(step, name, status=Status.RUNNING)
     bent = changed(bent, other, status=Status.PREEMPTED)
     running = tuple(name if it == other else it for it in step.after.running)
@@ -221,8 +221,8 @@ def counting_a_query(step: Step) -> Step:
     return after(step, stats=replace(stats, prefix_cache_queries=stats.prefix_cache_queries + 1))
 
 
-def forgetting(step: Step, name: str) -> Step:
-    """The block of one request that was published last loses its key."""
+def unpublishing(step: Step, name: str) -> Step:
+    """The last published block of a request loses its key."""
     before = step.before.block_keys
     (block,) = [
         block
@@ -233,8 +233,8 @@ def forgetting(step: Step, name: str) -> Step:
     return with_key(step, block, None)
 
 
-def naming_otherwise(step: Step, salt: str | None, *tokens: int) -> Step:
-    """The block of A that was published last carries a key of other tokens, or with a salt."""
+def with_another_key(step: Step, salt: str | None, *tokens: int) -> Step:
+    """The last published block of A has a key with other tokens or a salt."""
     table = table_of(step, "A")
     key = step.after.block_keys[table[2]]
     assert key is not None
@@ -246,13 +246,13 @@ def naming_otherwise(step: Step, salt: str | None, *tokens: int) -> Step:
 
 
 def publishing_once_more(step: Step) -> Step:
-    """A block that nobody verified is under a key of the cache map too, where it never was."""
+    """The cache map lists an unverified block under a key, too."""
     key, blocks = next(iter(step.after.cached.items()))
     return after(step, cached={**step.after.cached, key: (*blocks, step.after.free_queue[0])})
 
 
-def giving_back_one_more(step: Step) -> Step:
-    """A has given back a block that it attends to."""
+def freeing_one_more(step: Step) -> Step:
+    """A has freed a block that it attends to."""
     full, window = step.new["A"].block_tables
     return changed(step, "A", block_tables=(full, (0, 0, *window[2:])))
 
@@ -415,7 +415,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
      in_row("A", draft_token_ids=(7, 7, 7))),
     ("event_changes_only_what_it_is_about", running_on_in_pipeline,
      lambda s: with_key(s, table_of(s, "A")[2], BlockKey(None, (5, 48)))),
-    ("head_of_the_queue_is_admitted_when_it_fits", passing_over_in_pipeline, refusing_the_next),
+    ("head_of_the_queue_is_admitted_when_it_fits", passing_over_in_pipeline, leaving_c_waiting),
     ("queues_keep_their_order", passing_over_in_pipeline,
      in_state(waiting=("A",), skipped_waiting=())),
     ("queues_keep_their_order", back_again_in_pipeline, in_state(skipped_waiting=("A",))),
@@ -437,7 +437,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("preempted_request_starts_again", preempting_ahead,
      in_request("B", num_output_placeholders=0)),
     ("no_row_after_the_last_token", last_token_in_flight, with_rows_for_all),
-    ("head_of_the_queue_is_admitted_when_it_fits", passing_over, refusing_the_next),
+    ("head_of_the_queue_is_admitted_when_it_fits", passing_over, leaving_c_waiting),
     ("admissions_follow_the_policy", passing_over,
      lambda s: before(s, waiting=("B", *s.before.waiting), requests=(*s.before.requests,
          RequestSnapshot("B", Status.WAITING)))),
@@ -453,8 +453,8 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
      in_row("A", draft_token_ids=(-1,))),
     ("dispatched_drafts_are_the_last_proposed_ones", drafted_ahead,
      in_row("A", draft_token_ids=(7, 30))),
-    ("verified_full_blocks_are_published", publishing, lambda s: forgetting(s, "A")),
-    ("verified_full_blocks_are_published", publishing_at_the_end, lambda s: forgetting(s, "A")),
+    ("verified_full_blocks_are_published", publishing, lambda s: unpublishing(s, "A")),
+    ("verified_full_blocks_are_published", publishing_at_the_end, lambda s: unpublishing(s, "A")),
     ("verified_full_blocks_are_published", publishing, in_request("A", num_cached_blocks=(2,))),
     ("only_verified_blocks_are_published", answered,
      lambda s: with_key(s, table_of(s, "A")[2], BlockKey(None, (5, 48)))),
@@ -464,9 +464,9 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("only_verified_blocks_are_published", delivering_to_the_preempted,
      lambda s: with_key(s, s.after.free_queue[0], BlockKey(None, (11, 12)))),
     ("held_block_key_matches_its_tokens", publishing,
-     lambda s: naming_otherwise(s, None, 5, 49)),
+     lambda s: with_another_key(s, None, 5, 49)),
     ("held_block_key_has_adapter_salt_and_items", publishing,
-     lambda s: naming_otherwise(s, "x")),
+     lambda s: with_another_key(s, "x")),
     ("sampling_leaves_one_token_to_compute", answered, in_request("A", num_computed_tokens=5)),
     ("sampling_leaves_one_token_to_compute", rolled_back_ahead,
      lambda s: changed(s, "A", num_computed_tokens=s.old["A"].num_computed_tokens)),
@@ -487,7 +487,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
      in_step(event=Commit(1, (RowTokens("A", (1, 2, 3, 4)),)))),
     ("rejection_names_the_problem", refused_out_of_order,
      in_step(observation=Rejected(RejectCode.UNKNOWN_FRAME))),
-    # Complaints of one sentence.
+    # Findings of one check.
     *(
         (
             "hit_is_whole_blocks_and_leaves_a_token",
@@ -580,8 +580,8 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ("attached_drafts_are_the_last_proposed_ones", rolled_back,
      in_request("A", spec_token_ids=(1,))),
     ("finished_ids_wait_for_the_next_plan", committed, in_state(finished_req_ids=())),
-    ("attended_blocks_are_held", going_on, giving_back_one_more),
-    ("attended_blocks_are_held", with_its_token, giving_back_one_more),
+    ("attended_blocks_are_held", going_on, freeing_one_more),
+    ("attended_blocks_are_held", with_its_token, freeing_one_more),
     ("row_has_freed_skipped_blocks", going_on,
      lambda s: changed(s, "A", block_tables=s.old["A"].block_tables)),
     *request_features.EACH_KIND,
@@ -595,14 +595,14 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
 
 @cache
 def stage(scene: Callable[[], Play]) -> Play:
-    """A play that many cases bend, each in its own way."""
+    """Return a play of a scene, whose last step many cases change."""
     return scene()
 
 
 @pytest.mark.parametrize(
     ("sentence", "scene", "bend"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)]
 )
-def test_a_wrong_step_is_accused(sentence: str, scene: Callable[[], Play], bend: Bend) -> None:
+def test_a_wrong_step_fails_its_check(sentence: str, scene: Callable[[], Play], bend: Bend) -> None:
     play = stage(scene)
     judge = CHECKS[sentence]
     if type(play.step.event) in judge.kinds and not isinstance(play.step.observation, Rejected):
@@ -619,7 +619,7 @@ def test_a_wrong_step_is_accused(sentence: str, scene: Callable[[], Play], bend:
 FRAMES = ("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids")
 POOL = ("ref_counts", "free_queue", "block_keys", "cached")
 QUEUES = ("waiting", "skipped_waiting", "running")
-STILL: list[tuple[Callable[[], Play], tuple[str, ...]]] = [
+UNCHANGED: list[tuple[Callable[[], Play], tuple[str, ...]]] = [
     (submitted, ("pause_state", "encoder", "running", *POOL, *FRAMES, "finished_req_ids")),
     (drafted, ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids")),
     (grammar_ready, ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids")),
@@ -654,14 +654,16 @@ STILL: list[tuple[Callable[[], Play], tuple[str, ...]]] = [
         ),
     ),
 ]
-"""What is no business of an event, one of each kind."""
+"""Scenes with an event of each kind, and the fields that this event may not change."""
 
 
-@pytest.mark.parametrize(("scene", "names"), STILL, ids=[scene.__name__ for scene, _ in STILL])
+@pytest.mark.parametrize(
+    ("scene", "names"), UNCHANGED, ids=[scene.__name__ for scene, _ in UNCHANGED]
+)
 def test_an_event_changes_only_what_it_is_about(
     scene: Callable[[], Play], names: tuple[str, ...]
 ) -> None:
-    """These fields and no others: more is for other sentences to say."""
+    """The check fails for these fields only; other checks cover the rest."""
     play, judge = stage(scene), CHECKS["event_changes_only_what_it_is_about"]
     for owner, name, state in alter_each(play.step.after):
         if owner is Snapshot and state != play.step.after:
@@ -669,27 +671,28 @@ def test_an_event_changes_only_what_it_is_about(
             assert accused is (name in names), name
 
 
-UNSAID = {"prompt_token_ids", "num_streaming_updates", "grammar_state", "reasoning_ended"}
+UNCHECKED = {"prompt_token_ids", "num_streaming_updates", "grammar_state", "reasoning_ended"}
 """Fields of sessions and grammars that no property check reads."""
 ONLY_COMPARED = {"running", "frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"}
 """The order of the running list and the numbers of plans: a difference from the specification
 names itself."""
 
 
-@pytest.mark.parametrize("scene", [scene for scene, _ in STILL] + [preempting, refused, gap])
-def test_whatever_changes_in_a_state_a_check_reports_it(scene: Callable[[], Play]) -> None:
-    """Each field of a state and of the requests in it, changed alone, is no state to come to."""
+@pytest.mark.parametrize("scene", [scene for scene, _ in UNCHANGED] + [preempting, refused, gap])
+def test_each_changed_field_of_a_state_fails_some_check(scene: Callable[[], Play]) -> None:
+    """Each field of a state and of its requests is changed alone."""
     play = stage(scene)
     for owner, name, state in alter_each(play.step.after):
-        is_free = name == "has_work" and state.frames_in_flight  # an answer wakes the loop up
-        if state != play.step.after and name not in UNSAID | ONLY_COMPARED and not is_free:
+        is_free = name == "has_work" and state.frames_in_flight  # a commit wakes the loop up
+        if state != play.step.after and name not in UNCHECKED | ONLY_COMPARED and not is_free:
             step = replace(play.step, after=state)
             assert check_step(step, play.history), (owner.__name__, name)
 
 
-def test_every_sentence_has_a_wrong_step_of_each_kind_of_event() -> None:
+def test_every_check_has_a_wrong_step_of_each_kind_of_event() -> None:
     tried: set[tuple[str, type]] = {
-        ("event_changes_only_what_it_is_about", type(stage(scene).step.event)) for scene, _ in STILL
+        ("event_changes_only_what_it_is_about", type(stage(scene).step.event))
+        for scene, _ in UNCHANGED
     }
     for sentence, scene, bend in CASES:
         step = bend(stage(scene).step)
@@ -699,13 +702,13 @@ def test_every_sentence_has_a_wrong_step_of_each_kind_of_event() -> None:
     alone += tiers.ALONE + disabled_features.ALONE
     tried |= {(name, type(stage(scene).step.event)) for name, scene, _, _ in alone}
     tried |= {(name, kind) for name in work_left.NAMES for kind in EVENT_TYPES}  # test_work.py
-    owed = {(name, kind) for name, each in CHECKS.items() for kind in each.kinds}
-    unsaid = (StreamingUpdate, GrammarFailed, GrammarBitmask)
-    assert tried >= {(name, kind) for name, kind in owed if kind not in unsaid}
+    required = {(name, kind) for name, each in CHECKS.items() for kind in each.kinds}
+    unchecked = (StreamingUpdate, GrammarFailed, GrammarBitmask)
+    assert tried >= {(name, kind) for name, kind in required if kind not in unchecked}
     assert {name for name, _ in tried} == CHECKS.keys()
 
 
-def test_one_alone_may_preempt_itself_for_tokens_that_it_is_promised() -> None:
+def test_a_lone_request_with_tokens_in_flight_may_preempt_itself() -> None:
     play = alone_and_preempted()
     judge = CHECKS["preemption_leaves_a_running_request"]
     assert play.step.plan.preempted_req_ids == ("A",)
@@ -715,13 +718,13 @@ def test_one_alone_may_preempt_itself_for_tokens_that_it_is_promised() -> None:
     assert judge(play.step, play.history)
 
 
-def test_preemption_again_needs_a_request_that_got_further() -> None:
-    """Two of the same rank that preempt each other by turns are seen; so is any progress."""
+def test_repeated_preemption_needs_progress_in_between() -> None:
+    """Two equal requests that preempt each other by turns are found, unless there was progress."""
     play = preempted_again()
     judge, history = CHECKS["no_repeated_preemption_without_progress"], play.history
     assert judge(play.step, history) == []
     history.lives["A"].admitted_in = history.lives["B"].admitted_in + 1
-    assert judge(play.step, history), "A came after B, so it was preempted since"
+    assert judge(play.step, history), "A was admitted after B, so it was preempted since"
     history.num_progress += 1
     assert judge(play.step, history) == []
     first = starving(5)
@@ -733,20 +736,20 @@ IDLE_REPORTS = (
     TransfersReported(NO_TRANSFERS),
     TransfersReported(KVTransfers(("nobody",), ("nobody",))),
 )
-"""Reports after which everything is as it was."""
+"""Reports that change nothing."""
 
 
-@pytest.mark.parametrize("beside", [None, *IDLE_REPORTS])
+@pytest.mark.parametrize("between", [None, *IDLE_REPORTS])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_two_that_preempt_each_other_by_turns_make_no_progress(
-    depth: int, beside: TransfersReported | None
+def test_two_requests_that_preempt_each_other_by_turns_are_found(
+    depth: int, between: TransfersReported | None
 ) -> None:
-    """vLLM 0.19.1 of two equals preempts the older; the sentence sees it without a reference.
+    """vLLM 0.19.1 preempts the older of two equal requests; the check finds it without a reference.
 
-    Reports of a store between the plans change nothing about that, if they change nothing.
+    Reports of a store between the plans do not hide it if they change nothing.
     """
     accused = 0
-    for step, history, _ in taking_turns(depth, 120 if beside else 60, beside):
+    for step, history, _ in taking_turns(depth, 120 if between else 60, between):
         if isinstance(step.event, Schedule):
             accused += len(CHECKS["no_repeated_preemption_without_progress"](step, history))
             assert CHECKS["preemption_leaves_a_running_request"](step, history) == []
@@ -755,7 +758,7 @@ def test_two_that_preempt_each_other_by_turns_make_no_progress(
 
 
 def test_the_end_of_a_load_is_progress_once_for_each_length_of_its_request() -> None:
-    """A store whose loads all fail brings nobody on, nor does one whose request loses them."""
+    """A load that fails, or is lost by its request and repeated, is no progress."""
     play = kv_transfer.offered().do(Schedule())
     first = play.history.num_progress
     for _ in range(3):
@@ -769,7 +772,7 @@ def test_the_end_of_a_load_is_progress_once_for_each_length_of_its_request() -> 
     assert play.history.num_progress == first + 2, "a token was delivered"
 
 
-def test_a_read_of_a_store_is_progress_with_its_end() -> None:
+def test_a_read_by_the_store_is_progress_when_it_ends() -> None:
     play = kv_transfer.held().do(Schedule())
     before = play.history.num_progress
     play.do(
@@ -786,14 +789,14 @@ def test_accepted_drafts_are_not_compared_where_only_the_worker_knows_them() -> 
     assert not CHECKS["stale_or_wrong_event_is_rejected"](wrong, play.history)
 
 
-def test_a_request_that_is_gone_promises_nothing_in_the_end() -> None:
+def test_an_aborted_request_has_no_tokens_due_after_its_commits() -> None:
     play = ahead().do(Abort(("A",))).commit().commit()
     assert play.history.promised == {"A": 2}, "the last of these is not recorded yet"
     play.commit().do(Submit(A))
     assert play.history.promised == {}
 
 
-def test_properties_and_their_sentences_are_in_order() -> None:
+def test_properties_and_their_checks_are_in_order() -> None:
     numbers = [int(entry.id[1:]) for entry in PROPERTIES]
     assert numbers == sorted(set(numbers))
     for entry in PROPERTIES:
@@ -823,13 +826,13 @@ def test_a_wrong_number_of_blocks_is_named_first(fewer: int) -> None:
         assert re.fullmatch(r"\d+ (ref counts|keys) for a pool of \d+ blocks, .*", first.message)
 
 
-def test_a_state_that_makes_no_sense_is_a_finding_and_no_crash() -> None:
+def test_a_malformed_state_is_a_finding_and_no_crash() -> None:
     play = admitted()
     findings = check_step(after(play.step, requests=()), play.history)
     assert any("makes no sense" in each.message for each in findings)
 
 
-def test_what_a_row_did_not_do_is_named() -> None:
+def test_a_wrong_count_of_computed_tokens_is_shown_with_both_values() -> None:
     play = admitted()
     wrong = changed(play.step, "C", num_computed_tokens=1)
     (found,) = CHECKS["row_advances_by_what_it_runs"](wrong, play.history)
@@ -846,7 +849,7 @@ def test_an_output_row_for_no_request_is_accused() -> None:
     assert {"delivered_rows_are_those_that_sampled"} <= {each.sentence for each in findings}
 
 
-def test_shared_blocks_stay_out_of_the_queue() -> None:
+def test_shared_blocks_stay_out_of_the_free_queue() -> None:
     play = sharing()
     assert table_of(play.step, "A")[:2] == table_of(play.step, "B")[:2]
     play.commit().do(Abort(("A",)))
@@ -854,8 +857,8 @@ def test_shared_blocks_stay_out_of_the_queue() -> None:
     assert CHECKS["freed_tail_is_evicted_first"](wrong, play.history)
 
 
-def test_a_copy_that_a_victim_was_planned_with_goes_back_as_well() -> None:
-    """A is planned first, with a copy of what H shares; then B needs a block, and A has to go."""
+def test_a_block_copied_for_a_victim_in_the_same_step_is_freed() -> None:
+    """A is scheduled first, with a copy of the block shared with H; then B needs a block of A."""
     config = replace(
         CONFIG,
         num_blocks=5,
@@ -871,10 +874,10 @@ def test_a_copy_that_a_victim_was_planned_with_goes_back_as_well() -> None:
     known = play.step.new["A"].output_token_ids
     play.do(Fork("A", "H", known[:1]), Schedule())
     assert play.step.preempted == ["A"]
-    assert play.step.after.free_queue == (4,), "the copy; what A held besides is with B"
+    assert play.step.after.free_queue == (4,), "the copy; the other block of A is with B"
 
 
-def test_a_block_that_a_commit_fills_is_named_by_what_it_delivers_too() -> None:
+def test_the_name_of_a_block_that_a_commit_fills_has_the_new_tokens() -> None:
     names = PrefixNames(2)
     life, later = (RequestHistory(Request(name, (1, 2, 3)), names) for name in "AB")
     later.tokens.append(4)

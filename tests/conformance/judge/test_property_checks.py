@@ -1,7 +1,7 @@
 """Property checks: each is the first and only one to report some wrong step.
 
-A case is a play that is right up to its last step, a defect that is planted into the engine just
-before, and a bend of what came of it. A sentence without a case says nothing that no other says.
+A case is a play that is correct up to its last step, a defect planted into the engine before that
+step, and a change of the step. A check without a case finds nothing that no other check finds.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ from blockstep.spec.vocabulary import (
 
 
 @pytest.fixture(autouse=True)
-def _plants_are_wrong_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plays are of an engine whose rules can be made wrong."""
+def _plays_use_an_engine_with_changeable_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plays use an engine whose rules can be replaced by wrong ones."""
     monkeypatch.setattr(Play, "default", Changeable)
 
 
@@ -167,8 +167,8 @@ SENTENCES = {each.sentence: each for entry in PROPERTIES for each in entry.check
 # Plants.
 
 
-def publishing_all_the_same(engine: Changeable) -> None:
-    """Blocks are published with caching off, where nobody asks for them."""
+def publish_without_caching(engine: Changeable) -> None:
+    """Blocks are published although prefix caching is off."""
     engine.become(enable_prefix_caching=True)
     answering(reads_prefix_cache, by=False)(engine)
     for each in engine.state.requests.values():
@@ -203,7 +203,7 @@ def share_a_draft(rules: Rules, config: Config) -> Rules:
     return rules.replacing(get_findable_pool, look).replacing(find_hit, find)
 
 
-def hit_all_the_same(rules: Rules, _config: Config) -> Rules:
+def hit_although_not_asked(rules: Rules, _config: Config) -> Rules:
     """A request that asks for no hit gets one."""
 
     def find(config: Config, pool: Pool, request: RequestState, _rules: Rules) -> Hit:
@@ -229,7 +229,7 @@ def admit_while_paused(rules: Rules, _config: Config) -> Rules:
 
 
 def preempt_the_last(rules: Rules, _config: Config) -> Rules:
-    """The last of the running list is preempted before anybody is scheduled."""
+    """The last request of the running list is preempted before any request is scheduled."""
 
     def run(step: Planning) -> None:
         process_preemption(step, len(step.running) - 1)
@@ -252,23 +252,23 @@ def leaving_out(name: str) -> Change:
     return change
 
 
-def finding_it_again(engine: Changeable) -> None:
-    """The block that A never wrote is findable again as the second block of X."""
+def publish_the_unwritten_block(engine: Changeable) -> None:
+    """The block that A never wrote is published as the second block of X."""
     state = engine.state
-    key = name_blocks(engine, X)[1]
+    key = make_keys(engine, X)[1]
     pool = publish_blocks(state.pool, state.pool.free_queue[1:2], (key,))
     engine.state = replace(state, pool=pool)
 
 
-def name_blocks(engine: Changeable, asked: Request) -> tuple[BlockKey, ...]:
-    """The keys of the full blocks of a prompt."""
+def make_keys(engine: Changeable, asked: Request) -> tuple[BlockKey, ...]:
+    """Return the keys of the full blocks of a prompt."""
     state = engine.state
     named = RequestState(asked, Status.WAITING)
     return extend_block_keys(named, state.config.block_size, state.rules)
 
 
 def admit_past_the_head(rules: Rules, _config: Config) -> Rules:
-    """The waiting phase follows a preemption, for those behind whoever was preempted."""
+    """The waiting phase runs after a preemption, for requests behind the preempted one."""
 
     def list_rows(step: Planning) -> tuple[FrameRow, ...]:
         head = step.waiting.pop(0)
@@ -279,22 +279,22 @@ def admit_past_the_head(rules: Rules, _config: Config) -> Rules:
     return rules.replacing(get_frame_rows, list_rows)
 
 
-def naming(other: Request) -> Plant:
-    """What is published is named as if it were of another request."""
+def key_as_of(other: Request) -> Plant:
+    """Published blocks get the keys of another request."""
 
     def plant(engine: Changeable) -> None:
         request = engine.state.requests[other.request_id]
-        put_request(engine, replace(request, block_keys=name_blocks(engine, other)))
+        put_request(engine, replace(request, block_keys=make_keys(engine, other)))
 
     return plant
 
 
-def newest_first(engine: Changeable) -> None:
+def reverse_the_waiting_queue(engine: Changeable) -> None:
     engine.state = replace(engine.state, waiting=engine.state.waiting[::-1])
 
 
-def losing_a_key(engine: Changeable) -> None:
-    """A block is no longer found, though nobody took it."""
+def lose_a_key(engine: Changeable) -> None:
+    """A cached block loses its key although it is not reused."""
     pool = engine.state.pool
     block = next(block for block, key in enumerate(pool.block_keys) if key is not None)
     engine.state = replace(engine.state, pool=withdraw_blocks(pool, (block,)))
@@ -334,7 +334,7 @@ def keep_all_keys(rules: Rules, _config: Config) -> Rules:
 
 
 def reset_in_use(rules: Rules, _config: Config) -> Rules:
-    """Whether blocks are held is not looked at."""
+    """A reset ignores that blocks are held."""
     rules = rules.replacing(is_idle, lambda _state: True)
     return rules.replacing(is_held_besides, lambda _pool: False)
 
@@ -343,7 +343,7 @@ def reset_in_use(rules: Rules, _config: Config) -> Rules:
 
 
 def sharing_drafts() -> Play:
-    """A is drafted for, and B is the text with the first two drafts of it."""
+    """A has drafts, and the prompt of B is the tokens of A with the first two drafts."""
     play = drafted()
     text = [*play.worker.views["A"].tokens, *play.step.new["A"].spec_token_ids[:2], 9]
     return play.do(Submit(request("B", *text)), Schedule())
@@ -362,7 +362,7 @@ def idle_with_a_cache() -> Play:
 
 
 def full_for_the_whole_prompt() -> Play:
-    """B fits by its first chunk, not by its prompt."""
+    """The first chunk of B fits, its whole prompt does not."""
     config = replace(CONFIG, num_blocks=6, max_model_len=9, long_prefill_token_threshold=2)
     other = request("B", 6, 6, 6, 6, 6, 6)
     return Play(config).do(Submit(A)).run(3).do(Submit(other), Schedule())
@@ -385,7 +385,7 @@ X = request("X", 1, 2, 3, 4, max_tokens=1)
 
 
 def looking_ahead() -> Play:
-    """A gains a block that it does not write yet, and that carries a key of X."""
+    """A gets a block that it does not write yet, and that had a key of X."""
     config = replace(
         CONFIG, num_blocks=6, spec_method=SpecMethod.DRAFT_MODEL, num_speculative_tokens=2
     )
@@ -398,7 +398,7 @@ def looking_ahead() -> Play:
 
 
 def given_back_unwritten() -> Play:
-    """The block that A never wrote is free, and still holds what X wrote."""
+    """The block that A never wrote is free, and still has the KV of X."""
     return looking_ahead().do(Abort(("A",))).commit().do(Submit(C), Schedule())
 
 
@@ -428,7 +428,7 @@ def uncached() -> Play:
     return Play(replace(CONFIG, enable_prefix_caching=False)).do(Submit(A), Schedule())
 
 
-GIVEN_UP: Case = (
+FREED_TOO_EARLY: Case = (
     "attended_blocks_are_held",
     going_on,
     attending_as(FULL, replace(WINDOW, sliding_window=1)),
@@ -442,7 +442,7 @@ AT_EITHER: list[Case] = [
     ("block_still_to_be_written_has_one_holder", sharing_drafts, becoming(share_a_draft), same),
     ("cache_map_and_blocks_agree", admitted, nothing, in_state(cached={BlockKey(None, (6,)): ()})),
 ]  # fmt: skip
-"""Held to the specification, and at safety."""
+"""Cases that run both compared with the specification and at safety."""
 
 EXTERNAL: Case = (
     "reported_external_tokens_are_those_loaded",
@@ -460,28 +460,28 @@ ALONE: list[Case] = [
     *disabled_features.ALONE,
     *work_left.ALONE,
     *AT_EITHER,
-    GIVEN_UP,
+    FREED_TOO_EARLY,
     ("row_has_freed_skipped_blocks",
      going_on, attending_as(FULL, replace(WINDOW, sliding_window=8)),
      same),
-    ("nothing_is_cached_without_caching", first_plan_without_caching, publishing_all_the_same,
+    ("nothing_is_cached_without_caching", first_plan_without_caching, publish_without_caching,
      in_request("C", num_cached_blocks=(0,))),
     ("computed_full_blocks_are_published", admitted, nothing,
      in_request("C", num_cached_blocks=(0,))),
     ("verified_full_blocks_are_published", publishing, nothing,
      in_request("A", num_cached_blocks=(2,))),
-    ("only_verified_blocks_are_published", answered, losing_a_key, same),
+    ("only_verified_blocks_are_published", answered, lose_a_key, same),
     ("block_still_to_be_written_is_not_published", looking_ahead, becoming(keep_keys),
      same),
-    ("only_computed_blocks_are_published", given_back_unwritten, finding_it_again, same),
+    ("only_computed_blocks_are_published", given_back_unwritten, publish_the_unwritten_block, same),
     ("hit_is_whole_blocks_and_leaves_a_token",
-     skipping_the_cache, becoming(hit_all_the_same), same),
+     skipping_the_cache, becoming(hit_although_not_asked), same),
     ("hit_is_the_longest_possible", hitting, answering(find_hit, by=NO_HIT), same),
     ("hit_takes_the_oldest_copy", hitting_a_copy, becoming(choose_the_newest), same),
-    ("rejected_event_changes_nothing", refused_with_a_cache, losing_a_key, same),
+    ("rejected_event_changes_nothing", refused_with_a_cache, lose_a_key, same),
     ("request_without_a_row_stays_the_same", blocked, nothing,
      in_request("B", num_cached_tokens=2)),
-    ("empty_plan_changes_nothing", idle_with_a_cache, losing_a_key, same),
+    ("empty_plan_changes_nothing", idle_with_a_cache, lose_a_key, same),
     ("row_gains_exactly_the_blocks_it_needs", admitted, becoming(take_one_more), same),
     ("admission_leaves_room_for_the_whole_prompt",
      full_for_the_whole_prompt, going_by(scheduler_reserve_full_isl=False),
@@ -530,7 +530,7 @@ ALONE: list[Case] = [
      lambda s: after(s, running=s.before.running)),
     ("new_request_joins_the_end_of_its_queue", submitted, nothing,
      lambda s: after(s, waiting=s.after.waiting[::-1])),
-    ("admissions_follow_the_policy", one_at_a_time, newest_first, same),
+    ("admissions_follow_the_policy", one_at_a_time, reverse_the_waiting_queue, same),
     ("queues_keep_their_order", reset_forced, nothing,
      lambda s: after(s, waiting=s.after.waiting[::-1])),
     ("running_list_keeps_its_order", admitted, nothing,
@@ -570,7 +570,7 @@ ALONE: list[Case] = [
      same),
     ("forced_reset_preempts_all_running_requests", reset_forced, nothing,
      in_state(prev_scheduled_req_ids=("A",))),
-    ("refused_reset_changes_nothing", reset_refused, losing_a_key, same),
+    ("refused_reset_changes_nothing", reset_refused, lose_a_key, same),
     ("plan_names_the_finished", hitting, nothing, in_answer(finished_req_ids=())),
     ("finished_ids_wait_for_the_next_plan", aborted, nothing, in_state(finished_req_ids=())),
     ("plan_names_the_preempted", preempting, nothing, in_answer(preempted_req_ids=())),
@@ -578,10 +578,10 @@ ALONE: list[Case] = [
      in_row("C", request=replace(C, max_tokens=99))),
 ]  # fmt: skip
 
-BESIDE_THE_WORKER: list[Case] = [
-    ("held_block_key_matches_its_tokens", first_plan, naming(request("C", 7, 9)), same),
+WITHOUT_THE_WORKER: list[Case] = [
+    ("held_block_key_matches_its_tokens", first_plan, key_as_of(request("C", 7, 9)), same),
     ("held_block_key_has_adapter_salt_and_items",
-     first_plan, naming(replace(C, cache_salt="x")),
+     first_plan, key_as_of(replace(C, cache_salt="x")),
      same),
     ("outputs_in_the_state_are_those_delivered", committed, nothing,
      in_request("C", output_token_ids=(1, 2, 3))),
@@ -593,7 +593,7 @@ IN_A_RELEASE = "no_repeated_preemption_without_progress"
 
 
 def play(case: Case, with_worker: bool = True) -> list[str]:
-    """The sentences that speak of the last step, in order."""
+    """Return the checks that fail on the last step, in order."""
     _, scene, plant, bend = case
     play, event = scene().rewound()
     plant(play.engine)
@@ -603,7 +603,7 @@ def play(case: Case, with_worker: bool = True) -> list[str]:
 
 
 @pytest.mark.parametrize("case", ALONE, ids=[case[0] for case in ALONE])
-def test_a_sentence_speaks_alone(case: Case) -> None:
+def test_only_one_check_fails(case: Case) -> None:
     assert play(case) == [case[0]]
 
 
@@ -611,34 +611,34 @@ BROUGHT = request_features.OF_MASKS + request_features.OF_ITEMS
 
 
 @pytest.mark.parametrize("case", BROUGHT, ids=[case[0] for case in BROUGHT])
-def test_the_worker_complains_alone_of_masks_and_items(case: Case) -> None:
+def test_only_the_worker_reports_wrong_masks_and_items(case: Case) -> None:
     assert play(case) == [case[0]]
 
 
-@pytest.mark.parametrize("case", BESIDE_THE_WORKER, ids=[case[0] for case in BESIDE_THE_WORKER])
-def test_a_sentence_speaks_alone_where_no_worker_does(case: Case) -> None:
-    """`explore` judges without a worker; where there is one, it sees the same from its side."""
+@pytest.mark.parametrize("case", WITHOUT_THE_WORKER, ids=[case[0] for case in WITHOUT_THE_WORKER])
+def test_only_one_check_fails_without_the_worker(case: Case) -> None:
+    """`explore` checks without a worker; with one, the worker reports the same defect, too."""
     assert play(case, with_worker=False) == [case[0]]
     assert play(case) != [case[0]]
 
 
-def test_what_a_commit_publishes_is_looked_at_by_the_worker_too() -> None:
+def test_the_worker_checks_blocks_that_a_commit_publishes() -> None:
     other = replace(LONG, prompt_token_ids=(9, 2, 3, 4, 5, 6))
-    found = play(("", publishing, naming(other), same))
+    found = play(("", publishing, key_as_of(other), same))
     assert "published_block_holds_the_right_prefix" in found
 
 
-def test_a_sentence_speaks_alone_in_a_release_that_takes_turns() -> None:
-    """Where policy is followed nobody starves; so its history is one in which it was not."""
+def test_only_one_check_fails_where_requests_preempt_each_other() -> None:
+    """Correct order starves no request, so the history is of a release with a wrong order."""
     found = []
     for step, history, worker in taking_turns(depth=1, num_steps=19):
         found.append([each.sentence for each in check_step(step, history, worker)])
     assert found[-1] == [IN_A_RELEASE]
 
 
-def test_every_sentence_speaks_alone_somewhere() -> None:
-    """A sentence that never does says nothing of its own: merge it, or plant what only it sees."""
-    names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
+def test_every_check_has_a_case_in_which_it_fails_alone() -> None:
+    """A check without such a case is not needed: merge it, or plant what only it finds."""
+    names = [case[0] for case in ALONE + WITHOUT_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
     assert len(SENTENCES) == 129
 
@@ -647,7 +647,7 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
 
 
 class Bent:
-    """An engine whose last step is bent."""
+    """An engine whose last step is changed by `bend`."""
 
     traits = EngineTraits(equivalence=Safety())
     bend: Bend = staticmethod(same)
@@ -674,7 +674,7 @@ class Bent:
 
 
 class Hidden(Bent):
-    """Its plans name no blocks, and its state is not shown."""
+    """The same without blocks in its plans and without a visible state."""
 
     traits = EngineTraits(equivalence=Safety(), make_worker=CountingWorker)
 
@@ -691,7 +691,7 @@ class Hidden(Bent):
 
 
 def play_at_safety(case: Case, wrap: type[Bent] = Bent) -> list[str]:
-    """The sentences that speak of the last step of a run at safety, in order."""
+    """Return the checks that fail on the last step of a run at safety, in order."""
     _, scene, plant, bend = case
     play = scene()
 
@@ -715,29 +715,29 @@ def after_an_abort() -> Play:
 
 
 def drafts_at_the_end() -> Play:
-    """One token is left to the end of the model, and three drafts are proposed."""
+    """One token is left before max_model_len, and three drafts are proposed."""
     long = request("A", *range(13), max_tokens=9)
     play = Play(replace(DRAFTING, num_blocks=12, max_num_batched_tokens=16)).do(Submit(long))
     return play.run(1).propose("A", 3, 0).do(Schedule())
 
 
 def answered_out_of_turn() -> Play:
-    """No plan in flight has this number; the specification refuses the answer."""
+    """No plan in flight has this frame id, so the specification rejects the commit."""
     return Play().do(Submit(A), Schedule(), Commit(7, (RowTokens("A", (1,)),)))
 
 
 def otherwise_waiting(step: Step) -> Step:
-    """B, which was preempted, is shown as one that waits, with another output."""
+    """B, which was preempted, is shown as a waiting request with another output."""
     return changed(step, "B", status=Status.WAITING, output_token_ids=(9,))
 
 
 def beyond_its_slots(step: Step) -> Step:
-    """A request that waits is shown in the running list."""
+    """The waiting request is shown in the running list."""
     return after(step, running=step.after.running + step.after.waiting, waiting=())
 
 
 def too_long_for_the_rest() -> Play:
-    """Behind C and A the budget has no room for a whole prompt, which may not be cut."""
+    """The budget left by C and A is too small for the prompt of D, which may not be chunked."""
     config = replace(CONFIG, max_num_batched_tokens=9, max_model_len=9)
     play = Play(replace(config, enable_chunked_prefill=False))
     return play.do(Submit(C), Submit(A), Submit(request("D", 9, 9, 9, 9, 9)), Schedule())
@@ -748,12 +748,12 @@ DIFFERENTLY_AT_SAFETY: list[Case] = [
     ("prompt_is_not_cut_without_chunking",
      too_long_for_the_rest, going_by(enable_chunked_prefill=True),
      same),
-    ("nothing_is_cached_without_caching", first_plan_without_caching, publishing_all_the_same,
+    ("nothing_is_cached_without_caching", first_plan_without_caching, publish_without_caching,
      same),
     ("outputs_in_the_state_are_those_delivered", delivering_to_the_preempted, nothing,
      otherwise_waiting),
 ]  # fmt: skip
-"""What shows a sentence alone where nothing is compared, and does not where all are asked."""
+"""Cases in which a check fails alone at safety, but not where all checks run."""
 ASKED_OF_STATES = (
     *("pool_keeps_its_size", "every_block_is_free_or_held"),
     *("block_still_to_be_written_has_one_holder", "shared_block_is_not_written"),
@@ -780,13 +780,13 @@ ASKED_OF_STATES = (
     *("failed_grammar_ends_its_request", "refused_reset_changes_nothing"),
     "plan_names_the_preempted",
 )
-"""The sentences of `JUDGED`, in their order."""
-_CASE_OF = {case[0]: case for case in [*ALONE, *BESIDE_THE_WORKER, *DIFFERENTLY_AT_SAFETY]}
+"""The checks of `JUDGED`, in their order."""
+_CASE_OF = {case[0]: case for case in [*ALONE, *WITHOUT_THE_WORKER, *DIFFERENTLY_AT_SAFETY]}
 AT_SAFETY: list[Case] = [_CASE_OF[name] for name in ASKED_OF_STATES]
 
 
-def of_one_that_ended(step: Step) -> Step:
-    """C was aborted while it waited, and has the row of a newcomer."""
+def with_a_row_of_c(step: Step) -> Step:
+    """C, which was aborted while it waited, has the row of a new request."""
     return observed(step, new=(NewRow(C, (step.after.free_queue[:1],), 0, 2),))
 
 
@@ -800,10 +800,10 @@ OF_ANSWERS_AS_OF_STEPS = (
     "failed_grammar_ends_its_request",
     "reported_cached_tokens_are_of_the_first_hit",
 )
-"""What shows these alone does so, too, where nothing is compared."""
+"""Checks whose cases are the same at safety."""
 OF_ANSWERS: list[Case] = [
     *request_features.OF_ANSWERS,
-    ("rejected_event_changes_nothing", refused_with_a_cache, losing_a_key, same),
+    ("rejected_event_changes_nothing", refused_with_a_cache, lose_a_key, same),
     ("stale_or_wrong_event_is_rejected", answered_out_of_turn, nothing,
      in_step(observation=Outputs((OutputRow("A", (1,)),)))),
     ("computed_tokens_are_in_blocks_that_are_held", delivering_to_the_preempted, nothing,
@@ -816,7 +816,7 @@ OF_ANSWERS: list[Case] = [
     ("row_stays_within_max_model_len", drafts_at_the_end, going_by(max_model_len=20), same),
     ("new_row_carries_the_request_as_submitted", admitted, nothing,
      in_row("C", request=replace(C, max_tokens=99))),
-    ("hit_only_with_prefix_caching", skipping_the_cache, becoming(hit_all_the_same), same),
+    ("hit_only_with_prefix_caching", skipping_the_cache, becoming(hit_although_not_asked), same),
     ("delivered_rows_are_those_that_sampled", committed, nothing,
      lambda s: observed(s, rows=(*s.output_rows, OutputRow("nobody", (1,))))),
     ("delivered_tokens_are_the_sampled_ones_until_the_stop", committed, nothing,
@@ -826,39 +826,39 @@ OF_ANSWERS: list[Case] = [
 ]  # fmt: skip
 
 
-def one_runs() -> Play:
-    """A runs, and C waits for its seat."""
+def waiting_for_a_slot() -> Play:
+    """A runs, and C waits for the running slot."""
     play = Play(replace(CONFIG, max_num_seqs=1)).do(Submit(A)).run(1)
     return play.do(Submit(C), Schedule())
 
 
-def giving_its_slot_away(engine: Changeable) -> None:
-    """C is admitted beside A, which has no row in that step."""
+def give_its_slot_away(engine: Changeable) -> None:
+    """C is admitted while A runs, and A has no row in that step."""
     engine.become(leaving_out("A"), max_num_seqs=2)
 
 
 OF_ANSWERS_ALONE: list[Case] = [
     ("request_has_one_row", admitted, nothing, lambda s: observed(s, cached=s.plan.cached * 2)),
-    ("row_is_of_an_unfinished_request", aborted_while_it_waited, nothing, of_one_that_ended),
+    ("row_is_of_an_unfinished_request", aborted_while_it_waited, nothing, with_a_row_of_c),
     ("plan_stays_within_max_num_seqs", one_at_a_time, going_by(max_num_seqs=2), same),
-    ("worker_keeps_at_most_max_num_seqs_requests", one_runs, giving_its_slot_away, same),
+    ("worker_keeps_at_most_max_num_seqs_requests", waiting_for_a_slot, give_its_slot_away, same),
     ("end_of_input_finishes_an_idle_session", request_features.ended_at_rest, nothing,
      in_step(observation=Aborted())),
 ]  # fmt: skip
-"""They speak alone where the state is hidden: a worker with slots, or a state, sees more."""
+"""Checks that fail alone where state and blocks are hidden: otherwise more checks fail."""
 
 
 @pytest.mark.parametrize("case", AT_SAFETY + OF_ANSWERS, ids=lambda case: case[0])
-def test_a_sentence_speaks_alone_at_safety(case: Case) -> None:
+def test_only_one_check_fails_at_safety(case: Case) -> None:
     assert play_at_safety(case) == [case[0]]
 
 
 @pytest.mark.parametrize("case", OF_ANSWERS_ALONE, ids=lambda case: case[0])
-def test_a_sentence_speaks_alone_at_safety_where_no_state_is_shown(case: Case) -> None:
+def test_only_one_check_fails_at_safety_without_a_visible_state(case: Case) -> None:
     assert play_at_safety(case, Hidden) == [case[0]]
 
 
-def test_each_sentence_is_asked_at_safety_or_has_a_reason_why_not() -> None:
+def test_each_check_runs_at_safety_or_has_a_reason_why_not() -> None:
     asked = {each.sentence for each in JUDGED} | ASKED_OF_ANSWERS
     asked.add("rejected_event_changes_nothing")
     named = SENTENCES.keys() | OUTSIDE.keys()
@@ -871,7 +871,7 @@ def test_each_sentence_is_asked_at_safety_or_has_a_reason_why_not() -> None:
     assert len(asked) == 54
 
 
-def test_what_is_judged_at_safety_is_listed_by_name() -> None:
+def test_the_checks_that_run_at_safety_are_listed_by_name() -> None:
     assert [each.sentence for each in JUDGED] == [*ASKED_OF_STATES]
     source = Path(answers.__file__).read_text() + Path(reported.__file__).read_text()
     names = set(re.findall(r'"([a-z]+(?:_[a-z]+){3,})"', source))
@@ -882,7 +882,7 @@ def test_what_is_judged_at_safety_is_listed_by_name() -> None:
 
 
 def judge_one(event: Event, answer: Observation, **fields: Any) -> list[Finding]:
-    """What is said of one answer, where A and C have not ended."""
+    """Return the findings of one answer while A and C are unfinished."""
     config, live = replace(CONFIG, **fields), {"A": A, "C": C}
     return [*judge_answer(config, live, {}, event, answer)]
 
@@ -901,12 +901,12 @@ def test_with_caching_off_no_request_has_a_hit() -> None:
     assert found.sentence == "hit_only_with_prefix_caching"
 
 
-def test_a_request_that_has_ended_or_sampled_nothing_is_given_no_token() -> None:
+def test_no_output_is_due_to_an_ended_request_or_an_empty_row() -> None:
     sampled = (RowTokens("ended", (4,)), RowTokens("A", ()), RowTokens("C", (4,)))
     assert judge_one(Commit(0, sampled), Outputs((OutputRow("C", (4,)),))) == []
 
 
-def test_each_row_is_judged_whatever_row_is_before_it() -> None:
+def test_each_row_is_checked_also_after_a_wrong_row() -> None:
     rows = (OutputRow("nobody", (1,)), OutputRow("C", (4,), FinishReason.STOP, 4))
     foreign, wrong = judge_one(Commit(0, (RowTokens("C", (4,)),)), Outputs(rows))
     assert foreign.differences == (Difference("rows", "['C']", "['C', 'nobody']"),)

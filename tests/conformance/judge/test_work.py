@@ -1,4 +1,4 @@
-"""Whether work is left: what a state must say, in each situation and after each kind of event."""
+"""`has_work`: a state shows whether work is left, in each scene and after each kind of event."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SESSION = v.Request("A", (1, 2, 3), max_tokens=1, resumable=True)
 
 
 def run_a(oracle: Oracle) -> None:
-    """A plan with A, and its answer."""
+    """Schedule A and commit the plan."""
     plan = oracle.schedule()
     oracle.commit(plan, {"A": (5,)})
 
@@ -47,7 +47,7 @@ def paused(oracle: Oracle) -> None:
     oracle.pause()
 
 
-def closed_to_newcomers(oracle: Oracle) -> None:
+def closed_to_new_requests(oracle: Oracle) -> None:
     oracle.submit(A)
     oracle.pause(v.PauseState.PAUSED_NEW)
 
@@ -58,77 +58,77 @@ def running_while_closed(oracle: Oracle) -> None:
     oracle.pause(v.PauseState.PAUSED_NEW)
 
 
-def ended_and_not_reported(oracle: Oracle) -> None:
+def finished_and_not_reported(oracle: Oracle) -> None:
     oracle.submit(A)
     run_a(oracle)
 
 
-def ended_and_reported(oracle: Oracle) -> None:
-    ended_and_not_reported(oracle)
+def finished_and_reported(oracle: Oracle) -> None:
+    finished_and_not_reported(oracle)
     oracle.schedule()
 
 
-def resting(oracle: Oracle) -> None:
+def with_an_idle_session(oracle: Oracle) -> None:
     oracle.submit(SESSION)
     run_a(oracle)
     oracle.schedule()
 
 
-def parked_in_a_pause(oracle: Oracle) -> None:
+def loading_in_a_pause(oracle: Oracle) -> None:
     oracle.submit(A)
     oracle.offer_kv("A", 2, is_async=True)
     oracle.schedule()
     oracle.pause()
 
 
-def received_in_a_pause(oracle: Oracle) -> None:
-    parked_in_a_pause(oracle)
+def loaded_in_a_pause(oracle: Oracle) -> None:
+    loading_in_a_pause(oracle)
     oracle.report(finished_recving=("A",))
 
 
-def held(oracle: Oracle) -> None:
+def while_the_store_reads(oracle: Oracle) -> None:
     oracle.submit(A)
     oracle.offer_kv("A", 0, delays_free=True)
     run_a(oracle)
     oracle.schedule()
 
 
-def read(oracle: Oracle) -> None:
-    held(oracle)
+def after_the_store_read(oracle: Oracle) -> None:
+    while_the_store_reads(oracle)
     oracle.report(finished_sending=("A",))
 
 
-SITUATIONS: dict[Callable[[Oracle], None], tuple[v.Config, bool]] = {
+SCENES: dict[Callable[[Oracle], None], tuple[v.Config, bool]] = {
     after_nothing: (CONFIG, False),
     after_submit: (CONFIG, True),
     paused: (CONFIG, False),
-    closed_to_newcomers: (CONFIG, False),
+    closed_to_new_requests: (CONFIG, False),
     running_while_closed: (CONFIG, True),
-    ended_and_not_reported: (CONFIG, True),
-    ended_and_reported: (CONFIG, False),
-    resting: (CONFIG, False),
-    parked_in_a_pause: (STORE, True),
-    received_in_a_pause: (STORE, False),
-    held: (STORE, True),
-    read: (STORE, False),
+    finished_and_not_reported: (CONFIG, True),
+    finished_and_reported: (CONFIG, False),
+    with_an_idle_session: (CONFIG, False),
+    loading_in_a_pause: (STORE, True),
+    loaded_in_a_pause: (STORE, False),
+    while_the_store_reads: (STORE, True),
+    after_the_store_read: (STORE, False),
 }
-"""Situations, and whether work is left."""
+"""Scenes with their config, and whether work is left."""
 
 
-@pytest.mark.parametrize("bring", SITUATIONS, ids=lambda bring: bring.__name__)
+@pytest.mark.parametrize("bring", SCENES, ids=lambda bring: bring.__name__)
 def test_work_is_left_while_a_plan_or_a_report_can_change_something(
     bring: Callable[[Oracle], None],
 ) -> None:
-    config, is_left = SITUATIONS[bring]
+    config, is_left = SCENES[bring]
     oracle = Oracle(config)
     bring(oracle)
     assert oracle.snapshot().has_work is is_left
 
 
-def test_a_release_forgets_transfers() -> None:
-    """Upstream #46283: nothing asks the workers any more, and the blocks are never free."""
+def test_the_loop_of_a_release_sleeps_during_transfers() -> None:
+    """Upstream #46283: the workers are not polled any more, so the blocks are never freed."""
     oracle = Oracle(STORE, Profile("", frozenset({Quirk.LOOP_SLEEPS_DURING_TRANSFERS})))
-    held(oracle)
+    while_the_store_reads(oracle)
     assert oracle.snapshot().transfers != v.TransfersSnapshot()
     assert oracle.snapshot().has_work is False
 
@@ -158,16 +158,16 @@ EVENTS: dict[type, tuple[Any, Any]] = {
 
 
 def judge(config: v.Config, state: v.Snapshot, kind: type = v.SetPause) -> list[str]:
-    """Sentences that speak of a state, after an event of a kind that changed nothing."""
+    """Return the checks that fail on a state after an event that changed nothing."""
     event, observation = EVENTS[kind]
     step = Step(config, 1, event, observation, state, state)
     sentences = (loop_runs_while_there_is_work, loop_sleeps_without_work)
     return [check.sentence for check in sentences if check(step, History(config))]
 
 
-@pytest.mark.parametrize("bring", SITUATIONS, ids=lambda bring: bring.__name__)
-def test_the_other_answer_is_a_stall_or_a_busy_loop(bring: Callable[[Oracle], None]) -> None:
-    config, is_left = SITUATIONS[bring]
+@pytest.mark.parametrize("bring", SCENES, ids=lambda bring: bring.__name__)
+def test_the_wrong_value_is_a_stall_or_a_busy_loop(bring: Callable[[Oracle], None]) -> None:
+    config, is_left = SCENES[bring]
     oracle = Oracle(config)
     bring(oracle)
     state = oracle.snapshot()
@@ -187,13 +187,13 @@ def test_each_kind_of_event_is_judged() -> None:
         assert judge(CONFIG, burning, kind) == ["loop_sleeps_without_work"]
 
 
-def test_an_engine_that_does_not_show_it_is_not_accused() -> None:
+def test_an_engine_that_does_not_show_has_work_is_not_accused() -> None:
     oracle = Oracle(CONFIG)
     after_submit(oracle)
     assert judge(CONFIG, replace(oracle.snapshot(), has_work=None)) == []
 
 
-def test_while_an_answer_is_due_the_loop_is_free() -> None:
+def test_the_loop_may_sleep_while_a_frame_is_in_flight() -> None:
     oracle = Oracle(CONFIG)
     after_submit(oracle)
     oracle.schedule()
@@ -201,7 +201,7 @@ def test_while_an_answer_is_due_the_loop_is_free() -> None:
 
 
 class Silent(HostEngine):
-    """It does not say whether work is left."""
+    """An engine that does not show whether work is left."""
 
     def capabilities(self) -> frozenset[str]:
         return super().capabilities() - {"work"}
@@ -211,7 +211,7 @@ class Silent(HostEngine):
 
 
 class Sleepy(HostEngine):
-    """It says that no work is left, always."""
+    """An engine that always shows that no work is left."""
 
     def snapshot(self) -> v.Snapshot:
         return replace(super().snapshot(), has_work=False)
@@ -220,12 +220,12 @@ class Sleepy(HostEngine):
 PROGRAM = Program(CONFIG, (v.Submit(A), v.Schedule(), Answer(), v.Schedule()))
 
 
-def test_without_the_capability_it_is_not_asked() -> None:
+def test_has_work_is_not_checked_without_the_capability() -> None:
     assert run_program(PROGRAM, Silent)[1] == []
     assert run_program(PROGRAM, SpecEngine)[1] == []
 
 
-def test_the_headline_is_the_stall() -> None:
+def test_a_loop_that_sleeps_with_work_is_reported_as_a_stall() -> None:
     (found, *_) = run_program(PROGRAM, Sleepy)[1]
     assert (found.property_id, found.sentence) == ("P10", "loop_runs_while_there_is_work")
     assert found.message == "the loop may sleep, and 'A' waits"

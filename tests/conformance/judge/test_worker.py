@@ -1,6 +1,6 @@
-"""The worker follows right plans.
+"""Worker: correct plans and states have no finding, and a wrong read names its writer.
 
-test_worker_complaints.py has a wrong plan or state for each of its complaints.
+`test_worker_complaints.py` has a wrong plan or state for each of its findings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from blockstep.spec.profiles import get_profile
 # Views.
 
 
-def test_a_right_plan_needs_no_word_and_its_answer_is_the_true_token() -> None:
+def test_a_correct_plan_has_no_finding_and_its_output_is_the_true_token() -> None:
     worker = make_worker()
     assert worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),))) == []
     (row,) = worker.answer(0)
@@ -52,7 +52,7 @@ def test_executing_a_plan_twice_does_nothing_more() -> None:
     assert worker.execute(plan) == worker.execute(plan) == []
 
 
-def test_a_commit_counts_more_than_the_answer() -> None:
+def test_tokens_of_a_commit_replace_the_output_of_the_worker() -> None:
     worker = make_worker()
     worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),)))
     worker.answer(0)
@@ -62,7 +62,7 @@ def test_a_commit_counts_more_than_the_answer() -> None:
     assert worker.views["A"].output_token_ids == (42,)
 
 
-def test_without_commits_its_own_answer_counts_and_any_resumption_is_possible() -> None:
+def test_without_commits_the_output_counts_and_any_request_may_be_resumed() -> None:
     worker = make_worker()
     worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),)))
     tokens = (1, 2, 3, 4, 5, *worker.answer(0)[0].token_ids)
@@ -70,14 +70,14 @@ def test_without_commits_its_own_answer_counts_and_any_resumption_is_possible() 
     assert worker.execute(v.Plan(1, cached=(replace(row, all_token_ids=tokens),))) == []
 
 
-def test_a_commit_that_it_observes_counts_more_than_the_answer() -> None:
+def test_tokens_of_an_observed_commit_replace_the_output_of_the_worker() -> None:
     worker = make_worker()
     worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),)))
     assert worker.observe(v.Commit(0, (v.RowTokens("A", (42,)),)), v.Outputs()) == []
     assert worker.views["A"].output_token_ids == (42,)
 
 
-def test_it_follows_the_exchanges_of_an_engine() -> None:
+def test_the_worker_follows_the_events_of_an_engine() -> None:
     worker = make_worker()
     plan = v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 0, 5),))
     assert worker.observe(v.Schedule(), plan) == []
@@ -103,7 +103,7 @@ def test_it_follows_the_exchanges_of_an_engine() -> None:
         {"prompt_embeds": (7, 7, 7, 7, 7)},
     ],
 )
-def test_the_same_tokens_with_other_extras_are_not_read(fields: dict[str, Any]) -> None:
+def test_a_hit_with_another_adapter_salt_item_or_embedding_is_found(fields: dict[str, Any]) -> None:
     other = replace(A, request_id="B", **fields)
     findings = started().execute(v.Plan(1, new=(v.NewRow(other, ((1, 2, 4),), 4, 1),)))
     assert summarize(findings) == [("P6", "attended_slot_is_of_the_same_adapter_salt_and_items")]
@@ -129,7 +129,7 @@ def test_after_a_forced_reset_a_request_may_be_resumed() -> None:
     assert worker.execute(v.Plan(1, cached=(replace(row, all_token_ids=tokens),))) == []
 
 
-def note_of(findings: list[Finding]) -> str:
+def get_note(findings: list[Finding]) -> str:
     (difference,) = findings[0].differences
     return difference.note
 
@@ -139,17 +139,17 @@ def test_a_read_of_another_prefix_names_its_writer_and_its_last_holder() -> None
     other = v.NewRow(v.Request("B", (9, 8, 7, 6)), ((1, 2),), 0, 4)
     assert worker.execute(v.Plan(1, new=(other,), finished_req_ids=("A",))) == []
     stale = v.NewRow(v.Request("C", (1, 2, 3, 4)), ((1, 4),), 2, 2)
-    assert note_of(worker.execute(v.Plan(2, new=(stale,)))) == (
+    assert get_note(worker.execute(v.Plan(2, new=(stale,)))) == (
         "read by 'C' at position 0 in plan 2; written by 'B' in plan 1"
     )
 
 
-def test_a_block_that_was_given_back_and_is_read_on_is_named() -> None:
+def test_a_read_of_a_freed_block_names_its_last_holder() -> None:
     worker = started()
     gone = v.Plan(1, preempted_req_ids=("A",))
     assert worker.execute(gone) == []
     reader = v.NewRow(v.Request("B", (1, 2, 9, 9, 9)), ((1, 2, 4),), 4, 1)
-    assert note_of(worker.execute(v.Plan(2, new=(reader,)))) == (
+    assert get_note(worker.execute(v.Plan(2, new=(reader,)))) == (
         "read by 'B' at position 2 in plan 2; written by 'A' in plan 0; "
         "given back by 'A', which was preempted, says plan 1"
     )
@@ -164,13 +164,13 @@ def test_a_block_that_was_given_back_and_is_read_on_is_named() -> None:
     ],
 )
 def test_each_slot_of_a_block_has_its_own_writer(text: Any, slot: int, story: str) -> None:
-    """B has written one slot in the middle of a block of A, and nothing else of it."""
+    """B has written one slot in the middle of a block of A, and no other slot."""
     worker = started(v.Request("A", (1, 2, 3)), block_size=4)
     other = v.NewRow(v.Request("B", (1, 8)), ((1,),), 1, 1)
     assert worker.execute(v.Plan(1, new=(other,), finished_req_ids=("A",))) == []
     findings = worker.execute(v.Plan(2, new=(v.NewRow(v.Request("C", text), ((1,),), 3, 1),)))
     place = f"read by 'C' at position {slot} in plan 2"
-    assert note_of(findings) == f"{place}; written by {story}"
+    assert get_note(findings) == f"{place}; written by {story}"
 
 
 def test_a_slot_written_in_a_later_plan_than_the_first_of_its_block_has_a_writer() -> None:
@@ -180,10 +180,10 @@ def test_a_slot_written_in_a_later_plan_than_the_first_of_its_block_has_a_writer
     findings = worker.execute(
         v.Plan(2, new=(v.NewRow(v.Request("B", text), ((1, 2, 3, 5),), 6, 1),))
     )
-    assert note_of(findings) == "read by 'B' at position 4 in plan 2; written by 'A' in plan 0"
+    assert get_note(findings) == "read by 'B' at position 4 in plan 2; written by 'A' in plan 0"
 
 
-def test_a_block_that_was_exchanged_is_named() -> None:
+def test_a_read_of_a_block_that_was_remapped_names_its_last_holder() -> None:
     worker = started()
     other = v.NewRow(v.Request("B", (1, 2)), ((4,),), 0, 2)
     assert worker.execute(v.Plan(1, new=(other,), cached=(cached("A", 5, 1),))) == []
@@ -192,7 +192,7 @@ def test_a_block_that_was_exchanged_is_named() -> None:
     findings = worker.execute(
         v.Plan(3, new=(v.NewRow(v.Request("C", (9, 9, 9)), ((1, 6),), 2, 1),))
     )
-    assert note_of(findings) == (
+    assert get_note(findings) == (
         "read by 'C' at position 0 in plan 3; written by 'A' in plan 0; "
         "given back by 'A', which was remapped, says plan 2"
     )
@@ -201,10 +201,10 @@ def test_a_block_that_was_exchanged_is_named() -> None:
 def test_a_slot_that_was_never_written_has_no_history() -> None:
     worker = make_worker()
     findings = worker.execute(v.Plan(0, new=(v.NewRow(A, ((1, 2, 3),), 4, 1),)))
-    assert note_of(findings) == "read by 'A' at position 0 in plan 0"
+    assert get_note(findings) == "read by 'A' at position 0 in plan 0"
 
 
-def test_a_shared_block_that_was_given_back_is_reported_with_its_last_holder() -> None:
+def test_a_freed_block_with_two_writers_is_reported_with_its_last_holder() -> None:
     worker = started()
     rows = tuple(v.NewRow(v.Request(name, (1, ord(name))), ((3,),), 0, 2) for name in "BC")
     findings = worker.execute(v.Plan(1, new=rows, finished_req_ids=("A",)))
@@ -226,7 +226,7 @@ def test_right_drafts_are_accepted_and_the_next_is_not(num_right: int) -> None:
     (answer,) = worker.answer(1)
     assert len(answer.token_ids) == num_right + 1
     assert answer.token_ids[:-1] == drafts[:num_right]
-    # Rejected drafts are written over before they could be read.
+    # Rejected drafts are overwritten before a row reads their slots.
     for step, blocks in enumerate([(), (6,), (), (7,)]):
         worker.commit(v.Commit(1 + step, worker.answer(1 + step)))
         following = cached("A", 6 + num_right + step, 2 + num_right + step)
@@ -242,7 +242,7 @@ def test_right_drafts_are_accepted_and_the_next_is_not(num_right: int) -> None:
     assert worker.check_published(replace(snapshot, block_keys=tuple(keys))) == []
 
 
-def test_after_a_wrong_draft_no_other_is_right() -> None:
+def test_no_draft_after_a_wrong_one_is_accepted() -> None:
     worker = started()
     (right,) = worker.propose("A", 1, 1)
     row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=(right ^ 1, right))
@@ -250,7 +250,7 @@ def test_after_a_wrong_draft_no_other_is_right() -> None:
     assert worker.answer(1) == (v.RowTokens("A", (right,)),)
 
 
-def test_fewer_drafts_may_be_committed_than_it_accepted() -> None:
+def test_fewer_drafts_may_be_committed_than_the_worker_accepted() -> None:
     worker = started()
     row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=worker.propose("A", 2, 2))
     assert worker.execute(v.Plan(1, cached=(replace(row, new_block_ids=((4,),)),))) == []
@@ -261,7 +261,7 @@ def test_fewer_drafts_may_be_committed_than_it_accepted() -> None:
     assert worker.execute(v.Plan(2, cached=(cached("A", 6, 2),))) == []
 
 
-def test_drafts_for_a_stranger_are_still_drafts() -> None:
+def test_drafts_are_also_proposed_for_an_unknown_request() -> None:
     assert len(make_worker().propose("nobody", 3, 3)) == 3
 
 
@@ -285,7 +285,7 @@ def step(engine: HostEngine, worker: Worker) -> v.Snapshot:
     return engine.snapshot()
 
 
-def test_state_and_worker_agree() -> None:
+def test_the_states_of_an_engine_agree_with_the_worker() -> None:
     engine, worker = engine_with(A, replace(A, request_id="B"))
     for _ in range(3):
         snapshot = step(engine, worker)
@@ -316,7 +316,7 @@ def test_a_published_block_is_of_the_adapter_items_and_embeddings_of_its_key(
 # Names.
 
 
-def test_names_are_those_of_keys() -> None:
+def test_prefix_names_are_those_of_block_keys() -> None:
     names = PrefixNames(2)
     items = (v.MultiModalItem("cat", 1, 4), v.MultiModalItem("dog", 5, 1))
     request = v.Request("A", (1, 2, 3, 4, 5, 6), adapter="x", cache_salt="y", items=items)
@@ -347,7 +347,7 @@ def test_an_embedding_is_named_at_its_position() -> None:
     assert names.same_tokens(names.of_key(other)[1], chain[3])
 
 
-def test_names_are_shown_to_readers() -> None:
+def test_prefix_names_are_shown_as_tokens() -> None:
     names = PrefixNames(2)
     chain: list[int] = []
     names.extend(chain, names.root(None, None), (1, 2, 3), {}, 0)
@@ -358,7 +358,7 @@ def test_names_are_shown_to_readers() -> None:
     assert not names.same_tokens(chain[1], chain[2])
 
 
-def test_a_block_costs_little() -> None:
+def test_a_step_takes_little_time_per_block() -> None:
     config = v.Config(num_blocks=600, block_size=16, max_model_len=8192)
     worker = Worker(config, token_function(1, 50))
     prompt = tuple(range(8000))
@@ -402,12 +402,12 @@ def test_rejected_drafts_put_the_scheduler_ahead_until_they_are_reported() -> No
     for frame in (0, 1):
         worker.commit(v.Commit(frame, worker.answer(frame)))
     assert view.num_rejected == 0
-    late = cached("A", 9, 4, new_block_ids=((6,),))  # as if it had not heard of them
+    late = cached("A", 9, 4, new_block_ids=((6,),))  # as if they were still accepted
     sentence = ("P26", "plan_counts_the_computed_tokens_of_the_worker")
     assert sentence in summarize(worker.execute(v.Plan(3, cached=(late,))))
 
 
-def test_how_many_placeholders_are_right_is_set_from_outside() -> None:
+def test_acceptance_sets_how_many_placeholders_are_accepted() -> None:
     drafting = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 2}
     worker = make_worker(max_frames_in_flight=2, async_scheduling=True, **drafting)
     worker.acceptance = (2, 0)
@@ -427,14 +427,14 @@ def test_how_many_placeholders_are_right_is_set_from_outside() -> None:
     assert len(worker.answer(3)[0].token_ids) == 3, "and from the start"
 
 
-def test_what_is_committed_does_not_change_a_text_that_has_gone_on() -> None:
+def test_a_commit_does_not_change_tokens_that_later_frames_have_read() -> None:
     worker = pipelined()
     before = list(worker.views["A"].tokens)
     worker.commit(v.Commit(0, (v.RowTokens("A", (before[5] ^ 1,)),)))
     assert worker.views["A"].tokens == before
 
 
-def test_one_resumed_after_a_reset_goes_on_and_its_blocks_were_given_back() -> None:
+def test_a_request_resumed_after_a_reset_has_freed_its_old_blocks() -> None:
     worker = pipelined(spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2)
     row = cached("A", 6, 2, num_scheduled_tokens=3, draft_token_ids=(v.DRAFT_PLACEHOLDER,) * 2)
     assert worker.execute(v.Plan(2, cached=(replace(row, new_block_ids=((4, 5),)),))) == []
@@ -449,12 +449,12 @@ def test_one_resumed_after_a_reset_goes_on_and_its_blocks_were_given_back() -> N
     following = cached("A", len(text), len(text) - 4, new_block_ids=((1,),))
     assert worker.execute(v.Plan(4, cached=(following,))) == []
     reader = v.NewRow(v.Request("B", (1, 2, 3)), ((2, 3),), 2, 1)
-    note = note_of(worker.execute(v.Plan(5, new=(reader,))))
+    note = get_note(worker.execute(v.Plan(5, new=(reader,))))
     assert note.endswith("given back by 'A', which was preempted, says plan 3")
 
 
 @pytest.mark.parametrize("last", range(4, 10))
-def test_whatever_follows_wrong_kv_is_sampled_otherwise(last: int) -> None:
+def test_a_row_that_reads_wrong_kv_samples_another_token(last: int) -> None:
     other = v.Request("B", (1, 2, 9, 9, last))
     right, wrong = make_worker(), started()
     right.execute(v.Plan(0, new=(v.NewRow(other, ((4, 5, 6),), 0, 5),)))
@@ -462,7 +462,7 @@ def test_whatever_follows_wrong_kv_is_sampled_otherwise(last: int) -> None:
     assert wrong.answer(1)[0].token_ids != right.answer(0)[0].token_ids
 
 
-def test_drafts_are_given_of_a_row_that_a_failed_load_has_made_void() -> None:
+def test_drafts_are_proposed_for_a_row_behind_a_failed_load() -> None:
     """They are proposed before the load is known to have failed: vLLM 0.19.1 counts a draft as
     scheduled unless its grammar is asked."""
     profile = get_profile("vllm-0.19.1")
@@ -475,7 +475,7 @@ def test_drafts_are_given_of_a_row_that_a_failed_load_has_made_void() -> None:
     assert (drafts.request_id, len(drafts.token_ids)) == ("A", 1)
 
 
-def test_a_load_without_a_table_is_reported_beside_drafts() -> None:
+def test_a_load_without_a_table_is_reported_also_with_drafts() -> None:
     """It used to break the worker, which looked for the drafter's table."""
     fields: dict[str, Any] = {"spec_method": v.SpecMethod.EAGLE, "num_speculative_tokens": 2}
     worker = make_worker(kv_connector=True, **fields)
