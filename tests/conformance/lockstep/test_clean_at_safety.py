@@ -1,4 +1,4 @@
-"""Engines that are right are never accused at safety, whatever they show and claim to do.
+"""Correct engines are never accused at safety, whatever they show and claim to do.
 
 What an adapter names among its capabilities is its author's choice, so each choice is tried: all
 that the engine can do, all but one thing, nothing at all, and a random part, another one for each
@@ -35,16 +35,16 @@ from blockstep.impl.capabilities import HOST
 CHECKOUT = os.environ.get("BLOCKSTEP_NANO_VLLM")
 ENGINES = ("host", "nano_vllm", "toy")
 PRESETS = {"tiny": 5, "small": 4, "real": 1}
-"""What part of the events each has: an episode of `real` is as long as ten others."""
+"""Shares of the events by preset: an episode of `real` is as long as ten others."""
 SEEDS = (1, 2, 3)
 NUM_EVENTS = 100_000
-"""For each case and seed."""
+"""Number of events for each case and seed."""
 NUM_EVENTS_SAMPLED = 250
 ALL, NONE, DRAWN = "all", "none", "drawn"
 
 
 class Case(NamedTuple):
-    """An engine, and what of its capabilities its adapter claims."""
+    """An engine, and which of its capabilities its adapter claims."""
 
     engine: str
     claims: str
@@ -55,7 +55,7 @@ class Case(NamedTuple):
         return f"{self.engine}-{self.claims}-{'shown' if self.shows_state else 'hidden'}"
 
 
-# What each can do is written here, for a checkout of nano-vllm need not be there.
+# The capabilities are listed here because a checkout of nano-vllm may be missing.
 OWN: dict[str, frozenset[str]] = {
     "host": HOST,
     "nano_vllm": frozenset({Capability.SNAPSHOT}),
@@ -64,7 +64,7 @@ OWN: dict[str, frozenset[str]] = {
 
 
 def list_cases() -> Iterator[Case]:
-    """All of them; whether the state is shown is asked apart from what else is claimed."""
+    """Yield all cases, each with the state shown and with the state hidden."""
     for engine, own in OWN.items():
         able = sorted(own - {Capability.SNAPSHOT})
         parts = [ALL, *able, NONE, DRAWN] if len(able) > 1 else [ALL, *able]
@@ -89,7 +89,7 @@ def load(engine: str) -> EngineFactory:
 
 
 def claim(case: Case, draw: random.Random) -> frozenset[str]:
-    """What the adapter claims in one episode."""
+    """Return the capabilities that the adapter claims in one episode."""
     able = sorted(OWN[case.engine] - {Capability.SNAPSHOT})
     match case.claims:
         case "all":
@@ -104,7 +104,7 @@ def claim(case: Case, draw: random.Random) -> frozenset[str]:
 
 
 def play(case: Case, seed: int, num_events: int, parts: Mapping[str, int] = PRESETS) -> int:
-    """Episodes until so many events are played, of each preset its part; how many were."""
+    """Play at least `num_events` events, shared among the presets. Return their number."""
     make_engine = load(case.engine)
     weaker = get_traits(make_engine).equivalence
     traits = EngineTraits(equivalence=weaker or Safety())
@@ -118,7 +118,7 @@ def play(case: Case, seed: int, num_events: int, parts: Mapping[str, int] = PRES
         episode = run_episode(fit_depth(options, right), index, right)
         parameters = (str(case), preset, seed, index, sorted(claimed))
         assert episode.first is None, (episode.first, *parameters)
-        # Of few actions an engine that claims little may lack every one.
+        # An engine that claims little may support none of a few actions.
         assert episode.num_events or episode.skipped, parameters
         assert index <= num_events, f"{index} episodes of next to nothing"
         played[preset] += episode.num_events
@@ -127,20 +127,20 @@ def play(case: Case, seed: int, num_events: int, parts: Mapping[str, int] = PRES
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_capabilities_that_are_tried_are_those_it_has(engine: str) -> None:
+def test_the_listed_capabilities_are_those_of_the_engine(engine: str) -> None:
     has = get_capabilities(load(engine))
     assert has == OWN[engine], "what it claims of these it can do"
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
-def test_an_engine_that_is_right_is_not_accused(case: Case) -> None:
+def test_a_correct_engine_is_not_accused(case: Case) -> None:
     play(case, 1, NUM_EVENTS_SAMPLED, {"tiny": 1, "small": 1})
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_engine_that_is_right_is_not_accused_in_many_events(
+def test_a_correct_engine_is_not_accused_in_many_events(
     case: Case, seed: int, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("events", play(case, seed, NUM_EVENTS))

@@ -1,4 +1,4 @@
-"""What an adapter declares is counted and passed over, and nothing else is."""
+"""Deviations: findings that an adapter declares are counted and suppressed, and no others are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MISCOUNTS = Deviation(
 
 
 class Miscounts(SpecEngine):
-    """Tells of more cached tokens than there were; compared with the spec."""
+    """An engine that reports one cached token too many, compared with the specification."""
 
     traits: ClassVar[EngineTraits] = EngineTraits(deviations=(MISCOUNTS,))
 
@@ -50,7 +50,7 @@ class Miscounts(SpecEngine):
 
 
 class MiscountsAndLeaks(Miscounts):
-    """And loses a block."""
+    """`Miscounts`, which also loses a block."""
 
     def snapshot(self) -> v.Snapshot:
         return replace(super().snapshot(), free_queue=super().snapshot().free_queue[1:])
@@ -73,7 +73,7 @@ OVERSPENDS = Deviation(
 
 
 class Overspends(SpecEngine):
-    """Its budget is less than what it plans; judged by itself."""
+    """An engine that plans more tokens than its budget, judged at safety."""
 
     traits: ClassVar[EngineTraits] = EngineTraits(
         equivalence=Safety(
@@ -91,7 +91,7 @@ class Overspends(SpecEngine):
 
 
 class Dies(SpecEngine):
-    """Breaks when its second request has ended, and says so."""
+    """An engine that raises when a request finishes, as its adapter declares."""
 
     traits = EngineTraits(
         equivalence=Safety(),
@@ -123,15 +123,15 @@ def options(name: str, **changes: Any) -> CheckOptions:
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This module by its name, however it was imported."""
+    """Make this module importable by its name, however it was imported."""
     monkeypatch.setitem(sys.modules, __name__, sys.modules[Miscounts.__module__])
 
 
-def test_what_is_declared_is_counted_and_shown() -> None:
+def test_a_declared_deviation_is_counted_and_shown() -> None:
     result = check(options("Miscounts"))
     assert result.first is None
     assert result.num_events >= 1500
-    assert result.excused["miscounts_hits"] > 100, "and episodes go on behind it"
+    assert result.excused["miscounts_hits"] > 100, "and episodes continue after it"
     text = verdict_text(result)
     count = result.excused["miscounts_hits"]
     assert f"known       miscounts_hits: {count} findings that the adapter declares: it te" in text
@@ -140,7 +140,7 @@ def test_what_is_declared_is_counted_and_shown() -> None:
     assert (shown["deviations"], shown["deviations_stale"]) == ({"miscounts_hits": count}, [])
 
 
-def test_what_is_not_declared_is_found() -> None:
+def test_an_undeclared_deviation_is_found() -> None:
     _, findings = run_program(SHOWN, Undeclared)
     assert "num_cached_tokens" in str(findings)
     _, findings = run_program(SHOWN, MiscountsAndLeaks)
@@ -156,15 +156,15 @@ def test_a_deviation_that_is_gone_is_reported() -> None:
     assert "stale       miscounts_hits: its program does not show it" in text
 
 
-def test_a_deviation_that_excuses_findings_is_not_to_be_dropped() -> None:
-    """Its program does not show it, and hundreds of findings do."""
+def test_a_deviation_that_still_matches_findings_is_to_be_mended() -> None:
+    """The program of the deviation does not show it, although findings do."""
     gone = "m: its program does not show it, and no finding does; the adapter can drop it"
     assert make_stale_line("m", 0) == gone
     line = make_stale_line("m", 1875)
     assert line == "m: its program does not show it, and 1,875 findings do: mend that"
 
 
-def test_at_safety_an_episode_goes_on_behind_it() -> None:
+def test_at_safety_an_episode_continues_after_a_deviation() -> None:
     # It switches chunked prefill on, which no encoder-decoder model has.
     result = check(options("Overspends", without_features=("encoder",)))
     assert result.first is None, result.first
@@ -172,7 +172,7 @@ def test_at_safety_an_episode_goes_on_behind_it() -> None:
     assert result.stale == ()
 
 
-def test_only_the_steps_are_excused_that_it_speaks_of() -> None:
+def test_a_deviation_is_suppressed_only_at_the_steps_it_describes() -> None:
     class Never(Overspends):
         traits = replace(
             Overspends.traits,
@@ -186,7 +186,7 @@ def test_only_the_steps_are_excused_that_it_speaks_of() -> None:
     assert [found.sentence for found in findings] == ["plan_stays_within_token_budget"]
 
 
-def test_where_neither_engine_nor_spec_can_go_on_the_episode_ends() -> None:
+def test_an_episode_ends_where_the_engine_cannot_continue() -> None:
     program = Program(CONFIG, (*START, *(v.Schedule(), Answer()) * 4, Drain()))
     run, findings = run_program(program, Dies)
     assert findings == []
@@ -198,7 +198,7 @@ def test_where_neither_engine_nor_spec_can_go_on_the_episode_ends() -> None:
     assert result.num_episodes >= result.excused["dies"] > 10
 
 
-def test_a_check_in_another_process_reports_the_same(tmp_path: Any) -> None:
+def test_a_check_in_a_child_process_counts_deviations(tmp_path: Any) -> None:
     (tmp_path / "deviant.py").write_text(
         "from dataclasses import replace\n"
         "from blockstep.conformance.engine import Deviation, EngineTraits\n"
@@ -221,7 +221,7 @@ def test_a_check_in_another_process_reports_the_same(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("deviation", ["miscounts", replace(MISCOUNTS, sentences=(), fields=())])
-def test_a_deviation_names_what_it_excuses(deviation: Any) -> None:
+def test_a_deviation_must_name_the_checks_or_fields_it_covers(deviation: Any) -> None:
     class Vague(SpecEngine):
         traits = EngineTraits(deviations=(deviation,))
 
@@ -229,7 +229,7 @@ def test_a_deviation_names_what_it_excuses(deviation: Any) -> None:
         get_traits(Vague)
 
 
-def test_a_hunt_counts_it_and_names_no_defect() -> None:
+def test_a_hunt_counts_a_deviation_and_lists_no_defect() -> None:
     result = hunt(options("Miscounts", max_events=300), call_here(Miscounts))
     assert result.defects == []
     assert result.excused["miscounts_hits"] > 30

@@ -26,7 +26,7 @@ ACTIONS = (
 
 
 class Attaching(SpecEngine):
-    """It keeps drafts for a request in the middle of its prompt. Late drafts it cannot take."""
+    """An engine that keeps drafts for a request in the middle of its prompt, but no late drafts."""
 
     def capabilities(self) -> frozenset[str]:
         return super().capabilities() - {Capability.LATE_DRAFTS, Capability.REJECTION}
@@ -54,7 +54,7 @@ def test_drafts_for_a_chunk_reach_the_engine() -> None:
     assert "drafts_are_taken_only_for_the_next_position" in {it.sentence for it in found}
 
 
-def test_a_check_draws_them() -> None:
+def test_a_check_draws_drafts_for_chunks() -> None:
     options = CheckOptions(preset="tiny", max_events=4_000, with_features=("drafts",))
     result = check(options, place=InProcess(load=lambda _options: Attaching))
     assert result.first is not None

@@ -1,5 +1,7 @@
-"""Legal together, and once never drawn together: each planted defect falls within some thousand
-events of a run that is asked for nothing but the features that it needs."""
+"""Combinations of features that were once never drawn: a seeded bug in each of them is found.
+
+A run of some thousand events finds the bug if only the features that it needs are asked for.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Profile, Quirk
 
 BUDGET = 12_000
-"""Events, at most."""
+"""Largest number of events."""
 
 
-class OverlooksReads(HostEngine):
-    """It knows only ended requests as being read: the end of a read that comes in the answer which
-    ends its request is overlooked, and the blocks are held for ever."""
+class IgnoresReads(HostEngine):
+    """An engine that ignores the end of a store's read if the commit reports it that finishes the
+    request, so the blocks are held for ever."""
 
     def apply(self, event: v.Event) -> v.Observation:
         if isinstance(event, v.Commit):
@@ -35,42 +37,42 @@ class OverlooksReads(HostEngine):
 
 
 def keeps_its_grammar(config: v.Config) -> SpecEngine:
-    """A session's chunk goes on in the grammar behind the outputs of the chunk before."""
+    """The next input of a session keeps the grammar state after the last outputs."""
     return SpecEngine(config, Profile("kept", frozenset({Quirk.SESSIONS_KEEP_THEIR_GRAMMAR})))
 
 
 def forgets_the_watermark(config: v.Config) -> HostEngine:
-    """Beside a store an admission leaves no free blocks to those that run."""
+    """An admission leaves no free blocks for running requests if there is a store."""
     watermark = 0 if config.kv_connector else config.watermark_blocks
     return HostEngine(replace(config, watermark_blocks=watermark))
 
 
 def takes_the_oldest_block(config: v.Config) -> HostEngine:
-    """Beside an encoder or pins the pool gives what was freed first, whatever the config says."""
-    is_beside = config.encoder_cache_size > 0 or config.has_pins
-    return HostEngine(replace(config, pool_order=v.PoolOrder.LRU) if is_beside else config)
+    """With an encoder or pins, the pool reuses the oldest free block, whatever the config says."""
+    has_either = config.encoder_cache_size > 0 or config.has_pins
+    return HostEngine(replace(config, pool_order=v.PoolOrder.LRU) if has_either else config)
 
 
-PLANTED: dict[str, tuple[EngineFactory, tuple[str, ...]]] = {
-    "the end of a read in the answer that ends its request": (OverlooksReads, ("transfers",)),
+SEEDED: dict[str, tuple[EngineFactory, tuple[str, ...]]] = {
+    "the end of a read in the commit that finishes its request": (IgnoresReads, ("transfers",)),
     "a session with a grammar": (keeps_its_grammar, ("sessions", "masks")),
-    "a watermark beside a store": (forgets_the_watermark, ("transfers",)),
-    "a stack beside an encoder": (takes_the_oldest_block, ("encoder",)),
-    "a stack beside pins": (takes_the_oldest_block, ("pins",)),
+    "a watermark with a store": (forgets_the_watermark, ("transfers",)),
+    "a LIFO pool with an encoder": (takes_the_oldest_block, ("encoder",)),
+    "a LIFO pool with pins": (takes_the_oldest_block, ("pins",)),
 }
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2))])
-@pytest.mark.parametrize("name", PLANTED)
-def test_what_is_legal_together_is_drawn_together(name: str, seed: int) -> None:
-    make_engine, with_features = PLANTED[name]
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_bug_that_needs_several_features_together_is_found(name: str, seed: int) -> None:
+    make_engine, with_features = SEEDED[name]
     assert play_episodes(make_engine, BUDGET, seed=seed, with_features=with_features).first
 
 
-# What the judges said that was wrong, once these were drawn.
+# False findings of the judges, once these combinations were drawn.
 
 
-def test_a_received_request_waits_for_the_blocks_that_a_watermark_leaves() -> None:
+def test_a_loaded_request_waits_for_the_blocks_of_the_watermark() -> None:
     """One block is free, and A runs: B needs it, and the watermark is one."""
     full = v.GroupKind.FULL
     config = v.Config(
@@ -98,8 +100,8 @@ def test_a_received_request_waits_for_the_blocks_that_a_watermark_leaves() -> No
     assert run.num_events == len(actions)
 
 
-def test_no_mask_speaks_of_rows_in_flight_behind_the_stop_of_a_session() -> None:
-    """The session has gone on, and a plan has a row of its next chunk."""
+def test_no_mask_is_due_for_rows_in_flight_after_a_session_stopped() -> None:
+    """The session has continued, and a plan has a row of its next input."""
     config = v.Config(
         num_blocks=3,
         block_size=2,

@@ -1,4 +1,4 @@
-"""The driver: a clean pair has no finding, and every kind of defect is one."""
+"""Lockstep driver: a correct engine has no finding, and each kind of defect is a finding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROGRAM = Program(
 
 
 class Twisted(SpecEngine):
-    """The spec, with its answers or its state bent."""
+    """The specification with changed answers or states."""
 
     def bend_answer(self, event: v.Event, answer: v.Observation) -> Any:
         return answer
@@ -154,8 +154,8 @@ def test_a_drain_unpauses_and_compiles_every_grammar() -> None:
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_a_drain_answers_what_is_in_flight_for_no_request(is_alone: bool) -> None:
-    """Whether that is all there is, or the last request ends before the last frame."""
+def test_a_drain_commits_frames_in_flight_without_a_request(is_alone: bool) -> None:
+    """Either no request is left, or the last request ends before the last frame."""
     config = replace(CONFIG, max_frames_in_flight=3, async_scheduling=True)
     submits = [Submit(Request(name, (1,), max_tokens=4)) for name in ("A" if is_alone else "AB")]
     program = Program(config, (*submits, Schedule(), Schedule(), Abort(("A",)), Drain()))
@@ -164,7 +164,7 @@ def test_a_drain_answers_what_is_in_flight_for_no_request(is_alone: bool) -> Non
     assert (run.live, run.plans) == ({}, [])
 
 
-def test_what_an_engine_cannot_do_is_counted_and_not_tried() -> None:
+def test_an_unsupported_event_is_counted_and_not_given() -> None:
     class Engine(SpecEngine):
         def capabilities(self) -> frozenset[str]:
             return frozenset({"snapshot"})
@@ -177,7 +177,7 @@ def test_what_an_engine_cannot_do_is_counted_and_not_tried() -> None:
 
 
 class Shy(SpecEngine):
-    """Declines some kinds of events, and to plan more than `num_plans` times."""
+    """An engine that declines some kinds of events, and any plan after the first `num_plans`."""
 
     shuns: tuple[type, ...] = ()
     num_plans = 1000
@@ -187,7 +187,7 @@ class Shy(SpecEngine):
         return "a known defect" if isinstance(event, self.shuns) or is_late else None
 
 
-def test_what_an_engine_declines_neither_side_is_given() -> None:
+def test_a_declined_event_is_given_to_neither_side() -> None:
     class Engine(Shy):
         shuns = (Reset,)
 
@@ -206,7 +206,7 @@ def test_what_an_engine_declines_neither_side_is_given() -> None:
     assert run.live == {}, "nothing else is declined"
 
 
-def test_under_strict_nothing_is_spared() -> None:
+def test_under_strict_a_declined_event_is_given() -> None:
     class Engine(Shy):
         shuns = (Reset,)
 
@@ -218,7 +218,7 @@ def test_under_strict_nothing_is_spared() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("shunned", [Schedule, Commit])
-def test_a_drain_ends_where_all_that_is_left_is_declined(shunned: type, depth: int) -> None:
+def test_a_drain_ends_where_all_remaining_events_are_declined(shunned: type, depth: int) -> None:
     class Engine(Shy):
         shuns = (shunned,)
 
@@ -235,7 +235,7 @@ def test_a_drain_ends_where_all_that_is_left_is_declined(shunned: type, depth: i
     assert run.perform(Drain()) == [], "a frame may stay in flight"
 
 
-def test_where_a_plan_is_declined_the_oldest_frame_is_answered() -> None:
+def test_the_oldest_frame_is_committed_where_a_plan_is_declined() -> None:
     class Engine(Shy):
         num_plans = 2
 
@@ -248,7 +248,7 @@ def test_where_a_plan_is_declined_the_oldest_frame_is_answered() -> None:
     assert run.plans == []
 
 
-def test_an_engine_without_snapshots_is_held_to_its_answers() -> None:
+def test_an_engine_without_a_visible_state_is_held_to_its_answers() -> None:
     class Engine(Twisted):
         def bend_state(self, snapshot: v.Snapshot) -> None:
             return None
@@ -277,7 +277,7 @@ def test_drafts_are_proposed_for_rows_that_sampled() -> None:
 
 
 @pytest.mark.parametrize("has", ["rejection", "late drafts", "neither"])
-def test_late_drafts_go_to_engines_that_drop_or_refuse_them(has: str) -> None:
+def test_late_drafts_go_to_engines_that_drop_or_reject_them(has: str) -> None:
     class Engine(SpecEngine):
         def capabilities(self) -> frozenset[str]:
             return ALL_CAPABILITIES - ({"rejection", "late drafts"} - {has})
@@ -302,7 +302,7 @@ def test_late_drafts_go_to_engines_that_drop_or_refuse_them(has: str) -> None:
         ({"cache statistics"}, v.Stats(preemptions=9), True),
     ],
 )
-def test_counters_are_compared_as_far_as_an_engine_has_them(
+def test_only_counters_that_an_engine_claims_are_compared(
     lacks: set[str], wrong: v.Stats, is_found: bool
 ) -> None:
     class Engine(Twisted):
@@ -319,7 +319,7 @@ def test_counters_are_compared_as_far_as_an_engine_has_them(
 
 
 @pytest.mark.parametrize("has", [True, False])
-def test_hints_are_compared_of_an_engine_that_claims_them(has: bool) -> None:
+def test_hints_are_compared_only_if_an_engine_claims_them(has: bool) -> None:
     class Engine(Twisted):
         def bend_answer(self, event: v.Event, answer: v.Observation) -> Any:
             if not isinstance(answer, v.Plan):
@@ -336,8 +336,8 @@ def test_hints_are_compared_of_an_engine_that_claims_them(has: bool) -> None:
     assert fields == ["num_common_prefix_blocks"] * has
 
 
-def test_a_run_goes_on_behind_a_quirk_and_counts_what_it_reached() -> None:
-    """A reset drops tokens that the worker has sampled; it follows the plan that says so."""
+def test_a_run_continues_after_a_quirk_and_counts_its_goals() -> None:
+    """A reset drops tokens that the worker has sampled; the worker follows the next plan."""
     quirks = {Quirk.RESET_DROPS_TOKENS, Quirk.NEXT_PLAN_NAMES_VICTIMS_OF_A_RESET}
     profile = Profile("dropping", frozenset(quirks))
     program = Program(
@@ -356,12 +356,12 @@ def test_a_run_goes_on_behind_a_quirk_and_counts_what_it_reached() -> None:
 
 
 @pytest.mark.parametrize("action", PROGRAM.actions)
-def test_every_action_can_be_read_aloud(action: Any) -> None:
+def test_every_action_is_described_on_one_line(action: Any) -> None:
     assert describe(action)
     assert "\n" not in describe(action)
 
 
-def test_what_an_event_has_not_touched_is_judged_as_the_same_object() -> None:
+def test_unchanged_parts_of_a_state_stay_the_same_objects() -> None:
     run = LockStep.start(CONFIG, SpecEngine)
     assert run.apply(Submit(Request("A", (1, 2, 3), max_tokens=3))) == []
     submitted = run.before

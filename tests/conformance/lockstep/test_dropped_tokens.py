@@ -1,6 +1,6 @@
 """Engines that drop the token in flight of a preempted request, and run its position again.
 
-Such an engine is right if it says so (`EngineTraits.drops_tokens_in_flight`).
+Such an engine is correct if it declares this (`EngineTraits.drops_tokens_in_flight`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WRONG = (DropsForGood, DropsAndDoesNotDeclare, DeclaresAndDoesNotDrop)
 
 
 def hide(engine: type[Any]) -> type[Any]:
-    """The engine, which shows no state."""
+    """Return the engine without a visible state."""
 
     class Hidden(engine):  # type: ignore[misc]
         def snapshot(self) -> None:
@@ -64,7 +64,9 @@ def test_an_engine_that_declares_dropped_tokens_is_not_accused(engine: type[Any]
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("engine", [DropsInFlight, hide(DropsInFlight)], ids=["shown", "hidden"])
-def test_it_is_not_accused_in_many_events(engine: type[Any], preset: str, seed: int) -> None:
+def test_declared_dropped_tokens_are_not_accused_in_many_events(
+    engine: type[Any], preset: str, seed: int
+) -> None:
     assert play_episodes(engine, 50_000, preset=preset, seed=seed).first is None
 
 
@@ -91,7 +93,7 @@ PROGRAM = Program(
 )
 
 
-def test_its_position_runs_again_and_one_token_is_delivered() -> None:
+def test_a_dropped_position_runs_again_and_one_token_is_delivered() -> None:
     run, findings = run_program(PROGRAM, DropsInFlight)
     assert findings == []
     assert run.witnesses[GOAL] == 1
@@ -100,7 +102,7 @@ def test_its_position_runs_again_and_one_token_is_delivered() -> None:
     assert len(run.delivered["A"]) == 1
 
 
-def test_the_specification_does_not_resume_before_the_token_is_there() -> None:
+def test_the_specification_resumes_only_after_the_commit_of_the_token() -> None:
     run, findings = run_program(PROGRAM, AtSafety)
     assert findings == []
     delivered = [it.seen.rows for it in run.exchanges if isinstance(it.seen, v.Outputs)]
@@ -131,7 +133,7 @@ MASKED = Program(
         Mask(2),
     ),
 )
-"""The mask of A's row that runs again is asked for while the row that was dropped is in flight."""
+"""The mask of the repeated row of A is requested while the dropped row is in flight."""
 WINDOWED = Program(
     replace(
         ASYNC,
@@ -143,28 +145,28 @@ WINDOWED = Program(
     ),
     (v.Submit(v.Request("B", (0,), 2)), v.Submit(v.Request("A", (0,), 1)), Drain()),
 )
-"""A window slides while a frame with drafts that were dropped is in flight."""
+"""A window slides while a frame with dropped drafts is in flight."""
 
 
 @pytest.mark.parametrize("program", [MASKED, WINDOWED], ids=["mask", "window"])
-def test_what_was_dropped_is_in_flight_for_no_other_purpose(program: Program) -> None:
+def test_a_dropped_row_is_not_in_flight_for_masks_and_windows(program: Program) -> None:
     run, findings = run_program(program, DropsInFlight)
     assert findings == []
     assert run.witnesses[GOAL] > 0
 
 
-def test_a_check_of_such_an_engine_must_have_met_it() -> None:
+def test_a_check_of_such_an_engine_must_reach_a_dropped_token() -> None:
     options = CheckOptions("mine", preset=SMALL.name)
     assert GOAL in missing_goals({}, options, read_engine_facts(options, DropsInFlight))
     assert GOAL not in missing_goals({}, options, read_engine_facts(options, AtSafety))
 
 
-def test_arms_of_such_an_engine_agree() -> None:
+def test_metamorphic_pairs_of_such_an_engine_agree() -> None:
     result = compare_pair(CheckOptions(seed=2), DropsInFlight, 12)
     assert (result.contrast, result.fault, result.num_endless) == (None, None, 0)
 
 
-def test_only_at_safety_may_tokens_be_dropped() -> None:
+def test_tokens_may_be_dropped_only_at_safety() -> None:
     class AtPlans(DropsInFlight):
         traits = EngineTraits(equivalence=SamePlans(), drops_tokens_in_flight=True)
 

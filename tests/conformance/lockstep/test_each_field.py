@@ -1,6 +1,6 @@
-"""Each field of the vocabulary that is read of an engine is changed by one, and the run fails.
+"""Each field that is read from an engine is changed in turn, and each time the run fails.
 
-A field that the vocabulary gains is found by its type: it must be met in some feature, or stand in
+A new field of the vocabulary is found by its type: it must be met in some feature, or be listed in
 `NEVER_MET` with a reason. The count of changes is printed (`pytest -s`); `make docs` has a page of
 all changes.
 """
@@ -23,7 +23,7 @@ from blockstep.conformance.protocol.features import FEATURES
 from blockstep.spec import vocabulary as v
 
 
-def test_each_field_that_is_changed_is_noticed_in_each_feature() -> None:
+def test_each_changed_field_is_found_in_each_feature() -> None:
     changes = change_in_features()
     total = sum(map(len, changes.features.values()))
     sys.stdout.write(f"{total} changes: {len(changes.met)} fields in {len(FEATURES)} features\n")

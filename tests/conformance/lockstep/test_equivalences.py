@@ -1,4 +1,4 @@
-"""Each equivalence lets an engine differ in what it says, and in nothing else."""
+"""Equivalences: differences that one allows are no findings, and all others are."""
 
 from __future__ import annotations
 
@@ -74,44 +74,44 @@ BASES = {"renamed": (OtherOrder, RENAMED), "plan": (OtherIds, PLANS), "sim": (Si
 
 
 @pytest.mark.parametrize("engine", CLEAN.values(), ids=CLEAN)
-def test_what_an_equivalence_lets_differ_is_no_finding(engine: Any) -> None:
+def test_an_allowed_difference_is_no_finding(engine: Any) -> None:
     played = play_episodes(engine, 800)
     assert played.first is None
     wanted = ("preempted", "prefix_hit", "eviction_of_cached_block", "drafts_some_accepted")
     assert all(played.witnesses[name] for name in wanted), (
-        "counted on the spec's side where none is shown"
+        "counted on the side of the spec if the engine shows no state"
     )
 
 
-BESIDE = {
+WITH_FEATURE = {
     "forks": ("forks_copied_by_who_runs", "forks_copied_by_a_branch"),
     "transfers": ("transfers_failed_at_its_first_block", "transfers_failed_at_once"),
 }
-"""What is met in runs that all have a feature."""
+"""Goals that are reached in runs which all have a feature."""
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("feature", BESIDE)
+@pytest.mark.parametrize("feature", WITH_FEATURE)
 @pytest.mark.parametrize("engine", CLEAN.values(), ids=CLEAN)
-def test_nor_is_it_beside_branches_and_a_store(engine: Any, feature: str) -> None:
+def test_an_allowed_difference_is_no_finding_with_forks_and_a_store(
+    engine: Any, feature: str
+) -> None:
     played = play_episodes(engine, 800, seed=8, with_features=(feature,))
     assert played.first is None
     is_counted = feature == "forks" or engine is not Simulator
-    assert all(played.witnesses[name] for name in BESIDE[feature]) is is_counted
+    assert all(played.witnesses[name] for name in WITH_FEATURE[feature]) is is_counted
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small", "real"])
 @pytest.mark.parametrize("engine", CLEAN.values(), ids=CLEAN)
-def test_what_an_equivalence_lets_differ_is_no_finding_in_many_events(
-    engine: Any, preset: str
-) -> None:
+def test_an_allowed_difference_is_no_finding_in_many_events(engine: Any, preset: str) -> None:
     assert play_episodes(engine, 30_000, preset=preset, seed=7).first is None
 
 
 @pytest.mark.parametrize("engine", [OtherOrder, held_to(Silent, RENAMED)])
-def test_a_block_that_a_window_has_let_go_of_is_renamed_anew(engine: Any) -> None:
-    """The second request takes, in the spec, what the first held before its window."""
+def test_a_block_skipped_by_a_window_may_be_renamed_again(engine: Any) -> None:
+    """The specification gives the second request a block that the window of the first skipped."""
     groups = (v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, sliding_window=2),) * 2
     config = Config(
         num_blocks=7, block_size=2, enable_prefix_caching=False, groups=groups,
@@ -126,7 +126,7 @@ def test_a_block_that_a_window_has_let_go_of_is_renamed_anew(engine: Any) -> Non
 @pytest.mark.parametrize("engine", [OtherOrder, OtherIdsInReports, held_to(Silent, RENAMED)])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("policy", list(v.KVLoadFailurePolicy))
-def test_an_engine_is_given_in_its_own_ids_the_blocks_that_could_not_be_loaded(
+def test_blocks_that_failed_to_load_are_reported_in_the_ids_of_the_engine(
     engine: Any, is_async: bool, policy: v.KVLoadFailurePolicy
 ) -> None:
     config = Config(num_blocks=9, block_size=2, kv_connector=True, kv_load_failure_policy=policy)
@@ -148,8 +148,8 @@ def test_an_engine_is_given_in_its_own_ids_the_blocks_that_could_not_be_loaded(
     assert run.witnesses[f"transfers_failure_{what}"] == 1
 
 
-class GivesRestingAway(OtherIds):
-    """What a session holds at rest is given to the next who needs blocks."""
+class GivesIdleBlocksAway(OtherIds):
+    """An engine that gives the blocks of an idle session to the next request."""
 
     def _called(self, tables: v.BlockTables) -> v.BlockTables:
         called = super()._called(tables)
@@ -160,9 +160,9 @@ class GivesRestingAway(OtherIds):
         return tuple(tuple(kept for _ in table) for table in called)
 
 
-def test_what_a_session_holds_at_rest_stays_its_own() -> None:
-    """The plan alone shows it: no state is shown."""
-    engine = held_to(GivesRestingAway, RENAMED, Mute)
+def test_blocks_of_an_idle_session_in_another_table_are_found() -> None:
+    """The engine shows no state, so only the plan shows the defect."""
+    engine = held_to(GivesIdleBlocksAway, RENAMED, Mute)
     config = Config(num_blocks=9, block_size=4)
     actions = (
         Submit(Request("S", (1, 2), 1, resumable=True)),
@@ -176,8 +176,8 @@ def test_what_a_session_holds_at_rest_stays_its_own() -> None:
 
 
 @pytest.mark.parametrize("engine", [held_to(Spec, PLANS), Simulator])
-def test_what_is_sampled_for_a_chunk_that_is_over_is_not_delivered(engine: Any) -> None:
-    """The first token stops the session; the row behind it is still in flight."""
+def test_a_token_sampled_after_the_stop_of_a_session_is_not_delivered(engine: Any) -> None:
+    """The first token stops the session while its next row is still in flight."""
     config = Config(num_blocks=9, block_size=2, async_scheduling=True, max_frames_in_flight=2)
     session = Request("A", (0, 0, 0), 4, stop_token_ids=(0, 1), resumable=True)
     actions = (Submit(session), Schedule(), Schedule(), Answer(), Answer())
@@ -189,8 +189,8 @@ def test_what_is_sampled_for_a_chunk_that_is_over_is_not_delivered(engine: Any) 
 @pytest.mark.parametrize(
     ("engine", "stronger"), [(OtherOrder, EXACT), (OtherIds, EXACT), (Simulator, RENAMED)]
 )
-def test_a_stronger_equivalence_sees_the_difference(engine: Any, stronger: EngineTraits) -> None:
-    """The control of the test above: these do differ."""
+def test_a_stronger_equivalence_finds_the_difference(engine: Any, stronger: EngineTraits) -> None:
+    """The same engines differ where less is allowed."""
     assert play_episodes(held_to(engine, stronger), 400).first is not None
 
 
@@ -214,14 +214,14 @@ def test_the_shrinker_works_at_each_equivalence(base: Any) -> None:
 
 
 def test_a_block_id_means_the_same_from_one_step_to_the_next() -> None:
-    """No state says so, for each is compared on its own: the worker does."""
+    """Each state is compared on its own, so only the worker finds it."""
     first = play_episodes(Restless, 800).first
     assert first is not None
     assert first.property_id in {"P3", "P4", "P26"}
 
 
-def test_a_wrong_eviction_shows_when_it_evicts() -> None:
-    """The order of the free queue is not compared, what is found in the cache is."""
+def test_a_wrong_order_of_eviction_is_found_when_a_block_is_evicted() -> None:
+    """The order of the free queue is not compared, the content of the cache is."""
 
     class FromTheHead(Spec):
         traits = RENAMED
@@ -233,7 +233,7 @@ def test_a_wrong_eviction_shows_when_it_evicts() -> None:
     assert any("cached" in difference.field for difference in first.differences)
 
 
-def test_at_renamed_all_sentences_are_asked_but_those_that_quote_the_free_queue() -> None:
+def test_at_renamed_all_checks_run_except_those_of_the_free_queue() -> None:
     left_out = {
         kind.__name__: sorted({one.sentence for one in checks if one not in RENAMED_CHECKS[kind]})
         for kind, checks in CHECKS_OF.items()
@@ -255,7 +255,9 @@ def test_each_canary_is_caught() -> None:
         assert run_canary(CheckOptions(), canary), name
 
 
-def test_a_check_with_a_canary_that_lives_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_whose_canary_is_not_caught_gives_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     options = CheckOptions(preset="tiny", max_events=1)
     assert check(options).canary_killed_after
     monkeypatch.setitem(CANARIES, "exact", "host")
@@ -273,11 +275,11 @@ MUSEUM = {
 }
 PAGE = (Path(__file__).parents[3] / "docs/explanation/equivalences.md").read_text()
 PLAIN = [name for name, entry in EXHIBITS.items() if not (entry.takes or entry.takes_groups)]
-"""Those that need nothing but what every run may have."""
-BROUGHT = {
+"""Seeded bugs that need no feature."""
+NEEDING_A_FEATURE = {
     name: entry.takes for name, entry in EXHIBITS.items() if entry.takes and not entry.takes_groups
 }
-"""Those of what requests bring, and of what is told, with the feature that each is given."""
+"""Seeded bugs that need a feature, and the feature."""
 
 
 def is_found(name: str, kind: str, num_events: int, *presets: str) -> bool:
@@ -291,7 +293,7 @@ def is_found(name: str, kind: str, num_events: int, *presets: str) -> bool:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", MUSEUM)
-def test_as_many_of_the_museum_are_found_as_on_the_page(kind: str) -> None:
+def test_as_many_seeded_bugs_are_found_as_the_page_lists(kind: str) -> None:
     found = sum(is_found(name, kind, 4000, "tiny", "small") for name in PLAIN)
     row = re.search(rf"^\| `?{kind}`? \| (\d+) of {len(PLAIN)} \|", PAGE, re.M)
     assert row is not None, found
@@ -306,9 +308,9 @@ QUICKLY_FOUND = (
 
 
 @pytest.mark.parametrize(("name", "kind"), QUICKLY_FOUND)
-def test_an_exhibit_is_given_its_feature_at_each_equivalence(name: str, kind: str) -> None:
-    """Without it there is nothing to find."""
-    assert BROUGHT[name]
+def test_a_seeded_bug_gets_its_feature_at_each_equivalence(name: str, kind: str) -> None:
+    """A run without the feature finds nothing."""
+    assert NEEDING_A_FEATURE[name]
     assert is_found(name, kind, 2000, "tiny")
 
 
@@ -342,7 +344,7 @@ class Copies(SpecEngine):
         return answer
 
 
-def test_what_is_shared_is_part_of_a_plan() -> None:
+def test_a_plan_that_copies_a_shared_block_is_a_divergence() -> None:
     assert findings_of(SpecEngine) == []
     (diverged,) = (it for it in findings_of(Copies) if it.kind is FindingKind.DIVERGENCE)
     (difference,) = diverged.differences
@@ -351,13 +353,13 @@ def test_what_is_shared_is_part_of_a_plan() -> None:
     assert not difference.seen.startswith("[[1,")
 
 
-def test_a_plan_at_this_equivalence_shows_no_blocks_unless_declared() -> None:
+def test_at_plan_no_blocks_are_shown_unless_the_engine_declares_it() -> None:
     found = findings_of(held_to(Spec, NO_BLOCKS))
     assert [it.sentence for it in found] == ["plan_shows_no_blocks"]
     assert "set shows_blocks" in found[0].message
 
 
-def test_one_bijection_makes_two_states_equal_or_shows_where_none_does() -> None:
+def test_two_states_are_equal_if_one_renaming_of_blocks_maps_them() -> None:
     run, _ = run_program(SHARED, held_to(OtherOrder, EXACT).__base__)
     mine, theirs = run.spec.snapshot(), run.engine.snapshot()
     assert theirs is not None
@@ -371,7 +373,7 @@ def test_one_bijection_makes_two_states_equal_or_shows_where_none_does() -> None
     assert rename_snapshot(mine, smaller) != mine
 
 
-def test_tables_are_followed_over_a_preemption() -> None:
+def test_pairs_of_blocks_last_until_a_preemption_frees_them() -> None:
     def plan(*rows: Any, **fields: Any) -> v.Plan:
         new = tuple(row for row in rows if isinstance(row, v.NewRow))
         cached = tuple(row for row in rows if isinstance(row, v.CachedRow))
@@ -393,8 +395,8 @@ def test_tables_are_followed_over_a_preemption() -> None:
     assert pairs.take(*held) != held[0], "the spec shares block 4, the engine does not"
 
 
-def test_what_is_saved_has_the_names_of_the_step_before() -> None:
-    """Its blocks may be somebody else's in the same plan, and others than with the spec."""
+def test_saved_blocks_are_renamed_as_in_the_step_before() -> None:
+    """The same plan may give these blocks to another request than the specification does."""
     pairs = TablePairs()
     first = v.Plan(0, (v.NewRow(A, ((1, 2),), 0, 3),)), v.Plan(0, (v.NewRow(A, ((7, 5),), 0, 3),))
     assert pairs.take(*first) == first[0]
@@ -409,7 +411,7 @@ def test_what_is_saved_has_the_names_of_the_step_before() -> None:
 
 
 @pytest.mark.parametrize("kind", [Renamed, SamePlans, Safety])
-def test_an_engine_that_plans_ahead_is_full_before_it_is_answered(kind: Any) -> None:
+def test_an_engine_that_plans_ahead_is_full_before_a_commit(kind: Any) -> None:
     engine = held_to(
         Simulator if kind is SamePlans else Spec,
         EngineTraits(equivalence=kind(plans_ahead=True)),
@@ -423,17 +425,17 @@ def test_an_engine_that_plans_ahead_is_full_before_it_is_answered(kind: Any) -> 
     assert not run.live
 
 
-def test_what_is_not_asked_is_reported() -> None:
+def test_an_equivalence_lists_the_checks_that_it_leaves_out() -> None:
     assert SamePlans(shows_blocks=True).not_asked < SamePlans().not_asked
     assert Renamed().not_asked
 
 
 @pytest.mark.parametrize("equivalence", [None, Renamed(), SamePlans(shows_blocks=True), Safety()])
 @pytest.mark.parametrize("profile", [STRICT, SPARING])
-def test_what_an_engine_declines_is_left_out_under_a_profile_that_spares(
+def test_a_declined_event_is_left_out_under_a_profile_that_allows_it(
     equivalence: Equivalence | None, profile: Profile
 ) -> None:
-    """One rule for all equivalences; at safety it was never asked."""
+    """All equivalences have the same rule; safety once ignored it."""
 
     class Declines(SpecEngine):
         traits = EngineTraits(equivalence=equivalence)
@@ -449,7 +451,7 @@ def test_what_an_engine_declines_is_left_out_under_a_profile_that_spares(
     assert len(run.plans) == int(not profile.spares)
 
 
-def test_a_state_that_no_capability_announces_is_not_passed_over_in_silence() -> None:
+def test_a_state_without_the_snapshot_capability_is_an_error() -> None:
     class Unannounced(SpecEngine):
         def capabilities(self) -> frozenset[str]:
             return super().capabilities() - {Capability.SNAPSHOT}
@@ -465,7 +467,7 @@ def test_a_state_that_no_capability_announces_is_not_passed_over_in_silence() ->
     [("check", "--in-process"), ("hunt", "--in-process"), ("arms",), ("score",)],
     ids=" ".join,
 )
-def test_every_command_reports_it_before_it_begins(command: tuple[str, ...]) -> None:
+def test_every_command_reports_a_state_without_the_capability(command: tuple[str, ...]) -> None:
     named = "--engine=foreign_support.toys:UnannouncedToy"
     result = CliRunner().invoke(app, (*command, named))
     assert result.exit_code == 2
@@ -493,8 +495,8 @@ def test_a_fault_names_the_line_that_raised_and_the_calls() -> None:
     assert [line.startswith("called by descend") for line in lines[3:7]] == [True] * 4
 
 
-def test_no_more_plans_are_reported_in_flight_than_a_config_of_the_engine_has() -> None:
-    """A hunt said four of an engine whose configs have two."""
+def test_the_depth_of_a_check_is_that_of_the_configs_of_the_engine() -> None:
+    """A hunt once reported four frames in flight for an engine whose configs have two."""
 
     def halve(config: v.Config) -> v.Config:
         return replace(config, max_frames_in_flight=min(config.max_frames_in_flight, 2))

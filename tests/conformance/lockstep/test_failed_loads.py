@@ -1,4 +1,4 @@
-"""Failed loads of engines that are compared with nothing: who is told what follows from answers."""
+"""Failed loads at safety: an engine that ignores them is found, a correct one is not accused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockstep.spec.profiles import STRICT
 FAILED = Report(invalid=(("A", 0),))
 AT_ONCE: tuple[Action, ...] = (v.KVOffer("A", 2), v.Schedule(), Answer(FAILED), Drain())
 LATER: tuple[Action, ...] = (v.KVOffer("A", 2, True), v.Schedule(), FAILED, Drain())
-COME: tuple[Action, ...] = (
+AFTER_A_LOAD: tuple[Action, ...] = (
     *(v.KVOffer("A", 2, True), v.Schedule(), Report(recving=("A",))),
     *(v.Schedule(), Answer(), FAILED, Drain()),
 )
@@ -23,7 +23,7 @@ NOTHING_CACHED: tuple[Action, ...] = (v.KVOffer("A", 2), v.Schedule(), Answer(),
 
 
 def play(name: str, policy: v.KVLoadFailurePolicy, actions: tuple[Action, ...]) -> list[Finding]:
-    """The first findings about an engine that is held to the properties alone."""
+    """Return the first findings about an engine that is held to the properties alone."""
     make_engine = load_as_foreign(CheckOptions(f"museum:{name}"))
     config = v.Config(
         num_blocks=9,
@@ -42,18 +42,20 @@ def play(name: str, policy: v.KVLoadFailurePolicy, actions: tuple[Action, ...]) 
 
 @pytest.mark.parametrize("policy", list(v.KVLoadFailurePolicy))
 @pytest.mark.parametrize(
-    "actions", [AT_ONCE, LATER, COME, NOTHING_CACHED], ids=["now", "later", "come", "hit"]
+    "actions",
+    [AT_ONCE, LATER, AFTER_A_LOAD, NOTHING_CACHED],
+    ids=["now", "later", "after a load", "hit"],
 )
-def test_a_right_engine_is_not_accused(
+def test_a_correct_engine_is_not_accused(
     policy: v.KVLoadFailurePolicy, actions: tuple[Action, ...]
 ) -> None:
     assert play("late-report-kills", policy, actions) == []
 
 
 @pytest.mark.parametrize("policy", list(v.KVLoadFailurePolicy))
-def test_an_engine_that_delivers_what_counts_for_nothing_is_accused(
+def test_an_engine_that_delivers_tokens_of_a_failed_load_is_accused(
     policy: v.KVLoadFailurePolicy,
 ) -> None:
-    """It acts on no report."""
+    """The engine ignores all reports of failed loads."""
     (first, *_) = play("invalid-is-passed-over", policy, AT_ONCE)
     assert first.property_id in ("P13", "P19")

@@ -1,4 +1,4 @@
-"""Words that only engines of others need: a table that is remapped, an abort that ends later."""
+"""Answers of foreign engines: remapped block tables, and aborts that take effect later."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PROMPT = (1, 2, 3, 4)
 # A block table that is remapped.
 
 
-def serve_twins() -> Worker:
-    """A worker of two requests of one prompt, in blocks of their own: A in 1 and 2, B in 3, 4."""
+def serve_equal_prompts() -> Worker:
+    """Return a worker of two equal prompts in different blocks: A in 1 and 2, B in 3 and 4."""
     worker = Worker(CONFIG, len)
     new = tuple(
         v.NewRow(v.Request(name, PROMPT), (blocks,), 0, 4)
@@ -46,37 +46,39 @@ def decode(name: v.RequestId, *blocks: int) -> v.CachedRow:
     return v.CachedRow(name, False, (blocks,), None, 4, 1, 1)
 
 
-def sentences(worker: Worker, plan: v.Plan) -> set[str]:
+def find_failed_checks(worker: Worker, plan: v.Plan) -> set[str]:
     return {found.sentence for found in worker.execute(plan)}
 
 
 def test_a_remapped_table_replaces_the_old_one() -> None:
-    worker = serve_twins()
+    worker = serve_equal_prompts()
     plan = v.Plan(1, cached=(decode("A", 5), decode("B", 1, 2, 6)), remapped_req_ids=("B",))
     assert worker.execute(plan) == []
     assert worker.views["B"].table == [1, 2, 6]
     assert describe_observation(plan).endswith("; remapped B")
 
 
-def test_without_the_word_it_is_appended() -> None:
+def test_without_remapping_new_blocks_are_appended_to_a_table() -> None:
     plan = v.Plan(1, cached=(decode("A", 5), decode("B", 1, 2, 6)))
-    worker = serve_twins()
+    worker = serve_equal_prompts()
     worker.execute(plan)
     assert worker.views["B"].table == [3, 4, 1, 2, 6]
 
 
-def test_what_it_is_remapped_to_must_hold_the_same() -> None:
+def test_a_remapped_table_must_hold_the_same_prefix() -> None:
     plan = v.Plan(1, cached=(decode("A", 5), decode("B", 2, 1, 6)), remapped_req_ids=("B",))
-    assert sentences(serve_twins(), plan) == {"attended_slot_holds_the_right_prefix"}
+    assert find_failed_checks(serve_equal_prompts(), plan) == {
+        "attended_slot_holds_the_right_prefix"
+    }
 
 
-def test_no_request_is_remapped_without_a_row_that_has_the_table() -> None:
+def test_a_request_is_remapped_only_with_a_row_that_has_the_table() -> None:
     plan = v.Plan(1, cached=(decode("A", 5),), remapped_req_ids=("B",))
-    assert sentences(serve_twins(), plan) == {"remapped_request_has_a_row"}
+    assert find_failed_checks(serve_equal_prompts(), plan) == {"remapped_request_has_a_row"}
 
 
 def test_a_table_may_be_remapped_before_it_is_in_a_plan() -> None:
-    """A state between two plans; that blocks came or went is wrong even then."""
+    """A state between two plans may show other blocks in a table, but not more or fewer."""
     program = Program(CONFIG, (v.Submit(v.Request("A", PROMPT, 4)), v.Schedule(), Answer()))
     run, _ = run_program(program, SpecEngine)
     state = run.spec.snapshot()
@@ -89,7 +91,7 @@ def test_a_table_may_be_remapped_before_it_is_in_a_plan() -> None:
     assert run.worker.check_view(state, ())
 
 
-def test_judges_know_a_remapped_row() -> None:
+def test_a_remapped_row_is_read_with_its_whole_table() -> None:
     program = Program(CONFIG, (v.Submit(v.Request("A", PROMPT, 4)), v.Schedule(), Answer()))
     run, _ = run_program(program, SpecEngine)
     before = run.spec.snapshot()
@@ -105,7 +107,7 @@ def test_judges_know_a_remapped_row() -> None:
 
 
 class Later(SpecEngine):
-    """Aborts with its next plan."""
+    """An engine whose aborts take effect with its next plan."""
 
     traits = EngineTraits(equivalence=Safety())
 
@@ -135,7 +137,7 @@ class Later(SpecEngine):
 
 
 class Shown(Later):
-    """And shows its state."""
+    """`Later` with a visible state."""
 
     def snapshot(self) -> Any:
         return self.oracle_state()
@@ -148,7 +150,7 @@ class Shown(Later):
 
 
 class Never(Later):
-    """Takes an abort, and goes on."""
+    """An engine that accepts an abort and never ends the request."""
 
     def end(self) -> None:
         return
@@ -167,7 +169,7 @@ def test_an_abort_may_take_effect_with_the_next_plan(make_engine: type[Later]) -
     assert ended > 5
 
 
-def test_until_then_its_commit_delivers() -> None:
+def test_a_commit_before_a_late_abort_delivers_a_token() -> None:
     actions = (v.Submit(v.Request("A", PROMPT, 4)), v.Schedule(), v.Abort(("A",)), Answer())
     run, findings = run_program(Program(CONFIG, actions), Shown)
     assert findings == []
@@ -177,8 +179,8 @@ def test_until_then_its_commit_delivers() -> None:
     assert run.perform(Drain()) == []
 
 
-class Forgives(Shown):
-    """Ends whom an abort named, and not the next one of that name."""
+class EndsOnlyTheAborted(Shown):
+    """An engine that ends the aborted request, and not a later one with its id."""
 
     def apply(self, event: v.Event) -> v.Observation:
         if isinstance(event, v.Submit):
@@ -186,9 +188,9 @@ class Forgives(Shown):
         return super().apply(event)
 
 
-def test_a_request_that_ends_by_itself_before_that_plan_may_come_again() -> None:
+def test_an_id_may_be_reused_if_its_request_finished_before_a_late_abort() -> None:
     first = (v.Submit(v.Request("A", PROMPT, 1)), v.Schedule(), v.Abort(("A",)), Answer())
-    run, findings = run_program(Program(CONFIG, first), Forgives)
+    run, findings = run_program(Program(CONFIG, first), EndsOnlyTheAborted)
     assert (findings, run.live) == ([], {})
     assert run.perform(v.Submit(v.Request("A", PROMPT, 2))) == []
     assert run.perform(Drain()) == []
@@ -196,7 +198,7 @@ def test_a_request_that_ends_by_itself_before_that_plan_may_come_again() -> None
     assert len(run.texts[-1]) == len(PROMPT) + 2
 
 
-def test_a_request_that_was_to_end_and_runs_on_is_found() -> None:
+def test_an_aborted_request_that_keeps_running_is_found() -> None:
     actions = (
         v.Submit(v.Request("A", PROMPT, 4)),
         v.Schedule(),
@@ -239,7 +241,7 @@ def test_each_request_that_an_abort_names_ends_once(
         (("A", "B"), ("A",), (), "'A' is both in request_ids and in ending_req_ids"),
     ],
 )
-def test_each_wrong_answer_to_an_abort_is_named(
+def test_each_wrong_answer_to_an_abort_has_its_own_message(
     now: tuple[str, ...], later: tuple[str, ...], ending: tuple[str, ...], message: str
 ) -> None:
     live = {name: v.Request(name, PROMPT) for name in "ABC"}
@@ -248,10 +250,10 @@ def test_each_wrong_answer_to_an_abort_is_named(
     assert message in found.message
 
 
-# On paper.
+# Traces and descriptions.
 
 
-def test_traces_know_both_fields_and_leave_them_out_where_they_are_empty(tmp_path: Path) -> None:
+def test_traces_have_both_fields_and_leave_them_out_where_they_are_empty(tmp_path: Path) -> None:
     steps: list[tuple[v.Event, v.Observation]] = [
         (v.Schedule(), v.Plan(0)),
         (v.Schedule(), v.Plan(1, remapped_req_ids=("A",))),
@@ -265,7 +267,7 @@ def test_traces_know_both_fields_and_leave_them_out_where_they_are_empty(tmp_pat
     assert has == [False, False, True, False, True, False]
 
 
-def test_answers_to_an_abort_are_as_they_were() -> None:
+def test_the_answer_to_an_abort_is_described_with_requests_that_end_later() -> None:
     assert describe_observation(v.Aborted(("A",))) == "Aborted(request_ids=('A',))"
     later = describe_observation(v.Aborted(("A",), ("B",)))
     assert later == "Aborted(request_ids=('A',)), with the next plan B"
@@ -275,7 +277,7 @@ def test_answers_to_an_abort_are_as_they_were() -> None:
 
 
 class Choosy(SpecEngine):
-    """Takes short prompts only, and breaks at others."""
+    """An engine that accepts short prompts only, and raises at others."""
 
     traits = EngineTraits(
         equivalence=Safety(
@@ -298,7 +300,7 @@ def test_a_request_that_is_not_for_an_engine_is_counted_and_not_submitted() -> N
     assert compare_pair(CheckOptions("mine"), Choosy, 4).contrast is None
 
 
-def test_a_replay_counts_it_as_refused() -> None:
+def test_a_replay_counts_a_request_that_is_not_for_an_engine() -> None:
     requests = [v.Request("A", (1, 2), 2), v.Request("B", PROMPT, 2), v.Request("C", (3,), 2)]
     report = replay(requests, CONFIG, Choosy, with_spec=True)
     assert report.finding is None

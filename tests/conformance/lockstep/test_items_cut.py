@@ -1,7 +1,7 @@
-"""Where a chunk ends that comes upon an item: our engine ends it where the specification does.
+"""Chunks with items: the host engine ends them where the specification does.
 
-Chunks end among items, compute and room are for one or two of them, and half of the items
-are not to be cut, are read in part, or stand in a store: what random programs have seldom at once.
+Chunks end between and within items, compute budget and cache fit one or two of them, and items may
+not be cut, are read in part, or are in a store: random programs seldom combine these.
 """
 
 from __future__ import annotations
@@ -27,28 +27,32 @@ MASKS = {
 
 
 def draw_config(random: Random) -> v.Config:
-    """Chunks of a token to nine; compute and room for the longest item, or for two."""
-    is_beside, with_head = random.random() < 0.2, random.random() < 0.4
+    """Draw chunks of one to nine tokens; budget and cache fit the longest item, or two."""
+    is_encoder_decoder, with_head = random.random() < 0.2, random.random() < 0.4
     return v.Config(
         num_blocks=60,
         block_size=2,
         max_num_seqs=4,
-        max_num_batched_tokens=64 if is_beside else random.randint(4, 20),
-        long_prefill_token_threshold=0 if is_beside else random.choice((1, 2, 3, 4, 9, 9, 9)),
-        enable_chunked_prefill=not is_beside,
+        max_num_batched_tokens=64 if is_encoder_decoder else random.randint(4, 20),
+        long_prefill_token_threshold=0
+        if is_encoder_decoder
+        else random.choice((1, 2, 3, 4, 9, 9, 9)),
+        enable_chunked_prefill=not is_encoder_decoder,
         max_model_len=24,
-        is_encoder_decoder=is_beside,
-        disable_chunked_mm_input=is_beside or random.random() < 0.5,
-        enable_prefix_caching=not is_beside and random.random() < 0.5,
-        spec_method=v.SpecMethod.EAGLE if with_head and not is_beside else v.SpecMethod.NONE,
-        num_speculative_tokens=1 if with_head and not is_beside else 0,
+        is_encoder_decoder=is_encoder_decoder,
+        disable_chunked_mm_input=is_encoder_decoder or random.random() < 0.5,
+        enable_prefix_caching=not is_encoder_decoder and random.random() < 0.5,
+        spec_method=v.SpecMethod.EAGLE
+        if with_head and not is_encoder_decoder
+        else v.SpecMethod.NONE,
+        num_speculative_tokens=1 if with_head and not is_encoder_decoder else 0,
         encoder_compute_budget=random.choice((4, 4, 4, 5, 6)),
         encoder_cache_size=random.randint(4, 8),
     )
 
 
 def draw_request(random: Random, number: int, config: v.Config) -> v.Request:
-    """A prompt with items close to each other, some of them twice; or with one beside it."""
+    """A prompt with items close to each other, some twice, or with one encoder-decoder input."""
     request = v.Request(f"r{number}", (random.randint(1, 2),) * random.randint(1, 16), 2)
     items: list[v.MultiModalItem] = []
     at = random.randint(0, 3)
@@ -64,7 +68,7 @@ def draw_request(random: Random, number: int, config: v.Config) -> v.Request:
 
 
 def play(seed: int) -> Counter[str]:
-    """A run of some dozens of steps; the situations that it came to."""
+    """Run some dozens of steps and return the counts of the coverage goals."""
     random = Random(seed)
     config = draw_config(random)
     run = LockStep.start(config, load_engine("host"))
@@ -82,7 +86,7 @@ def play(seed: int) -> Counter[str]:
     return run.witnesses
 
 
-def test_chunks_that_come_upon_items() -> None:
+def test_chunks_end_at_items_where_the_specification_ends_them() -> None:
     reached: Counter[str] = Counter()
     for seed in range(NUM_RUNS):
         reached += play(seed)
@@ -91,8 +95,8 @@ def test_chunks_that_come_upon_items() -> None:
     assert reached["encoder_row_waits_for_an_item"] > 3
 
 
-def test_a_chunk_that_begins_inside_of_a_whole_item_waits_for_the_rest_of_it() -> None:
-    """A hit ends there, and two tokens of the budget are left for three of the item."""
+def test_a_chunk_that_begins_within_a_whole_item_waits_for_its_rest() -> None:
+    """A hit ends within the item, and the budget has two tokens for the three that are left."""
     config = v.Config(
         num_blocks=20,
         block_size=2,

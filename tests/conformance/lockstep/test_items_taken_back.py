@@ -1,8 +1,8 @@
-"""Items of rows that a step takes back, and of sessions that begin anew: the host does as the spec.
+"""Items of withdrawn rows and of restarted sessions: the host engine agrees with the specification.
 
-In what is drawn whoever comes outranks those who run, blocks are few, and prompts are items one
-after the other: so a step preempts whom it has just given an item, which others may share, or have
-lost room to.
+In random runs a new request outranks the running ones, blocks are few, and prompts are items one
+after the other. So a step preempts a request that has just got an item, which another request may
+share, or for which the item of another request was evicted.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def draw_config(random: Random) -> v.Config:
 
 
 def draw_request(random: Random, number: int, before: v.Request | None, ahead: int) -> v.Request:
-    """One that outranks those before it, most often; items with seldom a token between two.
+    """Return a request that mostly outranks earlier ones, with seldom a token between two items.
 
-    Half of them have the items of the one before, and `ahead` tokens less in front: then both come
-    to an item at once.
+    Half of the requests have the items of the request before, with `ahead` tokens less in front of
+    them: then both requests reach an item in the same step.
     """
     items: list[v.MultiModalItem] = []
     if before is not None and random.random() < 0.5:
@@ -68,7 +68,7 @@ def draw_request(random: Random, number: int, before: v.Request | None, ahead: i
 
 
 def play(seed: int) -> None:
-    """A run of some dozens of steps, before most of which somebody comes."""
+    """Run some dozens of steps; a new request is submitted before most of them."""
     random, before = Random(seed), None
     config = draw_config(random)
     run = LockStep.start(config, load_engine("host"))
@@ -84,7 +84,9 @@ def play(seed: int) -> None:
             assert run.perform(Answer()) == [], seed
 
 
-def test_items_of_rows_that_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_of_withdrawn_rows_are_those_of_the_specification(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     returned: list[int] = []
     get_with_evicted = cache.get_with_evicted
 
@@ -96,8 +98,8 @@ def test_items_of_rows_that_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cache, "get_with_evicted", note)
     for seed in range(NUM_RUNS):
         play(seed)
-    assert sum(number > 0 for number in returned) > 10, "items that had made room return"
-    assert max(returned) > 1, "several at once, too"
+    assert sum(number > 0 for number in returned) > 10, "evicted items return"
+    assert max(returned) > 1, "also several at once"
 
 
 CAT, DOG, OWL = "cat", "dog", "owl"
@@ -109,14 +111,14 @@ NARROW = v.Config(
     encoder_compute_budget=1,
     encoder_cache_size=1,
 )
-"""The encoder makes an item of one embedding a step, and keeps one."""
+"""The encoder encodes an item of one embedding per step, and its cache keeps one."""
 
 
 def begin(config: v.Config) -> LockStep:
     return LockStep.start(config, load_engine("host"))
 
 
-def come(
+def submit(
     run: LockStep, name: str, num_prompt: int, *items: v.MultiModalItem, **fields: Any
 ) -> None:
     request = v.Request(name, (1,) * num_prompt, **{"max_tokens": 1, **fields}, items=items)
@@ -151,11 +153,11 @@ def test_a_preempted_request_may_stop_before_an_item_that_it_had() -> None:
             encoder_cache_size=5,
         )
     )
-    come(run, "D", 8, v.MultiModalItem(CAT, 1, 2), v.MultiModalItem(DOG, 4, 1), resumable=True)
+    submit(run, "D", 8, v.MultiModalItem(CAT, 1, 2), v.MultiModalItem(DOG, 4, 1), resumable=True)
     step(run)
     step(run)
     others = (v.MultiModalItem(DOG, 1, 1), v.MultiModalItem(OWL, 2, 3), v.MultiModalItem(DOG, 5, 1))
-    come(run, "G", 11, *others)
+    submit(run, "G", 11, *others)
     step(run)
     update = v.StreamingUpdate(v.Request("D", (1,), max_tokens=1, resumable=True))
     assert run.perform(update) == []
@@ -164,7 +166,7 @@ def test_a_preempted_request_may_stop_before_an_item_that_it_had() -> None:
     assert (row.request_id, row.num_computed_tokens, row.num_scheduled_tokens) == ("D", 0, 1)
 
 
-def test_what_made_room_for_a_row_that_was_taken_back_returns() -> None:
+def test_an_item_evicted_for_a_withdrawn_row_returns() -> None:
     run = begin(
         replace(
             NARROW,
@@ -176,9 +178,9 @@ def test_what_made_room_for_a_row_that_was_taken_back_returns() -> None:
         )
     )
     items = (v.MultiModalItem(CAT, 0, 1), v.MultiModalItem(DOG, 1, 1), v.MultiModalItem(OWL, 2, 1))
-    come(run, "A", 4, *items)
+    submit(run, "A", 4, *items)
     plan_step(run)
-    come(run, "B", 1, max_tokens=2, priority=-1)
+    submit(run, "B", 1, max_tokens=2, priority=-1)
     plan_step(run)
     plan = plan_step(run)
     assert (plan.preempted_req_ids, plan.free_encoder_mm_hashes) == (("A",), ())
@@ -187,7 +189,7 @@ def test_what_made_room_for_a_row_that_was_taken_back_returns() -> None:
     assert encoder.freeable == (DOG,)
 
 
-def test_what_made_room_for_a_row_without_a_head_returns() -> None:
+def test_an_item_evicted_for_a_withdrawn_row_returns_without_drafts() -> None:
     """A takes the block of B in the step in which B has evicted its first item for its second."""
     run = begin(
         replace(
@@ -200,17 +202,17 @@ def test_what_made_room_for_a_row_without_a_head_returns() -> None:
             async_scheduling=True,
         )
     )
-    come(run, "B", 4, v.MultiModalItem(CAT, 0, 1), v.MultiModalItem(DOG, 3, 1))
+    submit(run, "B", 4, v.MultiModalItem(CAT, 0, 1), v.MultiModalItem(DOG, 3, 1))
     plan_step(run)
-    come(run, "A", 1, max_tokens=2)
+    submit(run, "A", 1, max_tokens=2)
     plan_step(run)
     plan_step(run)
     plan = plan_step(run)
     assert (plan.preempted_req_ids, plan.free_encoder_mm_hashes) == (("B",), ())
 
 
-def test_a_request_with_an_item_that_is_taken_back_brings_it_in() -> None:
-    """A row before it has found another one, which stays as it is."""
+def test_another_request_encodes_the_item_of_a_withdrawn_row() -> None:
+    """The row of G before it has a hit of another item, which does not change."""
     run = begin(
         replace(
             NARROW,
@@ -222,14 +224,14 @@ def test_a_request_with_an_item_that_is_taken_back_brings_it_in() -> None:
             encoder_cache_size=3,
         )
     )
-    come(run, "Z", 1, v.MultiModalItem(DOG, 0, 1))
+    submit(run, "Z", 1, v.MultiModalItem(DOG, 0, 1))
     step(run)
-    come(run, "A", 4, v.MultiModalItem(CAT, 3, 1), priority=2)
+    submit(run, "A", 4, v.MultiModalItem(CAT, 3, 1), priority=2)
     step(run)
-    come(run, "G", 3, v.MultiModalItem(DOG, 2, 1))
-    come(run, "H", 3, v.MultiModalItem(CAT, 2, 1))
+    submit(run, "G", 3, v.MultiModalItem(DOG, 2, 1))
+    submit(run, "H", 3, v.MultiModalItem(CAT, 2, 1))
     step(run)
-    come(run, "B", 2, priority=1)
+    submit(run, "B", 2, priority=1)
     step(run)
     plan = step(run)
     assert plan.preempted_req_ids == ("A",)
@@ -237,7 +239,7 @@ def test_a_request_with_an_item_that_is_taken_back_brings_it_in() -> None:
     assert made == {"H": (0,)}
 
 
-def test_what_was_made_anew_is_passed_over_as_others_return() -> None:
+def test_an_item_that_was_encoded_again_does_not_return_with_the_others() -> None:
     config = v.Config(
         num_blocks=9,
         block_size=2,
@@ -251,14 +253,16 @@ def test_what_was_made_anew_is_passed_over_as_others_return() -> None:
         encoder_cache_size=4,
     )
     run = begin(config)
-    come(run, "Z", 4, *[v.MultiModalItem(n, at, 1) for at, n in enumerate((CAT, DOG, OWL, "elk"))])
+    submit(
+        run, "Z", 4, *[v.MultiModalItem(n, at, 1) for at, n in enumerate((CAT, DOG, OWL, "elk"))]
+    )
     step(run)
     step(run)
-    come(run, "V", 9, v.MultiModalItem("large", 6, 3), priority=2)
+    submit(run, "V", 9, v.MultiModalItem("large", 6, 3), priority=2)
     step(run)
-    come(run, "H", 5, v.MultiModalItem(OWL, 4, 1), priority=1)
+    submit(run, "H", 5, v.MultiModalItem(OWL, 4, 1), priority=1)
     step(run)
-    come(run, "G", 4)
+    submit(run, "G", 4)
     step(run)
     plan = step(run)
     assert plan.preempted_req_ids == ("V",)

@@ -1,4 +1,4 @@
-"""Liveness: what can never end is a finding, with the cycle that it goes round in."""
+"""Liveness: a run that never ends is a finding, which shows the plans that repeat."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Release = partial(SpecEngine, profile=RELEASE)
 """The specification with the quirks of a release."""
 
 
-def test_a_state_that_returns_is_known_by_its_cycle() -> None:
+def test_a_state_that_returns_is_a_finding_with_its_cycle() -> None:
     oracle = Release(CONFIG)
     for action in EQUALS[:2]:
         oracle.apply(action)
@@ -69,19 +69,19 @@ def test_a_state_that_returns_is_known_by_its_cycle() -> None:
     assert any("preempted" in row.seen for row in finding.differences)
 
 
-def test_under_its_profile_the_livelock_of_a_release_is_known() -> None:
+def test_under_its_profile_the_livelock_of_a_release_is_no_finding() -> None:
     assert RELEASE is not None
     run, findings = run_program(Program(CONFIG, (*EQUALS, Drain())), Release, RELEASE)
     assert findings == []
     assert run.known["P10"] >= 1
 
 
-def test_the_host_engine_ends_them() -> None:
+def test_the_host_engine_finishes_two_equal_requests() -> None:
     _, findings = run_program(Program(CONFIG, (*EQUALS, Drain())), load_engine("host"))
     assert findings == []
 
 
-def test_progress_is_what_separates_a_cycle_from_a_run() -> None:
+def test_a_run_that_delivers_tokens_is_no_cycle() -> None:
     oracle = Oracle(Config(num_blocks=6, block_size=2, max_model_len=16))
     oracle.submit(Request("A", (1, 2), max_tokens=5))
     watch = Watch()
@@ -103,10 +103,12 @@ LOAD = v.KVLoad("A", ((1,),), 0, 1, is_async=True)
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(3, kv_loads=(LOAD,)), Plan(3, preempted_req_ids=("A",))], ids=["load", "refusal"]
+    "plan",
+    [Plan(3, kv_loads=(LOAD,)), Plan(3, preempted_req_ids=("A",))],
+    ids=["load", "preemption"],
 )
 def test_plans_that_load_or_preempt_for_ever_are_a_stall(plan: Plan) -> None:
-    """Where no state is shown that could return."""
+    """The engine shows no state, so only the plans can be counted."""
     watch = Watch()
     for _ in range(idle_bound(1)):
         assert watch.see(plan, False, False, None, (0, 1)) == ""
@@ -124,7 +126,7 @@ def test_a_state_that_returns_with_a_load_is_a_cycle() -> None:
 
 
 class LoadsAgain(HostEngine):
-    """What a store has loaded is given up by the next plan, and loaded again: for ever."""
+    """An engine whose next plan drops each finished load and loads it again, for ever."""
 
     def _schedule(self) -> v.Plan | v.Rejected:
         for slot in [] if self.transfers is None else self.transfers.list_received():
@@ -133,7 +135,7 @@ class LoadsAgain(HostEngine):
 
 
 @pytest.mark.parametrize("is_hidden", [False, True], ids=["shown", "hidden"])
-def test_a_load_that_is_given_up_for_ever_is_found(is_hidden: bool) -> None:
+def test_a_load_that_is_dropped_and_repeated_for_ever_is_found(is_hidden: bool) -> None:
     class Foreign(LoadsAgain):
         traits = EngineTraits(equivalence=Safety())
 
@@ -170,7 +172,7 @@ ONLY_GROWS = {
     "stats": v.Stats(preemptions=9),
     "has_work": False,
 }
-"""Fields that do not tell two states apart, and what else they may be."""
+"""Fields that do not distinguish two states, with another value."""
 OTHER = {
     "encoder": v.EncoderSnapshot(num_free=1),
     "pause_state": v.PauseState.PAUSED_NEW,
@@ -187,7 +189,7 @@ OTHER = {
     "pins": v.PinsSnapshot(now=1),
     "admission_closed": True,
 }
-"""What the others may be; each alone tells them apart."""
+"""The other fields with another value; each one alone distinguishes two states."""
 OTHER_REQUEST = {
     "request_id": "C",
     "status": v.Status.PREEMPTED,
@@ -207,46 +209,46 @@ OTHER_REQUEST = {
 }
 
 
-def test_what_makes_a_state_another_is_asked_of_each_field() -> None:
+def test_each_field_of_a_state_is_listed_as_compared_or_not() -> None:
     assert {f.name for f in fields(v.Snapshot)} == ONLY_GROWS.keys() | OTHER.keys()
     of_request = {f.name for f in fields(v.RequestSnapshot)}
     assert of_request == OTHER_REQUEST.keys() | {"num_preemptions"}
 
 
 @pytest.mark.parametrize("name", ONLY_GROWS)
-def test_what_only_grows_does_not_distinguish_states(name: str) -> None:
+def test_a_field_that_only_grows_does_not_distinguish_states(name: str) -> None:
     state = in_the_middle()
     other = replace(state, **{name: ONLY_GROWS[name]})  # type: ignore[arg-type]
     assert other != state
     assert is_same_state(state, other)
 
 
-def test_nor_does_how_often_a_request_was_preempted() -> None:
+def test_the_number_of_preemptions_does_not_distinguish_states() -> None:
     state = in_the_middle()
     requests = tuple(replace(one, num_preemptions=3) for one in state.requests)
     assert is_same_state(state, replace(state, requests=requests))
 
 
-def test_how_many_frames_are_in_flight_does() -> None:
+def test_the_number_of_frames_in_flight_distinguishes_states() -> None:
     state = in_the_middle()
     assert not is_same_state(state, replace(state, frames_in_flight=()))
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_everything_else_does(name: str) -> None:
+def test_each_other_field_distinguishes_states(name: str) -> None:
     state = in_the_middle()
     assert not is_same_state(state, replace(state, **{name: OTHER[name]}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", OTHER_REQUEST)
-def test_so_does_everything_else_of_a_request(name: str) -> None:
+def test_each_other_field_of_a_request_distinguishes_states(name: str) -> None:
     state = in_the_middle()
     one = replace(state.requests[0], **{name: OTHER_REQUEST[name]})  # type: ignore[arg-type]
     assert not is_same_state(state, replace(state, requests=(one, *state.requests[1:])))
 
 
-def test_a_token_for_any_request_begins_anew() -> None:
-    """Also where the one who got it has ended, and those who are left got nothing."""
+def test_a_token_for_any_request_restarts_the_search_for_a_cycle() -> None:
+    """The search also restarts if the request that got the token has finished."""
     state, plan = in_the_middle(), Plan(0, new=(v.NewRow(EQUALS[0].request, ((1,),), 0, 1),))
     first = replace(state.requests[0], output_token_ids=(1,))
     for progress in (replace(state, requests=(first, state.requests[1])),
@@ -258,8 +260,8 @@ def test_a_token_for_any_request_begins_anew() -> None:
         assert watch.see(plan, False, False, state) != ""
 
 
-def test_a_state_returns_though_others_of_its_queues_came_between() -> None:
-    """They are told apart by what is cheap to compare first."""
+def test_a_state_returns_although_similar_states_came_in_between() -> None:
+    """The states have equal queues, which are compared first because that is cheap."""
     state, plan = in_the_middle(), Plan(0, new=(v.NewRow(EQUALS[0].request, ((1,),), 0, 1),))
     between = [replace(state, ref_counts=(count,) * 6) for count in (3, 4)]
     watch = Watch()
@@ -270,7 +272,7 @@ def test_a_state_returns_though_others_of_its_queues_came_between() -> None:
     )
 
 
-def test_of_a_long_cycle_the_beginning_is_shown() -> None:
+def test_only_the_beginning_of_a_long_cycle_is_shown() -> None:
     watch = Watch(cycle=[Plan(index) for index in range(LINES_MAX + 1)])
     shown = watch.stall({}, "it stands").differences
     assert len(shown) == LINES_MAX + 1
@@ -280,14 +282,14 @@ def test_of_a_long_cycle_the_beginning_is_shown() -> None:
 
 
 class EndsLater(AbortingToy):
-    """Whoever is aborted ends with the next plan."""
+    """An engine whose aborted requests end with the next plan."""
 
     def apply(self, event: v.Event) -> v.Observation:
         seen = super().apply(event)
         return v.Aborted((), seen.request_ids) if isinstance(seen, v.Aborted) else seen
 
 
-def test_a_plan_may_be_empty_that_ends_the_last_ones() -> None:
+def test_an_empty_plan_that_ends_the_last_requests_is_no_stall() -> None:
     config = fit_config(Config(num_blocks=6, block_size=2, max_model_len=16))
     actions = (Submit(Request("A", (1,), max_tokens=2)), v.Abort(("A",)), Drain())
     run, findings = run_program(Program(config, actions), EndsLater)
@@ -299,7 +301,7 @@ def test_a_plan_may_be_empty_that_ends_the_last_ones() -> None:
 
 
 class Slow(AbortingToy):
-    """It shows no state. From its second plan on it preempts A, until its last plans end it."""
+    """An engine without a visible state: all plans except the first and the last ones preempt A."""
 
     num_plans_in_all = 0
 
@@ -314,7 +316,7 @@ class Slow(AbortingToy):
         if self.num_plans == 0:
             return super().plan()
         if left > 1:
-            assert left < 200, "nobody ends the drain"
+            assert left < 200, "the drain does not end"
             self.num_plans += 1
             return Plan(self.num_plans - 1, preempted_req_ids=("A",))
         (life,), tokens = self.running, tuple(self.running[0].tokens)
@@ -325,7 +327,7 @@ class Slow(AbortingToy):
         return replace(plan, cached=(whole,))
 
 
-def test_the_bound_is_the_work_for_each_that_may_preempt_and_some() -> None:
+def test_the_bound_grows_with_the_tokens_and_the_number_of_requests() -> None:
     few = {"A": Request("A", (1, 2), max_tokens=3)}
     assert drain_bound({}) == 20
     assert drain_bound(few) == 20 + 5 * 2
@@ -333,11 +335,11 @@ def test_the_bound_is_the_work_for_each_that_may_preempt_and_some() -> None:
 
 
 @pytest.mark.parametrize("too_many", [0, 1])
-def test_an_engine_that_needs_the_bound_ends_and_one_that_needs_more_stalls(
+def test_an_engine_that_needs_more_plans_than_the_bound_stalls(
     too_many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else could tell: no state is shown, each plan preempts somebody, and plans without
-    rows have no bound of their own here."""
+    """Only the bound can find it: no state is shown, each plan preempts a request, and the limit of
+    plans without rows is raised here."""
     monkeypatch.setattr(liveness, "idle_bound", lambda _num_live: 1_000)
     request = Request("A", (1,), max_tokens=2)
     bound = drain_bound({"A": request})

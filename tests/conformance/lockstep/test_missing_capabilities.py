@@ -1,7 +1,7 @@
 """An engine that lacks something is never accused for it: each capability, alone and in pairs.
 
-Our own engines are right, so whatever is found with a part of them left out is a false accusation:
-they were given what they do not claim, or held to what only others must do.
+Our own engines are correct, so a finding with some capability left out is a false accusation: the
+engine was given an event that it does not claim, or held to a rule that does not apply to it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAIRS = list(combinations(sorted(ALL_CAPABILITIES), 2))
 
 
 def play(make_engine: EngineFactory, num_events: int, preset: str, seed: int) -> None:
-    """Play episodes of an engine that is right, in each of which something happens."""
+    """Play episodes of a correct engine."""
     assert play_episodes(make_engine, num_events, preset=preset, seed=seed).first is None
 
 
@@ -56,21 +56,23 @@ def lacking(name: str, equivalence: str, lacks: Sequence[str]) -> EngineFactory:
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)
 @pytest.mark.parametrize("lacks", ALONE, ids=" ".join)
-def test_what_an_engine_lacks_is_no_finding(lacks: tuple[str, ...], equivalence: str) -> None:
+def test_an_engine_without_one_capability_is_not_accused(
+    lacks: tuple[str, ...], equivalence: str
+) -> None:
     play(lacking("host", equivalence, lacks), 120, "small", 2)
 
 
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)
 @pytest.mark.parametrize("has", [(), ("rejection",), ("abort",), ("snapshot",)], ids=" ".join)
-def test_nor_is_what_it_lacks_that_has_hardly_anything(
+def test_an_engine_with_hardly_any_capability_is_not_accused(
     has: tuple[str, ...], equivalence: str
 ) -> None:
-    """As a template says at first: nothing is sent to it that it does not name."""
+    """A new adapter claims this little: it gets no event that it does not claim."""
     play(lacking("host", equivalence, sorted(ALL_CAPABILITIES.difference(has))), 100, "small", 4)
 
 
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)
-def test_nor_is_what_it_lacks_of_two(equivalence: str) -> None:
+def test_an_engine_without_two_capabilities_is_not_accused(equivalence: str) -> None:
     for seed, lacks in enumerate(PAIRS[:: len(PAIRS) // 7]):
         play(lacking("host", equivalence, lacks), 60, "tiny", seed)
 
@@ -78,7 +80,7 @@ def test_nor_is_what_it_lacks_of_two(equivalence: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)
 @pytest.mark.parametrize("lacks", [*ALONE, *PAIRS], ids=" ".join)
-def test_what_an_engine_lacks_is_no_finding_in_many_events(
+def test_an_engine_without_capabilities_is_not_accused_in_many_events(
     lacks: tuple[str, ...], equivalence: str
 ) -> None:
     play(lacking("host", equivalence, lacks), 15_000, "tiny", 1)
@@ -86,7 +88,7 @@ def test_what_an_engine_lacks_is_no_finding_in_many_events(
 
 
 @pytest.mark.parametrize("lacks", [("drafts",), ("grammar",), ("abort", "rejection")], ids=" ".join)
-def test_arms_keep_to_it_too(lacks: tuple[str, ...]) -> None:
+def test_metamorphic_pairs_respect_missing_capabilities(lacks: tuple[str, ...]) -> None:
     make_engine = lacking("host", "safety", lacks)
     result = compare_pair(CheckOptions("mine", preset="tiny"), make_engine, 6)
     assert result.contrast is None
@@ -111,8 +113,8 @@ def list_given(make_engine: EngineFactory, config: v.Config, *actions: Action) -
     return [exchange.event for exchange in run.exchanges]
 
 
-def test_no_more_drafts_are_proposed_than_there_may_be() -> None:
-    """An engine that refuses a draft too many is right."""
+def test_no_more_drafts_are_proposed_than_the_config_allows() -> None:
+    """An engine may reject a draft too many."""
     start = (v.Submit(v.Request("A", (1, 2, 3), 6)), v.Schedule(), Answer())
     given = list_given(
         make_lacking(SpecEngine, (), SAFETY), DRAFTING, *start, Propose(((2, 1),)), v.Schedule()
@@ -127,7 +129,7 @@ def test_no_more_drafts_are_proposed_than_there_may_be() -> None:
     )
 
 
-def test_drafts_come_late_only_to_engines_that_take_them_so() -> None:
+def test_late_drafts_go_only_to_engines_that_accept_them() -> None:
     start = (v.Submit(v.Request("A", (1, 2, 3), 6)), v.Schedule(), Answer(), v.Schedule())
     for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
         make_engine = make_lacking(SpecEngine, lacks, SAFETY)
@@ -135,7 +137,7 @@ def test_drafts_come_late_only_to_engines_that_take_them_so() -> None:
         assert sum(isinstance(event, v.Drafts) for event in given) == num_given
 
 
-def test_no_request_gets_the_drafts_of_an_ended_one_of_its_name() -> None:
+def test_drafts_for_a_reused_id_go_only_to_engines_that_accept_late_ones() -> None:
     once = (v.Submit(v.Request("A", (1, 2, 3), 1)), v.Schedule(), Answer())
     for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
         make_engine = make_lacking(SpecEngine, lacks, SAFETY)
@@ -143,7 +145,7 @@ def test_no_request_gets_the_drafts_of_an_ended_one_of_its_name() -> None:
         assert sum(isinstance(event, v.Drafts) for event in given) == num_given
 
 
-def test_a_grammar_of_no_request_is_not_for_an_engine_without_grammars() -> None:
+def test_an_engine_without_grammars_gets_no_grammar_of_an_unknown_request() -> None:
     make_engine = make_lacking(SpecEngine, ("grammar",))
     program = Program(CONFIG, (Hostile(v.GrammarReady("nobody")), v.GrammarReady("nobody")))
     run, findings = run_program(program, make_engine)
@@ -153,7 +155,9 @@ def test_a_grammar_of_no_request_is_not_for_an_engine_without_grammars() -> None
 
 
 @pytest.mark.parametrize(("is_hashable", "num_built"), [(True, 1), (False, 2)])
-def test_a_factory_is_asked_once_if_it_can_be_remembered(is_hashable: bool, num_built: int) -> None:
+def test_a_factory_is_called_once_for_its_capabilities_if_it_is_hashable(
+    is_hashable: bool, num_built: int
+) -> None:
     built: list[v.Config] = []
 
     class Factory:

@@ -1,4 +1,4 @@
-"""Engines that show a part of their state (`show_state`): what they leave out is not judged."""
+"""Partly shown states (`show_state`): fields that an engine leaves out are not judged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AT = {"renamed": RENAMED, "plan": PLANS, "safety": EngineTraits(equivalence=Safe
 
 
 class SameIds(ShowsPart):
-    """The same, with the specification's block ids."""
+    """`ShowsPart` with the block ids of the specification."""
 
     traits = EXACT
     change = staticmethod(change_nothing)
@@ -39,7 +39,7 @@ ENGINES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_what_is_not_shown_is_not_judged(name: str) -> None:
+def test_fields_that_are_not_shown_are_not_judged(name: str) -> None:
     played = play_episodes(ENGINES[name], 500)
     assert played.first is None
     assert NOT_SHOWN in played.skipped or name in ("plan", "safety")
@@ -48,7 +48,7 @@ def test_what_is_not_shown_is_not_judged(name: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small"])
 @pytest.mark.parametrize("name", ENGINES)
-def test_it_is_not_judged_in_many_events(name: str, preset: str) -> None:
+def test_fields_that_are_not_shown_are_not_judged_in_many_events(name: str, preset: str) -> None:
     assert play_episodes(ENGINES[name], 30_000, preset=preset).first is None
 
 
@@ -61,7 +61,7 @@ def test_each_field_of_a_request_may_be_left_out(field: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["exact", "renamed"])
-def test_what_is_shown_is_compared(name: str) -> None:
+def test_a_wrong_field_that_is_shown_is_found(name: str) -> None:
     base: Any = ENGINES[name]
 
     class Shows(base):  # type: ignore[misc]
@@ -83,7 +83,7 @@ def test_what_is_shown_is_compared(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["exact", "renamed"])
 @pytest.mark.parametrize("field", ["free_queue", "running", "frames_in_flight", "ref_counts"])
-def test_what_every_engine_shows_is_compared(name: str, field: str) -> None:
+def test_a_wrong_field_that_every_engine_shows_is_found(name: str, field: str) -> None:
     base: Any = ENGINES[name]
 
     class Wrong(base):  # type: ignore[misc]
@@ -96,6 +96,6 @@ def test_what_every_engine_shows_is_compared(name: str, field: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["renamed", "plan"])
-def test_a_defect_is_found_in_a_part_of_the_state(name: str) -> None:
+def test_a_defect_is_found_with_only_a_part_of_the_state(name: str) -> None:
     engine = held_to(ENGINES[name], AT[name], HitOneShort)
     assert play_episodes(engine, 20_000, preset="tiny").first is not None

@@ -1,4 +1,4 @@
-"""What requests bring: programs that found something once, and are right now."""
+"""Past findings: programs about sessions, items and grammars that fail no check any more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STATES = v.KVGroup(v.GroupKind.RECURRENT, 2, mamba_cache_mode=v.MambaCacheMode.A
 
 
 def test_blocks_that_a_session_kept_are_not_zeroed() -> None:
-    """Its row is one of a newcomer, and yet it has written some of its blocks."""
+    """The session has the row of a new request, although it has written some of its blocks."""
     config = v.Config(
         num_blocks=4, block_size=1, max_num_batched_tokens=8, max_model_len=8, groups=(FULL, STATES)
     )
@@ -28,8 +28,8 @@ def test_blocks_that_a_session_kept_are_not_zeroed() -> None:
     assert run.num_events == len(actions)
 
 
-def test_a_prompt_ends_before_an_item_that_cannot_be_made_yet_without_chunking() -> None:
-    """One item is made a step: an unchunked prompt waits for the second as well."""
+def test_an_unchunked_prompt_waits_for_an_item_that_is_encoded_later() -> None:
+    """One item is encoded per step, so the prompt waits for the second as well."""
     config = v.Config(
         num_blocks=9,
         block_size=4,
@@ -50,8 +50,8 @@ def test_a_prompt_ends_before_an_item_that_cannot_be_made_yet_without_chunking()
     assert run.num_events == len(actions)
 
 
-def test_a_session_that_gave_its_blocks_away_waits_for_its_item_again() -> None:
-    """What B leaves of the compute does not make it, though A had computed once."""
+def test_a_session_whose_blocks_were_reclaimed_waits_for_its_item() -> None:
+    """The compute budget left by B is too small to encode the item of A again."""
     config = v.Config(
         num_blocks=19,
         block_size=2,
@@ -88,8 +88,8 @@ def test_a_session_that_gave_its_blocks_away_waits_for_its_item_again() -> None:
     assert run.witnesses["encoder_beside_waits"] == 1
 
 
-def test_a_request_that_ends_behind_a_mask_without_its_drafts_has_sampled_a_token() -> None:
-    """No mask is made for it any more, so the drafts that were not told stay cut."""
+def test_an_aborted_request_with_a_mask_without_drafts_has_sampled_one_token() -> None:
+    """The request gets no further mask, so drafts that the mask left out stay cut."""
     config = v.Config(
         num_blocks=20,
         block_size=1,

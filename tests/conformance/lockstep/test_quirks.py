@@ -1,4 +1,4 @@
-"""Both sides of a quirk: that it decided, and that it was asked and did not."""
+"""Sides of a quirk: a run records that it changed a result, and that it ran without a change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STEP: tuple[Action, ...] = (v.Schedule(), Answer())
 
 
 def list_sides(quirk: Quirk, *actions: Action, config: v.Config = CONFIG) -> list[str]:
-    """What a program shows of one quirk. The engine has it, too, so that both agree."""
+    """Return the sides that a program shows of a quirk, which the engine has, too."""
     profile = Profile("one", frozenset({quirk}))
     program = Program(config, actions)
     run, findings = run_program(program, partial(SpecEngine, profile=profile), profile)
@@ -66,18 +66,18 @@ def test_a_quirk_that_is_a_function_applies_where_it_gives_another_result() -> N
     ]
 
 
-def test_a_quirk_that_is_a_flag_applies_where_the_event_comes_to_something_else() -> None:
-    """A reset reads the flag, whether or not anybody is told what it cleared."""
-    quirk, untold = Quirk.RESET_EVENT_IS_LATE, replace(CONFIG, enable_kv_cache_events=False)
-    assert list_sides(quirk, v.Reset(), config=untold) == [name_spared(quirk)]
+def test_a_quirk_that_is_a_flag_applies_where_the_event_has_another_result() -> None:
+    """A reset reads the flag, whether or not KV events are enabled."""
+    quirk, without_events = Quirk.RESET_EVENT_IS_LATE, replace(CONFIG, enable_kv_cache_events=False)
+    assert list_sides(quirk, v.Reset(), config=without_events) == [name_spared(quirk)]
     filled = (v.Submit(v.Request("A", (1, 2, 3), max_tokens=1)), *STEP, v.Schedule())
     assert list_sides(quirk, *filled) == []
     assert list_sides(quirk, *filled, v.Reset()) == [name_applied(quirk)]
 
 
 @pytest.mark.parametrize("release", ["0.11.0", "0.19.1", "0.27.0", "0.33.0"])
-def test_watching_changes_nothing(release: str) -> None:
-    """The engine is the specification under the same profile, which nobody watches."""
+def test_recording_the_sides_of_quirks_changes_nothing(release: str) -> None:
+    """The engine is the specification under the same profile, without the recording."""
     options = CheckOptions(engine="spec", profile=f"vllm-{release}", preset="tiny")
     make_engine = load(options)
     for index in range(5):
@@ -85,7 +85,7 @@ def test_watching_changes_nothing(release: str) -> None:
 
 
 def test_quirks_that_replace_nothing_are_named() -> None:
-    """All others are seen under a config of some feature."""
+    """All other quirks replace a rule under a config of some feature."""
     configs = [replace(PLAIN_CONFIG, **one.config) for found in EXAMPLES.values() for one in found]
     replacing = set()
     for story, config in product(QUIRKS, configs):
@@ -100,7 +100,7 @@ def get_facts(options: CheckOptions) -> EngineFacts:
     return read_engine_facts(options, load(options))
 
 
-def test_sides_are_required_where_their_feature_is_asked_for() -> None:
+def test_sides_of_a_quirk_are_required_if_its_feature_is_asked_for() -> None:
     options = CheckOptions(engine="spec", profile="vllm-0.19.1", with_features=("sessions",))
     facts = get_facts(options)
     wished = list_quirk_goals(options, facts, only_wished=True)
@@ -124,7 +124,7 @@ def test_a_check_lists_the_sides_that_it_has_not_seen() -> None:
     assert not {*result.unseen_sides} & {*result.quirks}
 
 
-def test_what_is_not_required_is_of_quirks_that_there_are() -> None:
+def test_sides_that_are_not_required_are_of_existing_quirks() -> None:
     every = Profile("all", frozenset(Quirk))
     assert {*UNMET} <= {*list_goals(every)}
     assert all(UNMET.values())

@@ -1,4 +1,4 @@
-"""The host beside the specification on random walks with recurrent groups, event by event."""
+"""Recurrent groups: host engine and specification agree after each event of random walks."""
 
 import pytest
 from states_support import Walk
@@ -8,8 +8,8 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec import Event, Observation
 
 
-class Beside(Walk):
-    """A walk on which an engine is given every event, too."""
+class ComparedWalk(Walk):
+    """A walk whose events are also given to the host engine, and all answers compared."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -34,8 +34,8 @@ class Beside(Walk):
         *(pytest.param(range(n, n + 400), marks=pytest.mark.soak) for n in (725, 1125)),
     ],
 )
-def test_the_host_keeps_the_same_states_of_random_walks(seeds: range) -> None:
-    walks = [Beside(seed) for seed in seeds]
+def test_the_host_agrees_on_random_walks_with_recurrent_groups(seeds: range) -> None:
+    walks = [ComparedWalk(seed) for seed in seeds]
     for walk in walks:
         walk.run(60)
     assert sum(walk.num_hits for walk in walks) > 9

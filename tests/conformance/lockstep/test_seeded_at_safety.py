@@ -1,7 +1,7 @@
-"""What `safety` must find, of engines with a defect each, and must not say of engines without one.
+"""Seeded bugs at `safety`: each is found, and engines without one are not accused.
 
 `make test` plays a few events of each; `make soak` plays as many as a user's run would have, with
-three seeds, and 100,000 of each engine that decides otherwise and is right.
+three seeds, and 100,000 of each correct engine that decides differently.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.vocabulary import Config, KVOffer, Request, Schedule, Submit
 
 NUM_EVENTS = 8_000
-"""Within which each defect falls, with each of three seeds."""
+"""Number of events within which each bug is found, with each of three seeds."""
 FEATURES: tuple[tuple[str, ...], ...] = (
     *((), ("transfers",), ("encoder",), ("sessions",), ("pins",), ("forks",), ("tiers",)),
     *(("groups",), ("masks",), ("async",), ("drafts",), ("transfers", "drafts")),
     *(("sessions", "async"), ("kinds",), ("events",), ("adapters",), ("aborts",), ("hostile",)),
     *(("drafts", "async"), ("drafts", "groups"), ("drafts", "forks"), ("drafts", "sessions")),
 )
-"""What the episodes of an engine that is right are drawn with, in turn."""
+"""Features of the episodes of a correct engine, in turn."""
 ALL, SHORT = {"tiny": 5, "small": 4, "real": 1}, {"tiny": 1, "small": 1}
-"""What part of the events each preset has: an episode of `real` is as long as ten others."""
+"""Shares of the events by preset: an episode of `real` is as long as ten others."""
 STORE = Config(num_blocks=4, block_size=2, kv_connector=True)
 PUT_ASIDE = Program(
     STORE,
@@ -42,7 +42,7 @@ PUT_ASIDE = Program(
         *(Answer(Report(sending=("A",))), *(Schedule(), Answer()) * 2, Drain()),
     ),
 )
-"""A store has read A while only B is there, which runs (SGLang #20049)."""
+"""The store finishes its read of A while only B runs (SGLang #20049)."""
 RELOADED = Program(
     Config(
         num_blocks=6,
@@ -61,7 +61,7 @@ RELOADED = Program(
 
 
 def hide(make_engine: EngineFactory) -> EngineFactory:
-    """The same engine, which shows no state."""
+    """Return the same engine without a visible state."""
     return make_lacking(make_engine, {Capability.SNAPSHOT}, SAFETY)
 
 
@@ -85,7 +85,7 @@ def play(
     parts: Mapping[str, int] = ALL,
     index: int = 0,
 ) -> int:
-    """Episodes until so many events are played, of each preset its part; none finds anything."""
+    """Play at least `num_events` events, shared among the presets, without a finding."""
     played = dict.fromkeys(parts, 0)
     while sum(played.values()) < num_events:
         preset = min(parts, key=lambda name: played[name] / parts[name])
@@ -113,14 +113,14 @@ NAMES = [case.engine.__name__ for case in SEEDED]
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("case", SEEDED, ids=NAMES)
-def test_a_defect_is_found(case: Seeded) -> None:
+def test_a_seeded_bug_is_found_by_its_check(case: Seeded) -> None:
     check_seeded(case, 3)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("case", SEEDED, ids=NAMES)
-def test_a_defect_is_found_with_other_seeds(case: Seeded, seed: int) -> None:
+def test_a_seeded_bug_is_found_by_its_check_with_other_seeds(case: Seeded, seed: int) -> None:
     check_seeded(case, seed)
 
 
@@ -140,7 +140,9 @@ def test_a_reported_defect_is_found_in_its_program(
 
 
 @pytest.mark.parametrize("engine", UNLIKE, ids=lambda engine: engine.__name__)
-def test_an_engine_that_decides_otherwise_is_not_accused(engine: type[ChangedSpec]) -> None:
+def test_a_correct_engine_that_decides_differently_is_not_accused(
+    engine: type[ChangedSpec],
+) -> None:
     first = UNLIKE.index(engine) * 4  # so that each begins with other features
     play(engine, 1, 200, SHORT, first)
     play(hide(engine), 1, 100, SHORT, first)
@@ -150,7 +152,7 @@ def test_an_engine_that_decides_otherwise_is_not_accused(engine: type[ChangedSpe
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("shows_state", [True, False])
 @pytest.mark.parametrize("engine", UNLIKE, ids=lambda engine: engine.__name__)
-def test_an_engine_that_decides_otherwise_is_not_accused_in_many_events(
+def test_a_correct_engine_is_not_accused_in_many_events(
     engine: type[ChangedSpec],
     shows_state: bool,
     seed: int,

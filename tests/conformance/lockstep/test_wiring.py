@@ -1,7 +1,7 @@
-"""Each judge is asked at each place where it should be, at each equivalence, and is heard.
+"""Judges run at each place where they should, at each equivalence, and their findings are reported.
 
-An engine is right but for one thing at one event, which one judge sees. At `exact` and `renamed`
-the comparison sees it too; that the judge says so as well is what is asked.
+An engine is correct except for one thing at one event, which one judge finds. At `exact` and
+`renamed` the comparison finds it, too; the tests require that the judge reports it as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RENAMED = EngineTraits(equivalence=Renamed())
 PLAN = EngineTraits(equivalence=SamePlans(shows_blocks=True))
 SAFETY = EngineTraits(equivalence=Safety())
 SHOWN = {"exact": EXACT, "renamed": RENAMED, "safety": SAFETY}
-"""Equivalences at which states are looked at."""
+"""Equivalences at which states are checked."""
 CONFIG = v.Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
 AHEAD = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
 A = v.Submit(v.Request("A", (1, 2, 3), max_tokens=5))
@@ -33,7 +33,7 @@ STEP: tuple[Action, ...] = (v.Schedule(), Answer())
 
 
 class Bent(SpecEngine):
-    """The specification, but for what it says or shows after the event number `at`."""
+    """The specification with another answer or state after the event number `at`."""
 
     at = 0
     num_events = 0
@@ -55,7 +55,7 @@ class Bent(SpecEngine):
 
 
 def bend(traits: EngineTraits, at: int, **bends: Callable[[Any], Any]) -> Any:
-    """A factory of engines that say (`answer`) or show (`state`) something else after one event."""
+    """Return engines that change their answer (`answer`) or state (`state`) after one event."""
     methods = {
         f"bend_{what}": lambda _self, value, change=change: change(value)
         for what, change in bends.items()
@@ -63,17 +63,17 @@ def bend(traits: EngineTraits, at: int, **bends: Callable[[Any], Any]) -> Any:
     return type("Engine", (Bent,), {"traits": traits, "at": at, **methods})
 
 
-def list_complaints(config: v.Config, make_engine: Any, *actions: Action) -> list[str]:
-    """What is said in the end, by sentence; a divergence is none."""
+def list_failed_checks(config: v.Config, make_engine: Any, *actions: Action) -> list[str]:
+    """Return the checks that fail at the end of a run; a divergence is not counted."""
     _, findings = run_program(Program(config, actions), make_engine)
     return [found.sentence for found in findings if found.kind is not FindingKind.DIVERGENCE]
 
 
-# The worker is asked of states.
+# The worker checks states.
 
 
 def publish(shown: v.Snapshot) -> v.Snapshot:
-    """The last block, which is free and was never written, can be hit."""
+    """The last block, which is free and was never written, is published."""
     key = v.BlockKey(None, (9, 9))
     return replace(
         shown, block_keys=(*shown.block_keys[:-1], key), cached={**shown.cached, key: (8,)}
@@ -86,12 +86,12 @@ def compute_more(shown: v.Snapshot) -> v.Snapshot:
     return replace(shown, requests=(more,))
 
 
-def test_computed_tokens_are_held_in_every_group() -> None:
+def test_computed_tokens_must_be_held_in_every_group() -> None:
     """Three slots of the one group and four of the other do not hold four tokens."""
     groups = (v.KVGroup(v.GroupKind.FULL, 1), v.KVGroup(v.GroupKind.FULL, 4))
     config = replace(CONFIG, num_blocks=17, block_size=1, groups=groups)
-    complaints = list_complaints(config, bend(SAFETY, 2, state=compute_more), A, *STEP)
-    assert "computed_tokens_are_in_blocks_that_are_held" in complaints
+    failed_checks = list_failed_checks(config, bend(SAFETY, 2, state=compute_more), A, *STEP)
+    assert "computed_tokens_are_in_blocks_that_are_held" in failed_checks
 
 
 PLACES: dict[str, tuple[v.Config, int]] = {
@@ -99,22 +99,22 @@ PLACES: dict[str, tuple[v.Config, int]] = {
     "a plan ahead": (AHEAD, 2),
     "a commit ahead": (AHEAD, 3),
 }
-"""Where the worker may find a block published that it did not write, and at which event."""
+"""Config, and number of the event after which an unwritten block is published."""
 
 
 @pytest.mark.parametrize("equivalence", SHOWN)
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_published_is_asked_after(place: str, equivalence: str) -> None:
+def test_published_blocks_are_checked_after_plans_and_commits(place: str, equivalence: str) -> None:
     config, at = PLACES[place]
     engine = bend(SHOWN[equivalence], at, state=publish)
-    assert "published_block_was_written" in list_complaints(config, engine, A, *STEP)
+    assert "published_block_was_written" in list_failed_checks(config, engine, A, *STEP)
 
 
 @pytest.mark.parametrize(("at", "event"), [(1, A), (3, STEP[1]), (4, v.Reset(False))])
-def test_at_safety_that_is_asked_after_every_event(at: int, event: Action) -> None:
+def test_at_safety_published_blocks_are_checked_after_every_event(at: int, event: Action) -> None:
     program = (A, *STEP, event) if at == 4 else (A, *STEP)
     engine = bend(SAFETY, at, state=publish)
-    assert list_complaints(CONFIG, engine, *program)[0] == "published_block_was_written"
+    assert list_failed_checks(CONFIG, engine, *program)[0] == "published_block_was_written"
 
 
 @pytest.mark.parametrize("equivalence", SHOWN)
@@ -123,11 +123,11 @@ def test_the_state_of_a_request_is_checked_after_plans_and_commits(
     at: int, equivalence: str
 ) -> None:
     engine = bend(SHOWN[equivalence], at, state=compute_more)
-    assert "plans_alone_rebuild_the_request" in list_complaints(CONFIG, engine, A, *STEP)
+    assert "plans_alone_rebuild_the_request" in list_failed_checks(CONFIG, engine, A, *STEP)
 
 
 def exchange_a_block(shown: v.Snapshot) -> v.Snapshot:
-    """The table names another block, which is held instead of the one before."""
+    """The last block of the table is another one, which is held instead."""
     (request,) = shown.requests
     (table,) = request.block_tables
     gone, new = table[-1], shown.free_queue[-1]
@@ -142,13 +142,13 @@ def exchange_a_block(shown: v.Snapshot) -> v.Snapshot:
 
 
 @pytest.mark.parametrize(("at", "is_found"), [(2, True), (3, False)])
-def test_at_safety_tables_of_the_last_plan_are_compared(at: int, is_found: bool) -> None:
+def test_at_safety_block_tables_are_compared_after_plans_only(at: int, is_found: bool) -> None:
     engine = bend(SAFETY, at, state=exchange_a_block)
-    complaints = list_complaints(CONFIG, engine, A, *STEP)
-    assert ("plans_alone_rebuild_the_request" in complaints) == is_found
+    failed_checks = list_failed_checks(CONFIG, engine, A, *STEP)
+    assert ("plans_alone_rebuild_the_request" in failed_checks) == is_found
 
 
-# The worker is asked of answers, whether or not a state is shown.
+# The worker checks plans, whether or not a state is shown.
 
 
 def run_too_far(answer: Any) -> Any:
@@ -158,8 +158,8 @@ def run_too_far(answer: Any) -> Any:
     return replace(answer, cached=tuple(rows))
 
 
-def give_strange_blocks(answer: Any) -> Any:
-    """Blocks that nobody has written."""
+def give_null_blocks(answer: Any) -> Any:
+    """Tables of null blocks for new requests."""
     assert isinstance(answer, v.Plan)
     rows = [replace(row, block_ids=((0,) * len(row.block_ids[0]),)) for row in answer.new]
     return replace(answer, new=tuple(rows))
@@ -171,36 +171,36 @@ class Hidden(Bent):
 
 
 @pytest.mark.parametrize("traits", [EXACT, RENAMED, PLAN, SAFETY])
-def test_the_worker_is_asked_of_plans_where_no_state_is_shown(traits: EngineTraits) -> None:
+def test_the_worker_checks_plans_where_no_state_is_shown(traits: EngineTraits) -> None:
     bent = bend(traits, 4, answer=run_too_far)
     engine = type("Engine", (Hidden, bent), {})
     sentence = "plan_counts_the_computed_tokens_of_the_worker"
-    assert list_complaints(CONFIG, engine, A, *STEP, *STEP)[0] == sentence
+    assert list_failed_checks(CONFIG, engine, A, *STEP, *STEP)[0] == sentence
 
 
-def test_blocks_are_not_compared_at_plan_and_the_worker_is_asked_all_the_same() -> None:
-    engine = bend(PLAN, 2, answer=give_strange_blocks)
+def test_at_plan_blocks_are_not_compared_but_the_worker_checks_them() -> None:
+    engine = bend(PLAN, 2, answer=give_null_blocks)
     _, findings = run_program(Program(CONFIG, (A, *STEP)), engine)
     assert findings[0].sentence == "plan_names_real_blocks"
     assert all(found.kind is not FindingKind.DIVERGENCE for found in findings)
 
 
-def test_a_request_that_has_ended_by_an_abort_does_not_end_later_too() -> None:
+def test_an_aborted_request_is_not_also_listed_as_ending_later() -> None:
     engine = bend(SAFETY, 2, answer=lambda answer: replace(answer, ending_req_ids=("A",)))
     assert (
-        list_complaints(CONFIG, engine, A, v.Abort(("A",)))[0]
+        list_failed_checks(CONFIG, engine, A, v.Abort(("A",)))[0]
         == "abort_finishes_exactly_the_named_requests"
     )
 
 
-def test_a_request_that_ends_later_is_not_compared_at_plan_and_judged_all_the_same() -> None:
+def test_at_plan_requests_that_end_later_are_judged_but_not_compared() -> None:
     engine = bend(PLAN, 2, answer=lambda answer: replace(answer, ending_req_ids=("B",)))
-    assert list_complaints(CONFIG, engine, A, v.Abort(("A",))) == [
+    assert list_failed_checks(CONFIG, engine, A, v.Abort(("A",))) == [
         "abort_finishes_exactly_the_named_requests"
     ]
 
 
-# A worker that is not told of everything would accuse a right engine.
+# A worker that misses an event would accuse a correct engine.
 
 
 @pytest.mark.parametrize("traits", [EXACT, RENAMED, PLAN, SAFETY])
@@ -213,7 +213,7 @@ def test_the_worker_is_given_commits_and_resets(traits: EngineTraits) -> None:
     assert run.worker._gets_commits
 
 
-# Sentences are asked of states, and know what was before.
+# Property checks run on states, and know the history.
 
 
 def lose_a_block(shown: v.Snapshot) -> v.Snapshot:
@@ -234,14 +234,14 @@ def lose_a_token(shown: v.Snapshot) -> v.Snapshot:
         (lose_a_token, 5, "outputs_in_the_state_are_those_delivered"),
     ],
 )
-def test_sentences_are_asked_of_states(
+def test_property_checks_run_on_states(
     change: Callable[[v.Snapshot], v.Snapshot], at: int, sentence: str, equivalence: str
 ) -> None:
     engine = bend(SHOWN[equivalence], at, state=change)
-    assert sentence in list_complaints(CONFIG, engine, A, *STEP, *STEP)
+    assert sentence in list_failed_checks(CONFIG, engine, A, *STEP, *STEP)
 
 
-# What nobody should send must come to nothing.
+# Events that should not be sent must change nothing.
 
 STALE = Hostile(v.Commit(99, ()))
 TAKEN = bend(SAFETY, 3, answer=lambda _refused: v.Outputs((v.OutputRow("A", (7,)),)))
@@ -271,7 +271,7 @@ def fail(request: v.Request, _config: v.Config) -> v.Request:
 def test_an_ill_formed_request_is_given_as_it_is_or_not_at_all(
     fit_request: Any, is_given: bool
 ) -> None:
-    """An adapter may mend it, not take it, or be unable to say: then it is not for the engine."""
+    """If the adapter changes it, leaves it out or raises, the engine does not get it."""
     bad = v.Submit(v.Request("B", (1,), max_tokens=0))
     traits = EngineTraits(equivalence=Safety(fit_request=fit_request))
     run, findings = run_program(Program(CONFIG, (A, Hostile(bad), Drain())), bend(traits, 0))
@@ -279,42 +279,42 @@ def test_an_ill_formed_request_is_given_as_it_is_or_not_at_all(
     assert (bad in [one.event for one in run.exchanges]) == is_given
 
 
-# A state that is compared once more.
+# The last state of a run.
 
 
-def compare_at_last(bend_state: Callable[[Any], Any]) -> list[Finding]:
-    """What the last state says, where no other one is looked at."""
+def compare_last_state(bend_state: Callable[[Any], Any]) -> list[Finding]:
+    """Return the findings about the last state, if no other one is compared."""
     run = LockStep.start(CONFIG, bend(EXACT, 1, state=bend_state), compare_every=0)
     assert run.compare_states() == [], "nothing has happened"
     assert run.perform(A) == []
     return run.compare_states()
 
 
-def test_a_state_that_is_compared_at_last_is_looked_at_like_the_others() -> None:
+def test_the_last_state_is_checked_like_the_others() -> None:
     def break_down(_shown: v.Snapshot) -> v.Snapshot:
         raise ZeroDivisionError("inside the engine")
 
-    assert compare_at_last(lambda shown: shown) == []
-    (raised,) = compare_at_last(break_down)
+    assert compare_last_state(lambda shown: shown) == []
+    (raised,) = compare_last_state(break_down)
     assert (raised.kind, raised.sentence) == (FindingKind.FAULT, "engine_raises_nothing")
-    (ill_typed,) = compare_at_last(lambda shown: replace(shown, running=["A"]))
+    (ill_typed,) = compare_last_state(lambda shown: replace(shown, running=["A"]))
     assert (ill_typed.kind, "running" in str(ill_typed)) == (FindingKind.FAULT, True)
-    (diverged,) = compare_at_last(lose_a_block)
+    (diverged,) = compare_last_state(lose_a_block)
     assert diverged.kind is FindingKind.DIVERGENCE
 
 
-def test_a_run_that_does_not_judge_reports_what_differs_all_the_same() -> None:
-    """As where a long trace is replayed, and states are compared now and then."""
+def test_a_run_without_judges_still_reports_a_divergence() -> None:
+    """A replay of a long trace runs like this, with a comparison now and then."""
     run = LockStep.start(CONFIG, bend(EXACT, 1, answer=lambda _: v.Outputs(())), compare_every=1)
     (diverged,) = run.perform(A)
     assert diverged.kind is FindingKind.DIVERGENCE
 
 
-# Where nobody is left to wait for it, a frame is answered.
+# A drain also commits frames that no request waits for.
 
 
 @pytest.mark.parametrize("plans_ahead", [False, True])
-def test_a_drain_answers_what_is_in_flight_by_the_order_of_the_engine(plans_ahead: bool) -> None:
+def test_a_drain_commits_frames_in_the_order_of_the_engine(plans_ahead: bool) -> None:
     traits = EngineTraits(equivalence=Safety(plans_ahead=plans_ahead))
     program = Program(AHEAD, (A, v.Schedule(), v.Abort(("A",)), Drain()))
     run, findings = run_program(program, bend(traits, 0))
@@ -323,10 +323,10 @@ def test_a_drain_answers_what_is_in_flight_by_the_order_of_the_engine(plans_ahea
     assert [type(one.event) for one in run.exchanges][-2:] == last
 
 
-# What an adapter declares is excused wherever it is found.
+# A declared deviation is suppressed wherever it is found.
 
 
-def excuse(*sentences: str, fields: tuple[str, ...] = ()) -> Deviation:
+def make_deviation(*sentences: str, fields: tuple[str, ...] = ()) -> Deviation:
     return Deviation("known", "it is known", Program(CONFIG, (A,)), sentences, fields)
 
 
@@ -336,7 +336,7 @@ class Raises(Bent):
 
 
 class Stalls(SpecEngine):
-    """It plans nothing, and says so; no state is shown."""
+    """An engine with empty plans and without a visible state."""
 
     def apply(self, event: v.Event) -> v.Observation:
         return v.Plan(0) if isinstance(event, v.Schedule) else super().apply(event)
@@ -352,20 +352,22 @@ def declare(engine: type, traits: EngineTraits, deviation: Deviation, **fields: 
 
 WRONG_KIND = bend(SAFETY, 2, answer=lambda _plan: v.Outputs())
 DECLARED: dict[str, Any] = {
-    "it raises": declare(Raises, EXACT, excuse("engine_raises_nothing"), at=2),
-    "it raises at safety": declare(Raises, SAFETY, excuse("engine_raises_nothing"), at=2),
-    "it stands still at safety": declare(
-        Stalls, SAFETY, excuse("every_request_finishes_after_faults_stop")
+    "it raises": declare(Raises, EXACT, make_deviation("engine_raises_nothing"), at=2),
+    "it raises at safety": declare(Raises, SAFETY, make_deviation("engine_raises_nothing"), at=2),
+    "it stalls at safety": declare(
+        Stalls, SAFETY, make_deviation("every_request_finishes_after_faults_stop")
     ),
     "it answers with another kind": declare(
-        WRONG_KIND, SAFETY, excuse("answer_is_of_the_kind_of_the_event")
+        WRONG_KIND, SAFETY, make_deviation("answer_is_of_the_kind_of_the_event")
     ),
-    "it takes what is stale": declare(TAKEN, SAFETY, excuse("stale_or_wrong_event_is_rejected")),
+    "it accepts a stale commit": declare(
+        TAKEN, SAFETY, make_deviation("stale_or_wrong_event_is_rejected")
+    ),
 }
 
 
 @pytest.mark.parametrize("what", DECLARED)
-def test_what_is_declared_is_excused_wherever_it_is_found(what: str) -> None:
+def test_a_declared_deviation_is_suppressed_wherever_it_is_found(what: str) -> None:
     engine = DECLARED[what]
     program = Program(CONFIG, (A, v.Schedule(), STALE, Answer(), Drain()))
     run, findings = run_program(program, engine)

@@ -1,4 +1,4 @@
-"""The changed specification: whichever way a function is called, its replacement is called."""
+"""Changed specification: the replacement of a function is called, however it is called."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_engine(change: Change, config: v.Config = CONFIG) -> ChangedSpec:
     return engine
 
 
-def plan_one(engine: SpecEngine, request: v.Request = LONG) -> v.Plan:
+def submit_and_schedule(engine: SpecEngine, request: v.Request = LONG) -> v.Plan:
     engine.submit(request)
     return engine.schedule()
 
@@ -86,15 +86,15 @@ STORE = v.Config(num_blocks=12, block_size=2, kv_connector=True)
 def test_the_replacement_is_called(function: Callable[..., Any], config: v.Config) -> None:
     change, calls = count_calls(function)
     engine, clean = make_engine(change, config), SpecEngine(config)
-    plan = plan_one(clean)
-    assert plan_one(engine) == plan
+    plan = submit_and_schedule(clean)
+    assert submit_and_schedule(engine) == plan
     assert engine.commit(plan, {"A": [6]}) == clean.commit(plan, {"A": [6]})
     assert engine.schedule() == clean.schedule()
     assert calls
     assert engine.snapshot() == clean.snapshot()
 
 
-def test_what_is_called_by_a_module_is_replaced() -> None:
+def test_a_function_called_from_another_module_is_replaced() -> None:
     """`kv_transfer` calls `resets.process_reset`."""
     change, calls = count_calls(withdraw_all)
     assert make_engine(change, STORE).reset()
@@ -122,7 +122,7 @@ def test_two_engines_and_the_specification_do_not_disturb_each_other() -> None:
     assert SpecEngine(CONFIG).state.rules[find_hit] is find_hit
 
 
-def test_a_replacement_within_a_call_counts_as_well() -> None:
+def test_a_replacement_for_a_single_call_is_used_in_that_call() -> None:
     """A change may call a function by other rules."""
     calls: list[int] = []
 
@@ -140,11 +140,11 @@ def test_a_replacement_within_a_call_counts_as_well() -> None:
 
         return rules.replacing(allocate_slots, by)
 
-    plan_one(make_engine(change))
+    submit_and_schedule(make_engine(change))
     assert calls
 
 
-def test_the_change_of_a_quirk_is_one() -> None:
+def test_the_change_of_a_quirk_changes_a_specification() -> None:
     config = v.Config(num_blocks=5, block_size=1, policy=v.Policy.PRIORITY)
     rules = link(step_continues_after_self_preemption, config).rules
     assert rules.changes == {
@@ -163,18 +163,18 @@ class Leaking(ChangedSpec):
     change = staticmethod(free_nothing)
 
 
-def test_a_copy_goes_on_by_the_same_rules() -> None:
+def test_a_copied_engine_has_the_same_rules() -> None:
     for is_deep in (True, False):
         engine = Leaking(CONFIG)
-        plan_one(engine)
-        twin = deepcopy(engine) if is_deep else pickle.loads(pickle.dumps(engine))
-        for one in (engine, twin):
+        submit_and_schedule(engine)
+        copied = deepcopy(engine) if is_deep else pickle.loads(pickle.dumps(engine))
+        for one in (engine, copied):
             one.abort("A")
-        assert twin.snapshot() == engine.snapshot()
-        assert twin.state.pool.ref_counts.count(1) == 3
+        assert copied.snapshot() == engine.snapshot()
+        assert copied.state.pool.ref_counts.count(1) == 3
 
 
-def test_it_has_no_assertions() -> None:
+def test_a_changed_specification_has_no_assertions() -> None:
     """A wrong decision is found by what it leads to, as in any other engine."""
 
     def change(rules: Rules, _config: v.Config) -> Rules:
@@ -187,12 +187,12 @@ def test_it_has_no_assertions() -> None:
         return rules.replacing(process_preemption, by)
 
     engine = make_engine(change)
-    plan = plan_one(engine)
+    plan = submit_and_schedule(engine)
     engine.commit(plan, {"A": [6]})
     engine.reset(reset_running_requests=True)
     assert min(engine.state.pool.ref_counts) == -1
     clean = SpecEngine(CONFIG)
-    clean.commit(plan_one(clean), {"A": [6]})
+    clean.commit(submit_and_schedule(clean), {"A": [6]})
     with pytest.raises(AssertionError, match="a held block has a holder"):
         free_blocks(free_blocks(clean.state.pool, (1,)), (1,))
 
@@ -205,7 +205,7 @@ def test_a_function_of_another_package_cannot_be_replaced() -> None:
         make_engine(change)
 
 
-def test_without_a_change_all_is_as_in_the_specification() -> None:
+def test_without_a_change_all_results_are_those_of_the_specification() -> None:
     engine = make_engine(change_nothing)
     state = SpecEngine(CONFIG).state
     for event in (v.Submit(LONG), v.Schedule(), v.Submit(SHORT), v.Schedule()):

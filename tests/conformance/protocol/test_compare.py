@@ -1,4 +1,4 @@
-"""Differences: in words, on one line, only where there are any."""
+"""Differences of answers and states: each names the field and shows both values on one line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows(left: Snapshot, right: Snapshot) -> list[tuple[str, str, str]]:
     return [(row.field, row.expected, row.seen) for row in snapshot_differences(left, right)]
 
 
-def test_equal_states_differ_nowhere() -> None:
+def test_equal_states_have_no_difference() -> None:
     assert snapshot_differences(snapshot(), snapshot()) == ()
 
 
@@ -79,14 +79,14 @@ def test_plans_differ_by_row_and_field() -> None:
     assert (row.field, row.expected, row.seen) == ("new A num_scheduled_tokens", "3", "1")
 
 
-def test_answers_of_different_kinds() -> None:
+def test_answers_of_different_kinds_have_one_difference() -> None:
     (row,) = observation_differences(Ack(), Rejected(RejectCode.NEVER_FITS, "too long"))
     assert row.field == "observation"
     assert "never_fits" in row.seen
     assert observation_differences(Plan(0), None)[0].seen == "None"
 
 
-def test_words_for_blocks_and_keys() -> None:
+def test_blocks_and_keys_are_described_in_words() -> None:
     assert describe_block(snapshot(), 1) == "held by 1, carries #0[1,2]"
     assert describe_block(snapshot(), 99) == "no such block"
     assert name_key(None) == "-"
@@ -138,11 +138,11 @@ ANSWERS: list[v.Observation] = [
     v.GrammarOutput((v.GrammarRow("A", ((1, 2), None), (1,)),)),
     v.Rejected(RejectCode.NEVER_FITS, "too long"),
 ]  # fmt: skip
-"""One of each kind that says something, with a value in each field."""
+"""One answer of each kind that has fields, with a value in each field."""
 
 
 def test_every_kind_of_answer_and_record_is_altered() -> None:
-    """A kind that is new is not forgotten: `Ack` has no fields, and `Plan` and others are here."""
+    """A new kind of answer must be added to `ANSWERS`; only `Ack`, which has no fields, is not."""
     kinds = {owner for answer in ANSWERS for owner, _, _ in alter_each(answer)}
     kinds |= {owner for owner, _, _ in alter_each(STATE)}
     assert {type(answer) for answer in ANSWERS} == {*get_args(v.Observation)} - {v.Ack}
@@ -150,7 +150,7 @@ def test_every_kind_of_answer_and_record_is_altered() -> None:
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
-def test_each_field_of_an_answer_differs_by_its_name(answer: v.Observation) -> None:
+def test_a_changed_field_of_an_answer_is_named(answer: v.Observation) -> None:
     for owner, name, other in alter_each(answer):
         found = observation_differences(answer, other)
         if name in NOT_COMPARED.get(owner, {}):
@@ -164,13 +164,13 @@ def test_each_field_of_an_answer_differs_by_its_name(answer: v.Observation) -> N
 SHOWN_AS = {"ref_counts": "block", "request_id": "request"}
 
 
-def test_each_field_of_a_state_differs_by_its_name() -> None:
+def test_a_changed_field_of_a_state_is_named() -> None:
     for owner, name, other in alter_each(STATE):
         words = {word for row in snapshot_differences(STATE, other) for word in row.field.split()}
         assert SHOWN_AS.get(name, name) in words, (owner, name)
 
 
-def test_each_part_of_a_key_makes_another_block() -> None:
+def test_a_changed_part_of_a_key_is_a_difference() -> None:
     parts = {name: getattr(KEY, name) for name in BlockKey.__slots__ if name[0] != "_"}
     for name, value in parts.items():
         other = BlockKey(**{**parts, name: None if name == "parent" else alter(value)})
@@ -187,8 +187,8 @@ def test_order_alone_is_a_difference() -> None:
     assert [(row.expected, row.seen) for row in found] == [("blocks 1, 2", "blocks 2, 1")]
 
 
-def test_what_is_not_compared_has_its_reason() -> None:
-    """All else is: a field is left out where it is declared, and listed with why."""
+def test_a_field_that_is_not_compared_has_a_reason() -> None:
+    """A field is left out where it is declared, and listed with the reason."""
     kinds = {owner for record in [*ANSWERS, STATE] for owner, _, _ in alter_each(record)}
     left_out = {
         kind: {part.name for part in fields(kind) if not part.compare}
@@ -199,7 +199,7 @@ def test_what_is_not_compared_has_its_reason() -> None:
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
-def test_at_plan_each_field_is_compared_that_is_not_listed(answer: v.Observation) -> None:
+def test_at_plan_each_field_is_compared_unless_it_is_listed(answer: v.Observation) -> None:
     for owner, name, other in alter_each(answer):
         if owner in get_args(v.KVEvent):
             assert "kv_events" in NOT_IN_A_PLAN[type(answer)]
@@ -209,7 +209,7 @@ def test_at_plan_each_field_is_compared_that_is_not_listed(answer: v.Observation
 
 
 def test_rows_that_only_one_plan_has_are_named() -> None:
-    """The first row is alike, and told at length it hid the second."""
+    """The first row is equal; its long text once hid the second."""
     oracle = Oracle(Config(num_blocks=6, block_size=2))
     oracle.submit(Request("A", (1, 2, 3), max_tokens=3))
     oracle.submit(Request("B", (1, 2, 3), max_tokens=3))
@@ -233,7 +233,7 @@ def test_long_texts_are_cut_where_they_differ() -> None:
     assert left != right
 
 
-def test_lists_that_differ_behind_their_twelfth_entry_look_different() -> None:
+def test_lists_that_differ_after_their_twelfth_entry_look_different() -> None:
     left = snapshot()
     right = replace(left, finished_req_ids=tuple("abcdefghijklmnop"))
     left = replace(left, finished_req_ids=tuple("abcdefghijklmnoq"))

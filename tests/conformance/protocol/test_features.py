@@ -1,4 +1,4 @@
-"""Features: the table accounts for everything, and what it says is what is drawn and spared."""
+"""Features: the table covers all fields and actions, and runs draw or leave out what it says."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIZES = {
 PLAIN = {
     *("request_id", "prompt_token_ids", "max_tokens", "arrival_time", "skip_reading_prefix_cache")
 }
-"""The same of a request."""
+"""Fields of a request that are no feature."""
 ALWAYS_DONE = {v.Submit, v.Schedule, v.Commit, Answer, Drain}
 NAMES = list(BY_NAME)
 UNDRAWN: set[str] = set()
@@ -58,7 +58,7 @@ DRAWN = [name for name in NAMES if name not in UNDRAWN]
 WITH_CAPABILITY = [name for name in DRAWN if BY_NAME[name].capability]
 
 
-def test_the_table_accounts_for_every_field_and_every_action() -> None:
+def test_the_table_covers_every_field_and_every_action() -> None:
     fields = {name for feature in FEATURES for name in feature.config}
     assert fields | SIZES == set(v.Config.__dataclass_fields__)
     fields = {name for feature in FEATURES for name in feature.request}
@@ -68,7 +68,7 @@ def test_the_table_accounts_for_every_field_and_every_action() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_is_whole(name: str) -> None:
+def test_a_row_of_the_table_is_complete(name: str) -> None:
     feature = BY_NAME[name]
     assert feature.summary
     assert feature.config or feature.request or feature.actions
@@ -78,7 +78,7 @@ def test_a_row_is_whole(name: str) -> None:
         assert any(situation.startswith(beginning) for situation in WITNESSES), beginning
 
 
-def test_every_capability_is_of_one_row_or_has_a_comparison() -> None:
+def test_every_capability_is_in_one_row_or_concerns_comparisons() -> None:
     of_rows = [feature.capability for feature in FEATURES if feature.capability]
     assert len(of_rows) == len(set(of_rows))
     assert set(Capability) - set(of_rows) == {
@@ -88,7 +88,7 @@ def test_every_capability_is_of_one_row_or_has_a_comparison() -> None:
 
 
 def draw_some(wish: FeatureSelection, count: int = 40) -> list[tuple[v.Config, list[Action]]]:
-    """Configs and actions as they are drawn, the first of each run a request."""
+    """Draw `count` configs, each with 30 actions."""
     runs = []
     for index in range(count):
         draw = SeededDraw(f"features/{index}")
@@ -117,7 +117,7 @@ def is_in(feature: Feature, config: v.Config, actions: list[Action]) -> bool:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_not_wanted_is_never_drawn(name: str) -> None:
+def test_an_excluded_feature_is_never_drawn(name: str) -> None:
     feature = BY_NAME[name]
     runs = draw_some(FeatureSelection(never=frozenset({name})))
     assert not any(is_in(feature, *run) for run in runs)
@@ -126,7 +126,7 @@ def test_what_is_not_wanted_is_never_drawn(name: str) -> None:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", DRAWN)
-def test_what_is_wanted_is_in_every_config_or_in_most_runs(name: str) -> None:
+def test_a_wished_feature_is_in_every_config_or_in_most_runs(name: str) -> None:
     feature = BY_NAME[name]
     runs = draw_some(FeatureSelection(always=frozenset({name})))
     assert all(v.config_problems(config) == () for config, _ in runs)
@@ -138,7 +138,7 @@ def test_what_is_wanted_is_in_every_config_or_in_most_runs(name: str) -> None:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", DRAWN)
-def test_what_is_taken_away_leaves_a_valid_rest(name: str) -> None:
+def test_a_config_or_request_without_a_feature_is_still_valid(name: str) -> None:
     feature = BY_NAME[name]
     for index in range(60):
         draw = SeededDraw(f"taken/{index}")
@@ -166,7 +166,7 @@ def test_without_asynchronous_scheduling_several_frames_are_a_pipeline() -> None
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", WITH_CAPABILITY)
-def test_an_engine_is_never_given_what_it_lacks(name: str) -> None:
+def test_an_engine_is_never_given_a_feature_that_it_lacks(name: str) -> None:
     feature = BY_NAME[name]
 
     class Lacking(SpecEngine):
@@ -211,7 +211,7 @@ def test_features_are_named_one_by_one_or_with_commas() -> None:
         parse_features(("drafts,lora",))
 
 
-def test_what_an_engine_lacks_cannot_be_wanted() -> None:
+def test_a_feature_that_the_engine_lacks_cannot_be_wished() -> None:
     class Sync(SpecEngine):
         def capabilities(self) -> frozenset[str]:
             return ALL_CAPABILITIES - {"async"}
@@ -240,7 +240,7 @@ def test_wishes_reach_the_runs_of_a_check() -> None:
         assert PIPELINE.is_asked_by(run.config)
 
 
-def test_both_kinds_of_depth_are_drawn() -> None:
+def test_frames_in_flight_are_drawn_with_and_without_async_scheduling() -> None:
     configs = [draw_config(SMALL, SeededDraw(f"depth/{index}")) for index in range(300)]
     deep = [config for config in configs if config.max_frames_in_flight > 1]
     share = sum(config.async_scheduling for config in deep) / len(deep)

@@ -1,4 +1,4 @@
-"""Programs as files: what is written is read back exactly, and is played as it was."""
+"""Program files: a program is read back exactly as it was written, and has the same run."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def test_every_program_is_read_back_exactly_from_json_and_from_python(program: P
 
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 10**6))
-def test_a_drawn_program_is_played_as_it_was(seed: int) -> None:
+def test_a_drawn_program_that_is_read_back_has_the_same_run(seed: int) -> None:
     drawn, program, _ = play_episode(CheckOptions(preset="tiny", seed=seed), 0, SpecEngine, True)
     run, findings = run_program(parse_program(write_program(program), HERE), SpecEngine)
     assert run.exchanges == drawn.exchanges
     assert not findings
 
 
-def test_a_field_at_its_default_may_be_left_out_and_the_file_may_be_written_by_hand() -> None:
+def test_a_field_with_its_default_value_may_be_left_out_of_a_file() -> None:
     text = """{"version": 1, "format": "blockstep-program", "config": {"num_blocks": 4},
     "actions": [{"type": "Submit", "request": {"prompt_token_ids": [1], "request_id": "A"}},
     {"type": "Propose", "counts": [[2, 1], [1, 0]]}]}"""
@@ -95,7 +95,7 @@ def test_a_field_at_its_default_may_be_left_out_and_the_file_may_be_written_by_h
     assert parse_program(text, HERE) == Program(v.Config(4), actions)
 
 
-def test_one_action_is_on_a_line() -> None:
+def test_each_action_is_on_one_line() -> None:
     submit = v.Submit(v.Request("A", (1, 2)))
     program = replace(PROGRAM, actions=(submit, *PROGRAM.actions[1:]))
     lines = write_program(program, "why").splitlines()
@@ -125,7 +125,7 @@ def test_one_action_is_on_a_line() -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("write", [write_program, write_test])
-def test_what_json_cannot_hold_exactly_is_not_written(
+def test_a_program_that_json_cannot_hold_exactly_is_not_written(
     action: Action, write: Callable[[Program], str]
 ) -> None:
     with pytest.raises(ValueError, match="well-typed values") as error:
@@ -169,7 +169,7 @@ def dump(**changes: object) -> str:
             id="no event"),
     ],
 )  # fmt: skip
-def test_a_bad_file_is_refused_in_one_sentence(text: str, message: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_rejected_in_one_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(TraceError) as error:
@@ -222,14 +222,14 @@ def test_a_failing_program_is_saved_and_fails_again(tmp_path: Path) -> None:
     note = json.loads(path.read_text())["note"]
     assert note.startswith("P1 every_block_is_free_or_held: ")
     message = found["failure"]["findings"][0]["message"]
-    assert note.endswith(message), "it is of the program that is written, not of the longer one"
+    assert note.endswith(message), "the note is about the saved program, not about the longer one"
     names: dict[str, Any] = {}
     exec(tests.read_text(), names)
     assert names["PROGRAM"] == read_program(path)
     assert "test_p1_every_block_is_free_or_held" in names
 
 
-def test_a_program_is_reported_like_any_failure_and_ends_with_how_to_see_it(tmp_path: Path) -> None:
+def test_a_failing_program_is_reported_with_a_line_to_reproduce_it(tmp_path: Path) -> None:
     path = keep(tmp_path / "a leak.json", LEAK)
     result = blockstep("check", "--engine", LEAKY, "--program", path)
     assert f", engine {LEAKY}, program {path})" in result.output.splitlines()[0]
@@ -247,7 +247,7 @@ def test_a_program_that_runs_well_conforms(tmp_path: Path) -> None:
     assert result.output.endswith("leak.json: 3 events\n")
 
 
-def test_a_program_that_the_engine_cannot_be_given_is_no_verdict(tmp_path: Path) -> None:
+def test_a_program_that_the_engine_does_not_support_gives_no_verdict(tmp_path: Path) -> None:
     path = keep(tmp_path / "leak.json", FLIGHT)
     for engine in (f"{__name__}:Sync", f"{__name__}:Watched"):
         result = blockstep("check", "--engine", engine, "--program", path, "--in-process")
@@ -298,7 +298,7 @@ def test_a_corpus_is_played_before_anything_is_drawn(tmp_path: Path) -> None:
     assert "0 of 2 programs failed, 0 not tried" in clean.stderr
 
 
-def test_what_an_engine_cannot_be_given_of_a_corpus_is_listed_and_the_check_goes_on(
+def test_unsupported_programs_of_a_corpus_are_listed_and_not_run(
     tmp_path: Path,
 ) -> None:
     keep(tmp_path / "leak.json", LEAK)
@@ -318,7 +318,7 @@ def test_what_an_engine_cannot_be_given_of_a_corpus_is_listed_and_the_check_goes
     ],
     ids=lambda value: value if isinstance(value, str) else " ",
 )
-def test_what_cannot_be_played_is_refused_in_one_line(
+def test_programs_that_cannot_be_played_are_rejected_in_one_line(
     args: list[str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.json").write_text("junk")
@@ -329,10 +329,10 @@ def test_what_cannot_be_played_is_refused_in_one_line(
     assert result.output.count("\n") == 1
 
 
-def test_an_engine_that_does_not_live_leaves_its_program_too(
+def test_the_program_of_an_engine_that_crashes_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event that it ends at is the last of the program, which ends it again."""
+    """The last event of the program is the one at which the engine crashes, and crashes again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mortal.py").write_text(
@@ -377,7 +377,7 @@ GROUPED = v.Config(
 )
 
 
-def test_several_groups_are_described_plainly() -> None:
+def test_several_groups_are_described_on_one_line() -> None:
     text = describe_config(GROUPED)
     assert text.endswith("groups=sliding_window(block_size=2,sliding_window=3)+full(block_size=4)")
     oracle = Oracle(GROUPED)

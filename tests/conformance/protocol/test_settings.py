@@ -1,4 +1,4 @@
-"""The project's table `[tool.blockstep]`, engines that packages announce, and names with `@`."""
+"""Settings: the table `[tool.blockstep]`, engines that packages announce, and names with `@`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tabled(SpecEngine):
 
 
 class Safe(SpecEngine):
-    """It says by itself what it is held to."""
+    """An engine whose traits name its equivalence."""
 
     traits = EngineTraits(equivalence=Safety())
 
@@ -57,7 +57,7 @@ def check(*args: object) -> dict[str, object]:
     return record
 
 
-def test_the_table_names_the_engine_from_below_and_what_a_check_takes(project: Path) -> None:
+def test_the_table_of_a_parent_folder_sets_engine_and_options_of_a_check(project: Path) -> None:
     write(project, 'engine = "tabled_engines:Tabled"', 'preset = "tiny"', 'equivalence = "renamed"')
     record = check("--episode", 1, "--in-process")
     assert record["engine"] == "tabled_engines:Tabled@renamed"
@@ -66,13 +66,13 @@ def test_the_table_names_the_engine_from_below_and_what_a_check_takes(project: P
 
 
 @pytest.mark.parametrize("budget", ["300", '"300"', '"1s"'])
-def test_the_table_sets_for_how_long(project: Path, budget: str) -> None:
+def test_the_table_sets_the_budget(project: Path, budget: str) -> None:
     write(project, 'engine = "tabled_engines:Tabled"', f"budget = {budget}", 'preset = "tiny"')
     record = check("--jobs", 1, "--in-process")
     assert int(str(record["num_events"])) < 20_000
 
 
-def test_another_engine_is_not_spoken_of(project: Path) -> None:
+def test_the_table_does_not_apply_to_another_engine(project: Path) -> None:
     write(project, 'engine = "tabled_engines:Tabled"', 'preset = "tiny"', 'corpus = "nowhere"')
     record = check("--engine", "spec", "--episode", 1)
     assert (record["engine"], record["preset"]) == ("spec", "small")
@@ -110,7 +110,7 @@ def test_every_other_command_takes_the_engine(project: Path) -> None:
         (['engine = "host"', 'corpus = "no"'], "there is no such folder"),
     ],
 )
-def test_a_table_that_cannot_be_meant_is_refused_in_a_line(
+def test_an_invalid_table_is_rejected_in_one_line(
     project: Path, lines: list[str], message: str
 ) -> None:
     write(project, *lines)
@@ -119,7 +119,7 @@ def test_a_table_that_cannot_be_meant_is_refused_in_a_line(
     assert "Traceback" not in result.output
 
 
-def test_a_table_that_cannot_be_meant_is_no_concern_of_help(project: Path) -> None:
+def test_an_invalid_table_does_not_break_help(project: Path) -> None:
     write(project, 'enigne = "host"')
     assert blockstep("check", "--help").exit_code == 0
     assert blockstep("explain", "P1").exit_code == 0
@@ -144,7 +144,7 @@ def test_the_nearest_table_is_read_past_files_without_one(tmp_path: Path) -> Non
 # Names.
 
 
-def test_an_equivalence_follows_a_name() -> None:
+def test_a_name_may_end_with_an_equivalence() -> None:
     assert get_equivalence_name(load_engine("host@plan")) == "plan"
     assert get_equivalence_name(load_engine("host@exact")) == "exact"
     assert get_equivalence_name(load_engine(f"{__name__}:Safe@safety")) == "safety"
@@ -160,13 +160,13 @@ def test_an_equivalence_follows_a_name() -> None:
         (f"{__name__}:Safe@exact", "its traits say equivalence safety, not exact"),
     ],
 )
-def test_an_equivalence_that_cannot_be_is_refused(name: str, message: str) -> None:
+def test_an_unknown_or_conflicting_equivalence_is_rejected(name: str, message: str) -> None:
     with pytest.raises(EngineNotFoundError, match=message):
         load_engine(name)
 
 
 def announce(folder: Path, package: str, *lines: str) -> None:
-    """Install a package that announces engines, as far as anybody can see."""
+    """Write the metadata of an installed package that announces engines."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")

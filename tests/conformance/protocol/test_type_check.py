@@ -1,4 +1,4 @@
-"""An engine whose answers are ill-typed is told which field it is, at every equivalence."""
+"""Type check: an ill-typed answer is a fault that names the field, at every equivalence."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ def make(
 
 
 def find(make_engine: type[SpecEngine]) -> str:
-    """The message of the only finding, which is a fault that names a field."""
+    """Return the message of the only finding, which is a fault that names a field."""
     run, findings = run_program(PROGRAM, make_engine)
     assert [(found.kind, found.sentence) for found in findings] == [
         (FindingKind.FAULT, "engine_answers_in_the_vocabulary")
     ]
-    assert conclude(PROGRAM, run, findings).last is not None, "it can be told"
+    assert conclude(PROGRAM, run, findings).last is not None, "the run can be reported"
     assert findings[0].differences[0].field in findings[0].message
     return findings[0].message
 
@@ -145,13 +145,13 @@ def test_an_ill_typed_answer_is_a_fault_that_names_the_field(name: str, equivale
 
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)
 @pytest.mark.parametrize("name", STATES)
-def test_so_is_an_ill_typed_state(name: str, equivalence: str) -> None:
+def test_an_ill_typed_state_is_a_fault_that_names_the_field(name: str, equivalence: str) -> None:
     bend, message = STATES[name]
     assert message in find(make(equivalence, None, bend))
 
 
 @pytest.mark.parametrize("lacks", ["statistics", "rejection"])
-def test_a_state_that_is_none_from_the_start_is_reported_with_a_program(lacks: str) -> None:
+def test_a_state_that_is_ill_typed_from_the_start_has_a_program(lacks: str) -> None:
     class Wrong(SpecEngine):
         def snapshot(self) -> Any:
             return {}
@@ -162,7 +162,7 @@ def test_a_state_that_is_none_from_the_start_is_reported_with_a_program(lacks: s
     assert "snapshot() after Submit: the answer = {}" in find(Wrong)
 
 
-def test_what_is_well_typed_is_not_accused() -> None:
+def test_well_typed_answers_and_states_are_not_accused() -> None:
     row = v.CachedRow("A", False, ((1,),), (1, 2), 1, 0, 1)
     request = v.RequestSnapshot("A", v.Status.RUNNING)
     for value in (
@@ -182,19 +182,19 @@ def test_what_is_well_typed_is_not_accused() -> None:
 
 
 @pytest.mark.parametrize("number", [1.0, True, np.int64(1), "1", None])
-def test_a_number_is_an_int_however_equal(number: Any) -> None:
+def test_a_number_that_is_no_int_is_ill_typed(number: Any) -> None:
     found = find_ill_typed(v.Plan(number), v.Observation)
     assert found is not None
     assert (found.path, found.rule) == (".frame_id", "an int")
 
 
-def test_what_cannot_even_be_shown_is_named_by_its_type() -> None:
-    class Shy:
+def test_an_answer_whose_repr_raises_is_shown_by_its_type() -> None:
+    class RaisingRepr:
         def __repr__(self) -> str:
             raise RuntimeError
 
-    message = find(make("exact", (v.Schedule, lambda _: Shy()), None))
-    assert "the answer = <Shy>" in message
+    message = find(make("exact", (v.Schedule, lambda _: RaisingRepr()), None))
+    assert "the answer = <RaisingRepr>" in message
 
 
 # Factories.
@@ -248,12 +248,12 @@ FACTORIES = {
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This module by its name, however it was imported."""
+    """Make this module importable by its name, however it was imported."""
     monkeypatch.setitem(sys.modules, __name__, sys.modules[NamesText.__module__])
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_a_factory_of_something_else_is_bad_input(name: str) -> None:
+def test_a_factory_that_makes_no_valid_engine_is_bad_input(name: str) -> None:
     make_engine = globals()[name]
     with pytest.raises(BadEngineError) as caught:
         get_capabilities(make_engine)
@@ -267,7 +267,7 @@ def test_a_factory_of_something_else_is_bad_input(name: str) -> None:
     assert FACTORIES[name] in " ".join(result.output.split())
 
 
-def test_it_is_so_in_a_process_of_its_own(tmp_path: Any) -> None:
+def test_a_factory_that_returns_none_is_bad_input_in_a_child_process(tmp_path: Any) -> None:
     (tmp_path / "made_of_nothing.py").write_text("def make(config):\n    return None\n")
     with (
         Isolation(path=[str(tmp_path)]) as isolation,
@@ -276,6 +276,6 @@ def test_it_is_so_in_a_process_of_its_own(tmp_path: Any) -> None:
         isolation.check(CheckOptions("made_of_nothing:make", max_events=10))
 
 
-def test_what_is_an_engine_is_built() -> None:
+def test_a_valid_engine_is_built() -> None:
     assert isinstance(build(SpecEngine, CONFIG), SpecEngine)
     assert get_traits(SpecEngine) == EngineTraits()

@@ -108,7 +108,7 @@ def test_the_first_bad_commit_is_found(tmp_path: Path) -> None:
     assert read_program(saved).actions
 
 
-def test_a_program_decides_and_history_need_not_be_straight(tmp_path: Path) -> None:
+def test_a_given_program_is_bisected_in_a_history_with_a_merge(tmp_path: Path) -> None:
     repository = tmp_path / "engine"
     commits = make_repository(repository, GOOD, GOOD, BAD)
     git(repository, "checkout", "--quiet", "-b", "side", commits[0])
@@ -132,7 +132,7 @@ def test_a_program_decides_and_history_need_not_be_straight(tmp_path: Path) -> N
     assert text.splitlines()[-1].split() == ["reproduce", *again.split(), side]
 
 
-def test_without_a_difference_there_is_nothing_to_find(tmp_path: Path) -> None:
+def test_a_bad_first_commit_or_a_good_last_one_is_rejected(tmp_path: Path) -> None:
     repository = tmp_path / "engine"
     commits = make_repository(repository, BAD, BAD, GOOD)
     program = tmp_path / "program.json"
@@ -144,7 +144,7 @@ def test_without_a_difference_there_is_nothing_to_find(tmp_path: Path) -> None:
     assert (code, "nothing is wrong there" in text) == (2, True), text
 
 
-def test_what_is_no_commit_or_no_history_is_refused(tmp_path: Path) -> None:
+def test_unknown_commits_and_commits_in_wrong_order_are_rejected(tmp_path: Path) -> None:
     first, last = make_repository(tmp_path / "engine", GOOD, GOOD)
     given = ("--engine", "bisected_engine:Engine", "--path", str(tmp_path / "engine"))
     for names, words in (
@@ -161,7 +161,7 @@ def test_what_is_no_commit_or_no_history_is_refused(tmp_path: Path) -> None:
         Clone(tmp_path, tmp_path / "clone")
 
 
-def test_what_a_commit_is_follows_from_the_sentence_that_fails() -> None:
+def test_a_commit_is_bad_only_if_the_same_check_fails() -> None:
     looked_for = violated("P1", "every_block_is_free_or_held", "1 and 2")
     question, options = Question(PROGRAM, looked_for), CheckOptions()
 

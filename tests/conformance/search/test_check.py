@@ -1,4 +1,4 @@
-"""Check: deterministic, fair to a clean engine, deadly to the planted ones."""
+"""Check: it is repeatable, a correct engine conforms, and each seeded bug is found."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_budget_in_events_makes_a_run_repeatable_in_any_number_of_processes() 
     assert alone.first is None
 
 
-def test_the_whole_verdict_is_green() -> None:
+def test_the_host_engine_conforms_and_reaches_all_goals() -> None:
     result = check(CheckOptions(engine="host", seed=0, max_events=30_000, jobs=2))
     assert result.missing == ()
     assert result.exit_code is ExitCode.CONFORMS
@@ -96,47 +96,47 @@ def test_the_specification_is_held_to_itself_under_the_profile_of_the_run() -> N
     assert result.first is None
 
 
-class Idle(SpecEngine):
-    """Takes nothing."""
+class DeclinesAll(SpecEngine):
+    """An engine that declines every event."""
 
     def declines(self, event: v.Event) -> str:
         return "a known defect"
 
 
-class PlaceOfTheIdle(InProcess):
+class PlaceOfDeclinesAll(InProcess):
     def read_engine_facts(self, options: CheckOptions) -> EngineFacts:
-        return read_engine_facts(options, Idle)
+        return read_engine_facts(options, DeclinesAll)
 
     def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
         assert start < 10_000, "it never ends"
-        return [run_episode(options, index, Idle) for index in range(start, start + count)]
+        return [run_episode(options, index, DeclinesAll) for index in range(start, start + count)]
 
 
-def test_an_engine_that_takes_nothing_gets_no_verdict_and_an_end() -> None:
+def test_a_check_of_an_engine_that_declines_all_ends_without_a_verdict() -> None:
     options = CheckOptions(preset="tiny", profile="vllm-0.19.1", max_events=100)
-    result = search(options, PlaceOfTheIdle(), lambda _result: None)
+    result = search(options, PlaceOfDeclinesAll(), lambda _result: None)
     assert result.num_events == 0
     assert result.exit_code is ExitCode.HARNESS
 
 
-def test_the_canary_dies() -> None:
+def test_the_canary_is_caught() -> None:
     events = run_canary(CheckOptions(engine="host", seed=3))
     assert events is not None
     assert 0 < events < 5000
 
 
-ENDING = {
+RAISING = {
     "late-report-kills",
     "copy-takes-what-is-not-there",
     "first-copy-is-not-counted",
     "states-charged-once",
 }
-"""Defects by which the engine ends: it raises before a property can speak."""
+"""Seeded bugs at which the engine raises before a property check fails."""
 
 
 @pytest.mark.sampled(one_in=12)
 @pytest.mark.parametrize("name", EXHIBITS)
-def test_every_planted_defect_is_killed_by_name(name: str) -> None:
+def test_every_seeded_bug_is_found_by_a_property_that_it_names(name: str) -> None:
     entry, make_engine, num_events = EXHIBITS[name], build(name), 0
     taken = (entry.takes, "groups" if entry.takes_groups else "")
     options = CheckOptions(seed=6, with_features=tuple(filter(None, taken)))
@@ -144,13 +144,13 @@ def test_every_planted_defect_is_killed_by_name(name: str) -> None:
         run, _, findings = play_episode(options, index, make_engine)
         num_events += run.num_events
         assert num_events < 150_000, f"{name} survived"
-        if findings and (name in ENDING or findings[0].kind is not FindingKind.FAULT):
-            break  # otherwise the engine only raised: go on until a property speaks
+        if findings and (name in RAISING or findings[0].kind is not FindingKind.FAULT):
+            break  # otherwise the engine only raised: continue until a check fails
     named = {found.property_id for found in findings}
     differs = any(
         found.kind in (FindingKind.DIVERGENCE, FindingKind.LIVENESS) for found in findings
     )
-    ends = name in ENDING and findings[0].kind is FindingKind.FAULT
+    ends = name in RAISING and findings[0].kind is FindingKind.FAULT
     assert named & set(entry.properties) or differs or ends, findings
 
 
@@ -183,7 +183,7 @@ def test_under_strict_a_known_defect_is_a_finding() -> None:
     assert result.exit_code in {ExitCode.FAILED, ExitCode.LIVENESS}
 
 
-def test_under_its_profile_a_known_defect_is_known() -> None:
+def test_under_its_profile_a_known_defect_is_counted_as_known() -> None:
     options = CheckOptions(engine=f"{__name__}:Release", profile="vllm-0.19.1", max_events=2_000)
     result = check(options)
     assert result.first is None, result.first
@@ -191,7 +191,7 @@ def test_under_its_profile_a_known_defect_is_known() -> None:
     assert {"P4", "P10"} & set(result.known)
 
 
-class Meek(SpecEngine):
+class WithoutRejections(SpecEngine):
     """An engine that must not be given bad input."""
 
     def capabilities(self) -> frozenset[str]:
@@ -204,15 +204,15 @@ class Meek(SpecEngine):
         return answer
 
 
-def test_an_engine_that_refuses_nothing_gets_nothing_to_refuse() -> None:
-    result = check(CheckOptions(engine=f"{__name__}:Meek", max_events=3_000))
+def test_an_engine_without_rejections_gets_no_bad_input() -> None:
+    result = check(CheckOptions(engine=f"{__name__}:WithoutRejections", max_events=3_000))
     assert result.first is None, result.first
     assert not any(name.startswith("rejected_") for name in result.missing)
     assert result.skipped["rejection"] > 0
 
 
 class Moody(SpecEngine):
-    """The first one that is given an event loses a block by it, and no other does."""
+    """The first engine that is given an event loses a block, and no later one does."""
 
     first: Moody | None = None
 
@@ -227,7 +227,7 @@ class Moody(SpecEngine):
         return replace(snapshot, free_queue=snapshot.free_queue[1:])
 
 
-def test_a_finding_that_does_not_come_back_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_that_is_not_repeated_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockstep.conformance.search.check.EPISODES_COMPARED_MAX", 3)
     monkeypatch.setattr("blockstep.conformance.search.check.TINY_EPISODES", 3)
     Moody.first = None
@@ -239,7 +239,7 @@ def test_a_finding_that_does_not_come_back_is_marked(monkeypatch: pytest.MonkeyP
 
 
 class Forgetful(SpecEngine):
-    """It looks at some of the stop tokens only."""
+    """An engine that knows only some of the stop tokens."""
 
     known = slice(None)
 
@@ -276,7 +276,7 @@ def test_an_engine_that_looks_at_some_stop_tokens_only_is_found(
 
 
 class Shallow(SpecEngine):
-    """An engine that says how deep a check may go, what cannot come up, and what it declines."""
+    """An engine with a largest depth, an unreachable goal, and events that it declines."""
 
     traits = EngineTraits(max_depth=2, out_of_reach=frozenset({"skip_ahead"}))
 
@@ -292,7 +292,10 @@ def test_an_engine_may_narrow_a_check_and_the_report_shows_it() -> None:
     assert result.skipped.keys() == {"a known defect"}
     required = required_goals(result.options)
     missing = [name for name in required if not result.witnesses[name]]
-    unreachable = {"skip_ahead", "dropped_token_runs_again"}  # by its traits, and for want of one
+    unreachable = {
+        "skip_ahead",
+        "dropped_token_runs_again",
+    }  # the first by its traits, the second by lack of a trait
     assert result.missing == tuple(name for name in missing if name not in unreachable)
     assert "skip_ahead" in required
     console = Console(record=True, width=100, file=io.StringIO())

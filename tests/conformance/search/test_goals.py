@@ -1,4 +1,4 @@
-"""Goals of a run: each can be reached, or a reason says why not; and what a run spends on them."""
+"""Goals of a run: a goal that a config or a feature rules out is not required."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def list_missing(*with_features: str) -> tuple[str, ...]:
     return missing_goals({}, options, read_engine_facts(options, Declining))
 
 
-def test_a_goal_is_out_of_reach_only_beside_its_feature() -> None:
+def test_a_goal_is_out_of_reach_only_with_its_feature() -> None:
     assert "transfers_asked_anew" not in list_missing("transfers", "states")
     assert "transfers_asked_anew" in list_missing("transfers")
 
@@ -52,16 +52,16 @@ def test_sides_of_quirks_that_a_feature_rules_out_are_not_required() -> None:
     assert late not in list_missing("events")
 
 
-def test_no_load_of_states_has_the_last_token() -> None:
+def test_a_load_of_states_never_includes_the_last_token() -> None:
     change = next(it.change for it in QUIRKS if it.quirk is Quirk.LAST_TOKEN_IS_LOADED)
     config = replace(PLAIN_CONFIG, kv_connector=True)
     assert change(STRICT_RULES, config) is not STRICT_RULES
-    beside = replace(config, groups=STATES, enable_prefix_caching=False)
-    assert change(STRICT_RULES, beside) is STRICT_RULES
+    with_states = replace(config, groups=STATES, enable_prefix_caching=False)
+    assert change(STRICT_RULES, with_states) is STRICT_RULES
 
 
-def test_a_drain_ends_where_an_answer_is_refused() -> None:
-    """The release keeps the grammar's state of a session, so it refuses what the worker samples."""
+def test_a_drain_ends_where_a_commit_is_rejected() -> None:
+    """The release keeps the grammar state of a session, so it rejects the sampled token."""
     grammar = v.Grammar((((1, 1),), ((2, 2),), ((1, 0),)))
     session = v.Request(
         "A", (0,), max_tokens=1, resumable=True, structured_output=True, grammar=grammar
@@ -85,8 +85,8 @@ def test_the_end_of_a_load_that_has_arrived_is_reported_again() -> None:
     assert any(draw_report(under_way, draw).recving == ("A",) for _ in range(200))
 
 
-def test_spare_blocks_of_a_session_are_counted_where_all_of_it_must_fit() -> None:
-    """The blocks for states behind drafts are part of its table, and of what it needs."""
+def test_blocks_for_states_of_drafts_count_where_a_session_must_fit() -> None:
+    """Blocks for the states of drafts are part of the table of a session, and of its need."""
     groups = (
         *(v.KVGroup(v.GroupKind.FULL, 4),) * 2,
         v.KVGroup(
@@ -123,6 +123,6 @@ def test_spare_blocks_of_a_session_are_counted_where_all_of_it_must_fit() -> Non
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_state_that_is_hit_in_its_own_step_falls_within_20_000_events(seed: int) -> None:
+def test_a_state_hit_in_its_own_step_is_found_within_20_000_events(seed: int) -> None:
     options = CheckOptions("museum:state-hit-within-its-step", seed=seed, max_events=20_000)
     assert check(options, shrinks=False).first is not None

@@ -1,4 +1,4 @@
-"""Isolation: an engine that hangs or dies is a finding, and costs its child only."""
+"""Isolation: an engine that hangs or crashes is a finding, and ends only its child process."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Late(SpecEngine):
         return Reluctant()
 
 class Unserious(Raising):
-    """Ignores whoever asks it to end, and closes what it is spoken to through."""
+    """Ignores SIGTERM, and closes all its files."""
     def fail(self):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.closerange(0, 100)
@@ -182,7 +182,7 @@ def test_a_lost_engine_is_a_fault_with_its_program_and_its_place(
 
 
 def play(options: CheckOptions, episode: int) -> list[str]:
-    """What an engine is given in an episode."""
+    """Return the calls that an engine gets in an episode."""
     events: list[str] = []
 
     class Recording(SpecEngine):
@@ -194,7 +194,7 @@ def play(options: CheckOptions, episode: int) -> list[str]:
     return events
 
 
-def test_what_an_engine_starts_dies_with_it(
+def test_processes_that_an_engine_starts_end_with_it(
     isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
@@ -236,7 +236,7 @@ def test_an_engine_lost_while_its_failure_is_shrunk_is_reported_with_it(
     assert "then, while this was being shrunk: the engine's process ended" in text
 
 
-def test_an_engine_that_is_lost_whenever_its_failure_is_seen_again_is_reported_with_it(
+def test_an_engine_lost_when_its_failure_is_repeated_is_reported_with_it(
     isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SEEN_FILE", str(tmp_path / "seen"))
@@ -247,13 +247,13 @@ def test_an_engine_that_is_lost_whenever_its_failure_is_seen_again_is_reported_w
     assert "seen in the same episode before: P1 " in render_first_failure(result)
 
 
-def test_what_an_engine_prints_and_reads_is_its_own_business(isolation: Isolation) -> None:
+def test_an_engine_may_print_and_read_standard_input(isolation: Isolation) -> None:
     result = isolation.check(options("Chatty", 300))
     assert result.first is None
     assert result.num_events >= 300
 
 
-def test_what_an_engine_declares_is_read_and_jobs_change_nothing(isolation: Isolation) -> None:
+def test_traits_are_read_in_the_child_and_jobs_change_nothing(isolation: Isolation) -> None:
     wanted = replace(options("Declining", 1500), preset="small", profile="sparing")
     here = check_to_json(check(replace(wanted, engine=f"{__name__}:Declining")))
     for jobs in (1, 2):
@@ -269,7 +269,7 @@ def test_what_an_engine_declares_is_read_and_jobs_change_nothing(isolation: Isol
 
 
 class Declining(SpecEngine):
-    """As the one above."""
+    """The same engine as in `ENGINES`."""
 
     traits = EngineTraits(max_depth=2)
 
@@ -277,10 +277,10 @@ class Declining(SpecEngine):
         return "a known defect" if isinstance(event, Reset) else None
 
 
-def test_the_first_lost_episode_is_reported_however_many_run_side_by_side(
+def test_the_first_lost_episode_is_reported_with_any_number_of_jobs(
     isolation: Isolation,
 ) -> None:
-    """Here an engine fails by what it is given, and not by how often it was asked."""
+    """This engine fails at a kind of event, and not after a number of calls."""
     found = [
         check_to_json(isolation.check(replace(options("AbortingAtAbort"), jobs=jobs)))
         for jobs in (1, 2)
@@ -289,7 +289,7 @@ def test_the_first_lost_episode_is_reported_however_many_run_side_by_side(
     assert "was ended by SIGABRT at: " in found[0]["failure"]["findings"][0]["message"]
 
 
-def test_what_hangs_between_two_calls_hangs_no_check(
+def test_an_engine_that_hangs_between_two_calls_is_stopped(
     isolation: Isolation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("blockstep.conformance.search.isolation.process.BUILD_SECONDS", 4.0)
@@ -298,13 +298,13 @@ def test_what_hangs_between_two_calls_hangs_no_check(
     assert result.first.message == "the engine gave no answer within 4 s between two calls"
 
 
-def test_an_engine_that_neither_speaks_nor_listens_is_ended(isolation: Isolation) -> None:
+def test_an_engine_that_ignores_signals_and_closes_files_is_killed(isolation: Isolation) -> None:
     result = isolation.check(options("Unserious"))
     assert result.first is not None
     assert result.first.message.startswith("the engine closed the files of its process at: ")
 
 
-def test_a_record_of_an_engine_that_does_not_live_is_none(
+def test_no_record_is_written_of_an_engine_that_crashes(
     isolation: Isolation, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.jsonl"
@@ -342,7 +342,7 @@ PROGRAM = Program(
 )
 
 
-def test_programs_follow_one_another_in_one_child(isolation: Isolation) -> None:
+def test_several_programs_run_in_one_child(isolation: Isolation) -> None:
     assert isolation.run(CheckOptions("spec"), PROGRAM).first is None
     text = render_outcome(isolation.run(CheckOptions(CANARY), PROGRAM), CANARY)
     assert text.startswith("blockstep: VIOLATION at event 2: MEMORY: ")
@@ -351,7 +351,7 @@ def test_programs_follow_one_another_in_one_child(isolation: Isolation) -> None:
     assert isolation.run(CheckOptions("spec"), PROGRAM).first is None
 
 
-def test_another_child_follows_one_that_was_lost(isolation: Isolation) -> None:
+def test_a_child_that_was_lost_is_replaced(isolation: Isolation) -> None:
     name = "isolated_engines:Exiting"
     program = replace(PROGRAM, actions=(PROGRAM.actions[0], *(Schedule(),) * 1000))
     text = render_outcome(isolation.run(CheckOptions(name), program), name)

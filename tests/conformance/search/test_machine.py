@@ -1,4 +1,4 @@
-"""The Hypothesis machine: green for our engine, red for a planted defect."""
+"""Hypothesis state machine: it passes for our engine and fails for a seeded bug."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def test_an_engine_that_is_not_exact_is_held_to_what_it_declares(engine: str) ->
     run_state_machine_as_test(machine(engine, "tiny"), settings=few)
 
 
-def test_an_engine_of_its_own_fails_by_a_property() -> None:
+def test_a_wrong_foreign_engine_fails_by_a_property() -> None:
     only_find = settings(SETTINGS, max_examples=200, phases=[Phase.generate])
     with pytest.raises(AssertionError, match=r"P[0-9]+ "):
         run_state_machine_as_test(machine(FreesTwice, "tiny"), settings=only_find)
 
 
-def test_it_finds_a_planted_defect_and_prints_its_story() -> None:
+def test_the_machine_finds_a_seeded_bug_and_prints_its_events() -> None:
     # Shrinking is Hypothesis' own business, and takes it minutes.
     only_find = settings(SETTINGS, max_examples=400, phases=[Phase.generate])
-    planted = machine(build("leak-on-abort"), "tiny")
+    seeded = machine(build("leak-on-abort"), "tiny")
     with pytest.raises(AssertionError, match="P1 ") as caught:
-        run_state_machine_as_test(planted, settings=only_find)
+        run_state_machine_as_test(seeded, settings=only_find)
     assert "abort" in "\n".join(caught.value.__notes__)

@@ -1,4 +1,4 @@
-"""Metamorphic: answers do not depend on what must not matter; where they do, two configs say so."""
+"""Metamorphic pairs: two configs that must not differ in outputs are compared."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from blockstep.spec import vocabulary as v
 
 
 @pytest.mark.parametrize("engine", ["host", "spec"])
-def test_a_clean_engine_answers_alike_in_every_arm(engine: str) -> None:
+def test_a_correct_engine_has_equal_outputs_in_every_pair(engine: str) -> None:
     result = compare_pair(CheckOptions(seed=1), load_engine(engine), 40)
     assert result.contrast is None
     assert set(result.num_compared) == {arm.name for arm in ARMS}
     assert min(result.num_compared.values()) > 50
 
 
-class Listening(load_engine("host")):  # type: ignore[misc]
-    """Counts what it is asked, and how often it says yes."""
+class CountsEvents(load_engine("host")):  # type: ignore[misc]
+    """Counts the events that it accepts, by kind."""
 
     taken: Counter[str] = Counter()  # noqa: RUF012
 
@@ -46,16 +46,16 @@ class Listening(load_engine("host")):  # type: ignore[misc]
         ("encoder", "Submit"),
     ],
 )
-def test_what_requests_bring_is_brought_in_every_arm(feature: str, event: str) -> None:
-    Listening.taken.clear()
-    result = compare_pair(CheckOptions(with_features=(feature,)), Listening, 16)
+def test_the_events_of_a_feature_are_given_in_every_pair(feature: str, event: str) -> None:
+    CountsEvents.taken.clear()
+    result = compare_pair(CheckOptions(with_features=(feature,)), CountsEvents, 16)
     assert (result.contrast, result.fault, result.num_endless) == (None, None, 0)
     assert min(result.num_compared.values()) > 30
-    assert Listening.taken[event] > 100
+    assert CountsEvents.taken[event] > 100
 
 
-class ForgetsChunks(load_engine("host")):  # type: ignore[misc]
-    """With prefix caching a session goes on as if it had said nothing yet."""
+class CutsInputs(load_engine("host")):  # type: ignore[misc]
+    """Cuts the next input of a session to one token if prefix caching is on."""
 
     def apply(self, event: v.Event) -> v.Observation:
         has_cache = self.config.enable_prefix_caching
@@ -66,30 +66,30 @@ class ForgetsChunks(load_engine("host")):  # type: ignore[misc]
         return answer
 
 
-def test_a_session_that_goes_on_otherwise_makes_two_arms_differ() -> None:
-    result = compare_pair(CheckOptions(with_features=("sessions",)), ForgetsChunks, 60)
+def test_a_session_that_loses_input_with_caching_makes_a_pair_differ() -> None:
+    result = compare_pair(CheckOptions(with_features=("sessions",)), CutsInputs, 60)
     assert result.contrast is not None
     assert result.contrast.arm == "caching"
     assert any(request.resumable for request in result.contrast.requests)
 
 
 @pytest.mark.parametrize(
-    ("exhibit", "arms"),
+    ("bug", "arms"),
     [
         ("stale-key-after-reuse", {"caching", "chunks", "pool"}),
         ("lost-rollback", {"drafts", "async"}),
         ("salt-ignored", {"caching", "chunks", "pool"}),
     ],
 )
-def test_a_planted_defect_makes_two_arms_differ(exhibit: str, arms: set[str]) -> None:
-    result = compare_pair(CheckOptions(), load_engine(f"museum:{exhibit}"), 300)
+def test_a_seeded_bug_makes_a_pair_differ(bug: str, arms: set[str]) -> None:
+    result = compare_pair(CheckOptions(), load_engine(f"museum:{bug}"), 300)
     assert result.contrast is not None
     assert result.contrast.arm in arms
     assert result.contrast.plain != result.contrast.other
     assert len(result.contrast.requests) <= 4
 
 
-def test_what_an_engine_cannot_do_is_no_arm() -> None:
+def test_a_pair_that_the_engine_does_not_support_is_left_out() -> None:
     class Plain(SpecEngine):
         def capabilities(self) -> frozenset[str]:
             return super().capabilities() - {"async", "drafts", "pipeline"}
@@ -107,7 +107,7 @@ def test_what_an_engine_cannot_do_is_no_arm() -> None:
         *("foreign_support.hosts:AtSafety", "foreign_support.hosts:AtPlan"),
     ],
 )
-def test_an_engine_that_is_not_exact_answers_alike(engine: str) -> None:
+def test_an_engine_that_is_not_exact_has_equal_outputs(engine: str) -> None:
     result = compare_pair(CheckOptions(seed=2), load_engine(engine), 12)
     assert (result.contrast, result.fault, result.num_endless) == (None, None, 0)
     if "toys" in engine:
@@ -118,7 +118,7 @@ def test_an_engine_that_is_not_exact_answers_alike(engine: str) -> None:
 
 
 class Raising(PlainToy):
-    """Breaks where a large pool is given to it."""
+    """Raises at a commit if the pool is large."""
 
     def apply(self, event: v.Event) -> v.Observation:
         if self.config.num_blocks > 100 and isinstance(event, v.Commit):
@@ -126,19 +126,19 @@ class Raising(PlainToy):
         return super().apply(event)
 
 
-class Deaf(PlainToy):
-    """Never runs anybody."""
+class NeverRuns(PlainToy):
+    """Never runs a request."""
 
     def plan(self) -> v.Plan:
         return v.Plan(0)
 
 
 class Foreign(PlainToy):
-    """Delivers to somebody who never came."""
+    """Delivers a token to a request that was never submitted."""
 
     def apply(self, event: v.Event) -> v.Observation:
         seen = super().apply(event)
-        return v.Outputs((v.OutputRow("who", (1,)),)) if isinstance(event, v.Commit) else seen
+        return v.Outputs((v.OutputRow("ghost", (1,)),)) if isinstance(event, v.Commit) else seen
 
 
 class Wrong(PlainToy):
@@ -152,7 +152,7 @@ class Wrong(PlainToy):
     ("engine", "arm", "message"),
     [
         ("Raising", "pool", "the engine raised KeyError: 'blocks'"),
-        ("Foreign", "", "'who', which was never submitted"),
+        ("Foreign", "", "'ghost', which was never submitted"),
         ("Wrong", "", "was answered with None"),
     ],
 )
@@ -172,14 +172,16 @@ def test_an_engine_that_breaks_is_a_fault_with_its_workload(
     assert json.loads(out.read_text())["fault"]["arm"] == arm
 
 
-def test_answers_that_never_end_are_compared_with_nothing() -> None:
-    result = CliRunner().invoke(app, ["arms", "--engine", f"{__name__}:Deaf", "--workloads", "9"])
+def test_requests_that_never_finish_are_not_compared() -> None:
+    result = CliRunner().invoke(
+        app, ["arms", "--engine", f"{__name__}:NeverRuns", "--workloads", "9"]
+    )
     assert result.exit_code == ExitCode.HARNESS
     assert "NO VERDICT (nothing compared)" in result.output
     assert "answers, under both configs: see blockstep check" in result.output
 
 
-def test_every_arm_makes_a_valid_config() -> None:
+def test_every_pair_has_a_valid_config() -> None:
     from blockstep.conformance.search.metamorphic import draw_workload
 
     for episode in range(50):

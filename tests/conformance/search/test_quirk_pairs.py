@@ -34,14 +34,14 @@ FEATURES_OF = {
     "states": ("groups",),
     "transfers": ("transfers",),
 }
-"""What each theme of quirks needs in a run, by the module in which its quirks are."""
+"""Features that a run needs for the quirks of a module, by module."""
 SAMPLE_EVENTS = 150
 SAMPLE_PAIRS = 16
 SOAK_EVENTS = 5_000
 
 
 def choose_options(pair: Iterable[Quirk], seed: int) -> CheckOptions:
-    """A check of the specification under two quirks, with what brings both about if it can be."""
+    """Return options of a check under two quirks, with their features if a run can have all."""
     stories = [STORIES[quirk] for quirk in pair]
     quirks = {quirk for story in stories for quirk in (story.quirk, *story.upon)}
     profile = "+".join(sorted(quirks))
@@ -59,7 +59,7 @@ def choose_options(pair: Iterable[Quirk], seed: int) -> CheckOptions:
 
 
 def soak(pair: Iterable[Quirk], num_events: int, seed: int = 0) -> str:
-    """What goes wrong in so many events under two quirks, or ""."""
+    """Return the first finding in `num_events` events under two quirks, or ""."""
     options = choose_options(pair, seed)
     asked = {"profile": options.profile, "with_features": options.with_features}
     played = play_episodes(load(options), num_events, seed=seed, **asked)
@@ -69,7 +69,7 @@ def soak(pair: Iterable[Quirk], num_events: int, seed: int = 0) -> str:
 
 
 def test_pairs_of_quirks_drawn_today() -> None:
-    """Other pairs every day. `BLOCKSTEP_PAIRS_SEED` plays those of another day."""
+    """Each day draws other pairs. `BLOCKSTEP_PAIRS_SEED` plays those of another day."""
     seed = int(os.environ.get("BLOCKSTEP_PAIRS_SEED", date.today().toordinal()))  # noqa: DTZ011
     drawn = Random(seed).sample(PAIRS, SAMPLE_PAIRS)
     failed = [text for pair in drawn if (text := soak(pair, SAMPLE_EVENTS, seed))]

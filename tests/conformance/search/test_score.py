@@ -1,4 +1,4 @@
-"""A score counts what is alike past every difference, and shows the first of each kind."""
+"""Score: a run continues after each difference, counts what agrees, and shows the first ones."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def scored(engine: str, num_events: int = 700, **options: Any) -> ScoreResult:
 
 
 @pytest.mark.parametrize("engine", [HostEngine, SpecEngine, OtherIds, Simulator, Judged])
-def test_an_engine_that_decides_alike_agrees_in_everything(engine: Any) -> None:
-    """Also where the engine is held to less: a score compares with the specification."""
+def test_an_engine_with_equal_decisions_agrees_in_everything(engine: Any) -> None:
+    """A score compares with the specification even if the engine is held to less."""
     totals = dict.fromkeys(Aspect, 0)
     for index in range(5):
         run, _, findings = play_scored(CheckOptions(), index, engine)
@@ -82,7 +82,7 @@ def test_an_engine_that_decides_alike_agrees_in_everything(engine: Any) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small", "real"])
 @pytest.mark.parametrize("engine", [HostEngine, Simulator, Judged])
-def test_an_engine_that_decides_alike_agrees_in_many_events(engine: Any, preset: str) -> None:
+def test_an_engine_with_equal_decisions_agrees_in_many_events(engine: Any, preset: str) -> None:
     for index in range(20):
         run, _, findings = play_scored(CheckOptions(preset=preset, seed=3), index, engine)
         assert findings == []
@@ -91,16 +91,16 @@ def test_an_engine_that_decides_alike_agrees_in_many_events(engine: Any, preset:
 
 @pytest.fixture(scope="module")
 def result() -> ScoreResult:
-    """Of a simulator whose hits are a block short."""
+    """Return the score of a simulator whose hits are a block short."""
     return scored(SHORT, preset="tiny", without_features=("transfers",))
 
 
-def test_a_score_goes_on_past_a_difference_and_shows_the_first_of_each_kind(
+def test_a_score_continues_after_a_difference_and_shows_the_first_ones(
     result: ScoreResult,
 ) -> None:
     assert result.num_events >= 700
     assert 0 < result.agreed[Aspect.STEPS] < result.total[Aspect.STEPS]
-    assert result.exit_code() is ExitCode.CONFORMS, "it measures; whether it is enough is asked"
+    assert result.exit_code() is ExitCode.CONFORMS, "a score fails only if a least share is given"
     assert result.exit_code(least=0.999) is ExitCode.FAILED
     hits = result.firsts[Aspect.HITS].shrunk
     assert hits is not None
@@ -121,8 +121,8 @@ def test_the_shrunk_program_differs_again(result: ScoreResult) -> None:
         assert run.differing(aspect) == list(first.shrunk.findings)
 
 
-class Deaf(Spec):
-    """Its answers to every third plan deliver nothing."""
+class DropsOutputs(Spec):
+    """An engine that delivers nothing at the commit of every third plan."""
 
     def apply(self, event: Event) -> Any:
         answer = super().apply(event)
@@ -133,7 +133,7 @@ class Deaf(Spec):
 def test_a_token_that_is_sampled_and_not_delivered_is_counted() -> None:
     config = Config(num_blocks=9)
     program = Program(config, (Submit(Request("A", (1, 2), max_tokens=5)), Drain()))
-    run, _ = score_program(program, Deaf)
+    run, _ = score_program(program, DropsOutputs)
     tally = run.tallies()[Aspect.TOKENS]
     assert (tally.agreed, tally.total) == (4, 5)
     assert tally.first == Difference("token of A in plan 3", "delivered", "not delivered")
@@ -163,8 +163,8 @@ def test_profiles_with_equal_shares_are_named_together(result: ScoreResult) -> N
     assert all(f"  {aspect}: first in episode" in page for aspect in result.firsts)
 
 
-class Listening(SpecEngine):
-    """Remembers what it was asked."""
+class RecordsEvents(SpecEngine):
+    """Records the kinds of events that it gets."""
 
     asked: set[str] = set()  # noqa: RUF012
 
@@ -181,16 +181,16 @@ class Listening(SpecEngine):
         ("encoder", {"EncoderOffer", "EncoderReset"}),
     ],
 )
-def test_what_requests_bring_is_brought_to_both_sides(feature: str, events: set[str]) -> None:
-    Listening.asked.clear()
+def test_the_events_of_a_feature_are_given_to_both_sides(feature: str, events: set[str]) -> None:
+    RecordsEvents.asked.clear()
     for index in range(4):
         others = tuple(name for name in ("sessions", "encoder", "events") if name != feature)
         options = CheckOptions(preset="tiny", with_features=(feature,), without_features=others)
-        run, _, findings = play_scored(options, index, Listening)
+        run, _, findings = play_scored(options, index, RecordsEvents)
         assert findings == []
         assert not run.reference.live
         assert all(it.agreed == it.total for it in run.tallies().values())
-    assert events <= Listening.asked
+    assert events <= RecordsEvents.asked
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_each_kind_of_defect_shows_in_its_own_count(defect: type, aspect: Aspect
     assert any(run.tallies()[aspect].first is not None for run in runs)
 
 
-def test_a_step_left_out_shifts_what_follows_and_loses_no_token() -> None:
-    """Steps rarely agree after it; what a request got does, but for the time."""
+def test_a_step_that_is_left_out_shifts_later_steps_and_loses_no_token() -> None:
+    """Steps rarely agree after it; the outputs of a request agree, but come later."""
     config = Config(num_blocks=30, block_size=2, max_model_len=32)
     program = Program(config, (Submit(Request("A", (1, 2, 3), max_tokens=6)), Drain()))
     run, findings = score_program(program, Lazy)
@@ -234,8 +234,8 @@ def test_drafts_are_the_same_for_a_request_whatever_the_order_of_rows() -> None:
     assert all(tally.first is None for tally in run.tallies().values())
 
 
-def test_only_what_both_can_be_given_is_given() -> None:
-    """A request that the spec refuses, an id used twice, a grammar of nobody: neither side."""
+def test_an_event_that_cannot_be_given_to_both_sides_is_left_out() -> None:
+    """A request that never fits, an id used twice and an unknown grammar go to neither side."""
     config = Config(num_blocks=4, block_size=2, max_model_len=32)
     run = ScoreRun.start(config, HostEngine)
     big, small = Request("A", tuple(range(20))), Request("B", (1, 2), max_tokens=2)
@@ -262,8 +262,8 @@ def test_an_event_that_the_specification_rejects_is_not_given_to_the_engine() ->
     assert run.skipped == {"events that the specification rejects": 1}
 
 
-def test_what_an_engine_declines_neither_side_is_given() -> None:
-    """A step that one side alone leaves out would be no difference of its deciding."""
+def test_a_declined_event_is_given_to_neither_side() -> None:
+    """A step that only one side leaves out would be no difference between decisions."""
 
     class Engine(SpecEngine):
         def declines(self, event: Event) -> str | None:
@@ -278,10 +278,10 @@ def test_what_an_engine_declines_neither_side_is_given() -> None:
     assert run.skipped == {"a known defect": 2}
     assert all(tally.first is None for tally in run.tallies().values())
     strict, _ = score_program(program, Engine)
-    assert strict.skipped == {}, "under strict nothing is spared"
+    assert strict.skipped == {}, "under strict nothing is left out"
 
 
-def test_an_engine_that_raises_is_reported_and_the_score_goes_on() -> None:
+def test_an_engine_that_raises_is_reported_and_the_score_continues() -> None:
     result = scored(BROKEN, 300)
     assert result.num_stuck > 1
     assert result.stuck is not None
@@ -301,7 +301,7 @@ def test_an_answer_of_wrong_types_is_named_by_its_field() -> None:
     assert "Plan.new = None: must be a tuple of NewRow" in findings[0].message
 
 
-def test_what_is_not_seen_again_is_marked() -> None:
+def test_a_difference_that_is_not_repeated_is_marked() -> None:
     MoodyHits.was_short = False
     result = scored("equivalent_engines:Moody", 800, preset="tiny", without_features=("groups",))
     assert any(first.shrunk is None for first in result.firsts.values())
@@ -316,7 +316,7 @@ def blockstep(*args: object) -> Any:
 
 
 def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
-    """And so does its JSON, for machines."""
+    """The JSON has the same numbers."""
     block = re.search(r"```console\n\$ blockstep score (.*?)\n(.*?)```", PAGE, re.S)
     assert block is not None
     path = tmp_path / "score.json"
@@ -354,13 +354,13 @@ def test_a_score_is_measured_against_a_release(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_line_at_the_end_shows_it_again(result: ScoreResult) -> None:
+def test_the_line_to_reproduce_shows_the_difference_again(result: ScoreResult) -> None:
     for aspect, first in result.firsts.items():
         again = blockstep(*reproduce(result.options, first.episode).split()[2:])
         assert f"  {aspect}: first in episode {first.episode} " in again.output
 
 
-def test_too_low_a_score_fails_if_that_is_asked(result: ScoreResult) -> None:
+def test_too_low_a_score_fails_if_a_least_share_is_given(result: ScoreResult) -> None:
     assert blockstep("--budget", 200, "--least", 100).exit_code == 0
     assert result.exit_code(0.995) is ExitCode.FAILED
     assert "less than 99.50% agree: steps" in render_score(result, 0.995)
@@ -373,6 +373,6 @@ def test_an_engine_that_hangs_ends_the_score() -> None:
     assert "the score ends early: the engine gave no answer within 1 s" in result.output
 
 
-def test_a_line_to_reproduce_names_a_folder_as_a_shell_takes_it() -> None:
+def test_a_line_to_reproduce_quotes_a_folder_for_the_shell() -> None:
     line = reproduce(CheckOptions("mine:Engine", path="/a folder"), 3)
     assert "--path '/a folder' --preset" in line

@@ -1,4 +1,4 @@
-"""What a program is shrunk to fails for the same reason, and asks for nothing the engine lacks."""
+"""Shrinking: the shrunk program fails the same check, and asks for nothing the engine lacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def submits(count: int) -> tuple[Action, ...]:
 
 
 class TwoSymptoms(SpecEngine):
-    """Of one property: alone, a request is not the one submitted; of two, the first runs twice."""
+    """Two checks of one property fail: a changed request if one is new, a second row if two are."""
 
     traits = EngineTraits(equivalence=Safety())
 
@@ -41,7 +41,7 @@ class TwoSymptoms(SpecEngine):
         return
 
 
-def test_the_sentence_that_failed_is_kept() -> None:
+def test_the_check_that_failed_is_kept() -> None:
     program = Program(CONFIG, (*submits(3), v.Schedule()))
     _, findings = run_program(program, TwoSymptoms)
     (first,) = [found for found in findings if found.sentence == "request_has_one_row"]
@@ -51,7 +51,7 @@ def test_the_sentence_that_failed_is_kept() -> None:
 
 
 class WrongDeeper(SpecEngine):
-    """Wrong, and likewise wherever it has several frames in flight as it says that it cannot."""
+    """Delivers nothing, and has a second defect with several frames in flight, which it lacks."""
 
     def apply(self, event: v.Event) -> v.Observation:
         answer = super().apply(event)
@@ -84,7 +84,7 @@ def test_no_program_is_tried_that_asks_for_what_the_engine_lacks() -> None:
     ]
 
 
-def test_nor_are_more_frames_in_flight_than_it_can_have() -> None:
+def test_no_program_is_tried_with_more_frames_than_the_engine_allows() -> None:
     class Shallow(WrongDeeper):
         traits = EngineTraits(max_depth=2)
         depths: list[int] = []  # noqa: RUF012
@@ -119,7 +119,7 @@ class WrongAtNulls(SpecEngine):
 
 
 class WrongInSmaller(WrongAtNulls):
-    """Wrong only beside full attention in blocks of another size."""
+    """Wrong only with full attention in blocks of another size."""
 
     def apply(self, event: v.Event) -> v.Observation:
         answer, config = super(WrongAtNulls, self).apply(event), self.state.config
@@ -128,7 +128,7 @@ class WrongInSmaller(WrongAtNulls):
         return answer
 
 
-def test_of_several_groups_those_are_left_that_matter() -> None:
+def test_only_groups_that_matter_are_kept() -> None:
     for engine, groups in (
         (WrongAtNulls, (v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=1),)),
         (WrongInSmaller, (FULL, v.KVGroup(v.GroupKind.FULL, 2))),
@@ -141,14 +141,14 @@ def test_of_several_groups_those_are_left_that_matter() -> None:
         assert len(shrunk.program.actions) <= 4
 
 
-def test_where_groups_do_not_matter_there_is_one() -> None:
+def test_groups_that_do_not_matter_are_removed() -> None:
     program = Program(replace(GROUPED, async_scheduling=False), LONG)
     _, findings = run_program(program, WrongDeeper)
     assert shrink(program, WrongDeeper, findings[0]).program.config.groups == ()
 
 
 class WrongAbout(SpecEngine):
-    """Wrong about each request that it announces, if that is like this."""
+    """Wrong at each plan with a new request for which `is_met` holds."""
 
     def is_met(self, request: v.Request) -> bool:
         raise NotImplementedError
@@ -173,7 +173,7 @@ ENCODING = replace(
 )
 
 
-def test_items_that_matter_are_left_short_and_in_front() -> None:
+def test_items_that_matter_are_shortened_and_moved_to_the_front() -> None:
     class Wrong(WrongAbout):
         def is_met(self, request: v.Request) -> bool:
             return bool(request.items)
@@ -192,7 +192,7 @@ def test_items_that_matter_are_left_short_and_in_front() -> None:
     assert (left.config.encoder_compute_budget, left.config.encoder_cache_size) == (0, 0)
 
 
-def test_an_item_has_one_content_while_it_becomes_shorter() -> None:
+def test_a_shortened_item_is_equal_in_all_requests() -> None:
     actions = (
         v.Submit(v.Request("A", (1,) * 8, items=(CAT, DOG))),
         v.StreamingUpdate(v.Request("A", (1,) * 8, items=(DOG,), resumable=True)),
@@ -208,7 +208,7 @@ def test_an_item_has_one_content_while_it_becomes_shorter() -> None:
         assert all(not item.is_embed or any(item.is_embed) for item in items)
 
 
-def test_of_a_grammar_those_states_and_edges_are_left_that_matter() -> None:
+def test_only_grammar_states_and_edges_that_matter_are_kept() -> None:
     class Wrong(WrongAbout):
         def is_met(self, request: v.Request) -> bool:
             edges = request.grammar.edges if request.grammar else ()
@@ -222,7 +222,7 @@ def test_of_a_grammar_those_states_and_edges_are_left_that_matter() -> None:
     assert left.actions == (v.Submit(least), v.GrammarReady("A"), v.Schedule())
 
 
-def test_of_a_session_those_chunks_are_left_that_matter() -> None:
+def test_only_inputs_of_a_session_that_matter_are_kept() -> None:
     class Wrong(WrongAbout):
         def is_met(self, request: v.Request) -> bool:
             return len(request.prompt_token_ids) > 2 and request.resumable
@@ -241,7 +241,7 @@ def test_of_a_session_those_chunks_are_left_that_matter() -> None:
     assert not any(request.priority or request.adapter for request in requests)
 
 
-def test_what_was_tried_is_hardly_tried_again() -> None:
+def test_a_program_is_seldom_tried_again() -> None:
     played: list[Program] = []
 
     def play(program: Program, *more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Scripts of an engine alone: each kept finding shows without Blockstep."""
+"""Standalone scripts: each kept finding is shown by a script that needs only the engine."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def write(path: Path, engine: str, forgiven: frozenset[KnownCause] | None = None
     return script
 
 
-def test_at_least_ten_are_kept_of_each_engine_together() -> None:
+def test_at_least_ten_findings_of_vllm_are_kept_and_four_of_transformers() -> None:
     assert len(VLLM) >= OF_VLLM_ALONE
     assert {path.stem for path in VLLM} & set(Quirk)
     assert len(TRANSFORMERS) == 4
 
 
-def test_the_page_lists_what_is_unknown_upstream() -> None:
+def test_the_page_lists_findings_that_are_unknown_upstream() -> None:
     page = (FOLDER.parents[2] / "docs/how-to/report-a-defect.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     assert listed <= {path.stem for path in VLLM}
@@ -130,7 +130,7 @@ def test_a_script_of_nano_vllm_shows_wrong_kv() -> None:
     ],
     ids=["finding", "event"],
 )
-def test_what_a_script_cannot_do_is_reported(story: Story, why: str) -> None:
+def test_a_story_that_no_script_can_show_is_reported(story: Story, why: str) -> None:
     with pytest.raises(UnwritableError, match=why):
         nano_vllm_script.write_script(story)
 
@@ -154,13 +154,13 @@ def test_no_script_is_written_by_an_adapter_that_has_none(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("given", ["check", "check --save repro.json", "hunt"])
-def test_a_script_needs_a_place(given: str) -> None:
+def test_a_script_needs_a_file(given: str) -> None:
     result = CliRunner().invoke(app, [*given.split(), "--engine", "host", "--standalone"])
     assert result.exit_code == 2
     assert "--standalone: needs --save" in result.output
 
 
-def test_a_script_that_shows_nothing_is_refused() -> None:
+def test_a_script_that_shows_nothing_is_rejected() -> None:
     why = verify(Script("print('all is well')\n", "seen"))
     assert why == (
         "the script does not show 'seen': exit status 0, and the end of what it prints is "
@@ -170,7 +170,7 @@ def test_a_script_that_shows_nothing_is_refused() -> None:
     assert not verify(Script("import sys\nprint('seen')\nsys.exit(1)\n", "seen"))
 
 
-def test_calls_are_of_one_line_or_wrapped() -> None:
+def test_a_long_call_is_wrapped() -> None:
     assert show_call("f", "1", a="2", b=None) == "f(1, a=2)"
     wrapped = show_call("f", *(f"argument_{n}" for n in range(20)))
     assert len(wrapped.splitlines()) > 1

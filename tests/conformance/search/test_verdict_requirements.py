@@ -1,4 +1,4 @@
-"""What a check at `safety` must have met follows from what the engine claims."""
+"""Goals of a check at `safety`: they follow from the capabilities that the engine claims."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ from blockstep.spec.vocabulary import (
 SAFETY = EngineTraits(equivalence=Safety())
 PLAIN = Request("", ())
 EVERYTHING = OWED_AT_SAFETY - {"dropped_token_runs_again"}
-"""Of an engine that drops no tokens in flight (see `test_dropped_tokens`)."""
+"""Goals of an engine that drops no tokens in flight (see `test_dropped_tokens`)."""
 
 
-def owed(
+def list_required(
     *lacks: str, fit_config: Any = None, fit_request: Any = None, out_of_reach: tuple[str, ...] = ()
 ) -> set[str]:
-    """What a check of such an engine that met nothing misses."""
+    """Return the goals that are required in a check of such an engine."""
     fits = {"fit_config": fit_config, "fit_request": fit_request}
     scope = Safety(**{name: fit for name, fit in fits.items() if fit is not None})
     traits = EngineTraits(equivalence=scope, out_of_reach=frozenset(out_of_reach))
@@ -68,8 +68,8 @@ def owed(
     return set(missing_goals({}, options, read_engine_facts(options, make_engine)))
 
 
-def test_an_engine_that_can_do_all_owes_all() -> None:
-    assert owed() == EVERYTHING
+def test_all_goals_are_required_of_an_engine_with_all_capabilities() -> None:
+    assert list_required() == EVERYTHING
     assert OWED_AT_SAFETY <= ANSWERED <= WITNESSES.keys()
 
 
@@ -84,7 +84,7 @@ TAKEN_ALONG = {
 
 
 @pytest.mark.parametrize("name", sorted(it.name for it in FEATURES if it.examples))
-def test_what_an_adapter_takes_out_of_what_it_is_given_it_declines(name: str) -> None:
+def test_a_feature_that_an_adapter_removes_counts_as_declined(name: str) -> None:
     feature = BY_NAME[name]
     scope = Safety(feature.take_from, lambda request, _config: feature.take_from(request))
     declined = find_declined_features(scope)
@@ -101,12 +101,12 @@ def test_every_feature_that_is_asked_for_has_an_example() -> None:
 
 
 def _in_order(names: Collection[str]) -> str:
-    """A test's name: of a set the same in each process."""
+    """Return a test id that is the same in each process, although sets have no order."""
     return ",".join(sorted(names))
 
 
 @pytest.mark.parametrize(
-    ("lacks", "spared"),
+    ("lacks", "not_required"),
     [
         (("abort",), {"abort_waiting", "abort_in_flight"}),
         (("grammar",), {"grammar_promoted"}),
@@ -121,12 +121,14 @@ def _in_order(names: Collection[str]) -> str:
     ],
     ids=_in_order,
 )  # fmt: skip
-def test_what_it_lacks_it_does_not_owe(lacks: tuple[str, ...], spared: set[str]) -> None:
-    assert EVERYTHING - owed(*lacks) == spared
+def test_goals_of_missing_capabilities_are_not_required(
+    lacks: tuple[str, ...], not_required: set[str]
+) -> None:
+    assert EVERYTHING - list_required(*lacks) == not_required
 
 
 @pytest.mark.parametrize(
-    ("fields", "spared"),
+    ("fields", "not_required"),
     [
         ({"enable_prefix_caching": False}, {"prefix_hit", "resumed_with_hit", "reset_done"}),
         ({"enable_chunked_prefill": True}, set()),
@@ -136,20 +138,23 @@ def test_what_it_lacks_it_does_not_owe(lacks: tuple[str, ...], spared: set[str])
     ],
     ids=_in_order,
 )  # fmt: skip
-def test_nor_what_its_adapter_takes_out_of_a_config(
-    fields: dict[str, Any], spared: set[str]
+def test_goals_that_fit_config_rules_out_are_not_required(
+    fields: dict[str, Any], not_required: set[str]
 ) -> None:
-    assert EVERYTHING - owed(fit_config=lambda config: replace(config, **fields)) == spared
+    assert (
+        EVERYTHING - list_required(fit_config=lambda config: replace(config, **fields))
+        == not_required
+    )
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_nor_what_it_takes_out_of_a_request(name: str) -> None:
+def test_goals_that_fit_request_rules_out_are_not_required(name: str) -> None:
     plain = Request("", ())
     fields = {field: getattr(plain, field) for field in STOPS[name]}
-    assert EVERYTHING - owed(fit_request=lambda request, _config: replace(request, **fields)) == {
-        name
-    }
-    assert owed(fit_request=lambda _request, _config: None) == EVERYTHING
+    assert EVERYTHING - list_required(
+        fit_request=lambda request, _config: replace(request, **fields)
+    ) == {name}
+    assert list_required(fit_request=lambda _request, _config: None) == EVERYTHING
 
 
 @pytest.mark.parametrize(
@@ -168,24 +173,26 @@ def test_nor_what_it_takes_out_of_a_request(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("scope", [Renamed, SamePlans])
-def test_a_field_that_is_taken_out_is_owed_at_no_equivalence(
+def test_goals_of_a_removed_field_are_required_at_no_equivalence(
     scope: type[Equivalence], field: str, beginnings: tuple[str, ...]
 ) -> None:
     def drop(request: Request, _config: Config) -> Request:
         return replace(request, **{field: getattr(Request("", ()), field)})
 
-    owed = []
+    list_required = []
     for fit_request in (lambda request, _config: request, drop):
         traits = EngineTraits(equivalence=scope(fit_request=fit_request))
         engine = make_lacking(SpecEngine, (), traits)
         options = CheckOptions(with_features=("encoder",) if field == "items" else ())
-        owed.append(set(missing_goals({}, options, read_engine_facts(options, engine))))
-    assert owed[0] - owed[1] == {it for it in owed[0] if it.startswith(beginnings or "-")}
-    assert bool(owed[0] - owed[1]) is bool(beginnings) or field == "is_last_step"
+        list_required.append(set(missing_goals({}, options, read_engine_facts(options, engine))))
+    assert list_required[0] - list_required[1] == {
+        it for it in list_required[0] if it.startswith(beginnings or "-")
+    }
+    assert bool(list_required[0] - list_required[1]) is bool(beginnings) or field == "is_last_step"
 
 
 @pytest.mark.parametrize("field", ["adapter", "items", "job_id"])
-def test_a_field_that_is_taken_out_where_the_config_has_no_use_for_it_is_owed(field: str) -> None:
+def test_goals_of_a_field_removed_only_where_it_is_unused_are_required(field: str) -> None:
     def drop(request: Request, config: Config) -> Request:
         uses = {
             "adapter": config.max_loras,
@@ -200,13 +207,13 @@ def test_a_field_that_is_taken_out_where_the_config_has_no_use_for_it_is_owed(fi
     )
 
 
-def test_where_no_request_is_preempted_none_returns() -> None:
+def test_goals_of_resumption_are_not_required_without_preemption() -> None:
     returns = {"preempted", "preempted_then_resumed", "resumed_with_hit", "resumed_with_outputs"}
-    assert EVERYTHING - owed(out_of_reach=("preempted",)) == returns
-    assert EVERYTHING - owed(out_of_reach=("prefix_hit",)) == {"prefix_hit"}
+    assert EVERYTHING - list_required(out_of_reach=("preempted",)) == returns
+    assert EVERYTHING - list_required(out_of_reach=("prefix_hit",)) == {"prefix_hit"}
 
 
-# How they are met.
+# How goals are counted.
 
 CONFIG = Config(num_blocks=17, block_size=2, max_model_len=32, max_num_batched_tokens=32)
 
@@ -223,7 +230,7 @@ def submit(name: str, **fields: Any) -> Submit:
     return Submit(Request(name, (1, 2, 3), 4, **fields))
 
 
-def test_aborts_are_distinguished_by_what_they_meet() -> None:
+def test_aborts_are_counted_by_the_status_of_the_request() -> None:
     config = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True, max_num_seqs=2)
     seen = count(
         config,
@@ -254,7 +261,7 @@ def test_pauses_grammars_and_resets_are_counted() -> None:
     for name in ("reset_forced", "reset_forced_in_flight", "reset_done"):
         assert seen[name] == 1, name
     assert seen["abort_preempted"] == 2
-    assert seen["paused_all"] == 0, "nobody ran any more"
+    assert seen["paused_all"] == 0, "no request ran any more"
 
 
 def test_drafts_are_counted_by_how_many_were_right() -> None:
@@ -277,7 +284,7 @@ def test_drafts_are_counted_by_how_many_were_right() -> None:
     }
 
 
-def test_ends_by_the_length_of_the_model_are_distinguished() -> None:
+def test_stops_at_max_model_len_are_counted_apart() -> None:
     config = replace(CONFIG, max_model_len=4)
     seen = count(config, Submit(Request("A", (1, 2, 3), 4)), Schedule(), Answer())
     assert (seen["stop_model_length"], seen["stop_length"]) == (1, 0)
@@ -286,7 +293,7 @@ def test_ends_by_the_length_of_the_model_are_distinguished() -> None:
 # What is drawn.
 
 
-def test_aborts_in_flight_are_tried_often_where_nothing_is_compared() -> None:
+def test_aborts_in_flight_are_drawn_often_at_safety() -> None:
     counts: Counter[str] = Counter()
     lacks = ALL_CAPABILITIES - {"abort", "snapshot"}
     make_engine = make_lacking(SpecEngine, lacks, SAFETY)
@@ -301,17 +308,17 @@ def test_aborts_in_flight_are_tried_often_where_nothing_is_compared() -> None:
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This module by its name, however it was imported."""
+    """Make this module importable by its name, however it was imported."""
     monkeypatch.setitem(sys.modules, __name__, sys.modules[AtSafety.__module__])
 
 
 class AtSafety(SpecEngine):
-    """Right, claims everything, and is judged by properties alone."""
+    """A correct engine that claims all capabilities and is judged by the properties alone."""
 
     traits = EngineTraits(equivalence=Safety())
 
 
-def test_a_check_that_met_too_little_names_it_and_what_to_do() -> None:
+def test_a_check_that_misses_goals_lists_them_and_what_to_do() -> None:
     result = check(CheckOptions(f"{__name__}:AtSafety", preset="tiny", max_events=1))
     assert {"paused_all", "stop_repetition"} <= set(result.missing)
     assert result.exit_code is ExitCode.HARNESS
@@ -320,8 +327,8 @@ def test_a_check_that_met_too_little_names_it_and_what_to_do() -> None:
     )
 
 
-def test_what_was_not_asked_for_may_be_left_out() -> None:
-    """Beside what was asked for an adapter may have to leave out the configs of another feature."""
+def test_the_verdict_proposes_to_leave_out_features_not_asked_for() -> None:
+    """An adapter may have to leave out configs with a feature that was not asked for."""
     result = check(CheckOptions("host", preset="tiny", max_events=1, with_features=("events",)))
     assert list_unasked(result) == []
     result = replace(result, missing=("groups_evicted_by_another", "groups_state_left"))
@@ -333,6 +340,6 @@ def test_what_was_not_asked_for_may_be_left_out() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small", "real"])
-def test_a_check_of_the_usual_length_meets_all(preset: str) -> None:
+def test_a_check_of_the_usual_length_reaches_all_goals(preset: str) -> None:
     result = check(CheckOptions(f"{__name__}:AtSafety", preset=preset, max_events=150_000))
     assert result.missing == ()
