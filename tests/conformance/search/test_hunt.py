@@ -1,4 +1,4 @@
-"""A hunt finds each defect once, by itself, and names it afterwards."""
+"""Hunt: each defect is listed once, apart from others, with its known cause if it has one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ FEW = "strict+min_tokens_mask_length+resumed_with_token_in_flight+stale_draft_pl
 
 
 def follower(name: str) -> Callable[[Config], SpecEngine]:
-    """Engines with the known defects of a profile, and no others."""
+    """Return engines with the known defects of a profile, and no others."""
     return lambda config: SpecEngine(config, find(name))
 
 
@@ -90,7 +90,7 @@ def find(name: str) -> Profile:
 
 
 def held_to_safety(make_engine: EngineFactory) -> EngineFactory:
-    """The same engines, judged by the properties alone."""
+    """Return the same engines, judged by the properties alone."""
 
     class Held:
         traits = EngineTraits(equivalence=Safety())
@@ -108,27 +108,27 @@ def few() -> HuntResult:
     return hunt(options, call_here(follower(FEW)))
 
 
-BESIDE = ((), ("groups",), ("encoder",), ("groups", "transfers"), ("groups", "encoder"))
-"""Features that a hunt has in every run: what a release does to them is not met by chance."""
-SELDOM = {
+FEATURES = ((), ("groups",), ("encoder",), ("groups", "transfers"), ("groups", "encoder"))
+"""Features that a hunt has in every run, because their quirks are not found by chance."""
+SELDOM_FOUND = {
     Quirk.ENCODER_BUDGET_OF_WITHDRAWN_ROWS_IS_LOST,
     Quirk.SESSIONS_KEEP_THEIR_GRAMMAR,
     Quirk.REASONING_END_IS_SEARCHED_IN_THE_NEXT_INPUT,
     Quirk.WINDOW_HIT_CUT_WITHOUT_CHECK,
 }
-"""What no hunt of so many events has met."""
+"""Quirks that no hunt of this length has found."""
 
 
 @pytest.mark.soak
 def test_nearly_every_quirk_of_a_release_is_found_and_named() -> None:
     found = []
-    for features in BESIDE:
+    for features in FEATURES:
         options = CheckOptions(
             engine="toy", max_events=40_000, profile=RELEASE, with_features=features
         )
         found += hunt(options, call_here(follower(RELEASE))).defects
     named = {cause.name for defect in found for cause in defect.causes}
-    assert find(RELEASE).quirks - SELDOM <= named <= find(RELEASE).quirks
+    assert find(RELEASE).quirks - SELDOM_FOUND <= named <= find(RELEASE).quirks
     assert all(defect.length <= 25 for defect in found)
 
 
@@ -139,7 +139,7 @@ def test_every_quirk_of_an_engine_is_found_and_named(few: HuntResult) -> None:
     assert all(defect.length <= 15 for defect in few.defects)
 
 
-def test_a_policy_that_both_sides_follow_is_shown_though_nothing_is_wrong(few: HuntResult) -> None:
+def test_a_watchpoint_is_shown_although_nothing_is_wrong(few: HuntResult) -> None:
     ((watchpoint, seen),) = few.policies
     assert watchpoint.name == "urgent_waits_for_a_seat"
     assert seen.shrunk is not None
@@ -148,7 +148,7 @@ def test_a_policy_that_both_sides_follow_is_shown_though_nothing_is_wrong(few: H
     assert len({action.request.priority for action in submits}) > 1
 
 
-def test_a_hunt_is_rendered_in_three_ways(few: HuntResult) -> None:
+def test_a_hunt_is_rendered_as_text_as_a_page_and_as_json(few: HuntResult) -> None:
     text = render_hunt(few)
     page = render_hunt_page(few, "blockstep hunt --engine toy")
     record: dict[str, Any] = hunt_to_json(few)
@@ -159,13 +159,13 @@ def test_a_hunt_is_rendered_in_three_ways(few: HuntResult) -> None:
     assert all(defect["reproduce"] in text for defect in record["defects"])
 
 
-def test_a_clean_engine_has_no_defect() -> None:
+def test_a_correct_engine_has_no_defect() -> None:
     result = hunt(CheckOptions(max_events=1_500), call_here(load_engine("host")))
     assert result.defects == []
     assert result.num_events >= 3_000
 
 
-def test_a_clean_engine_that_is_judged_by_the_properties_alone_has_none_either() -> None:
+def test_a_correct_engine_that_is_judged_at_safety_has_no_defect() -> None:
     result = hunt(CheckOptions(max_events=2_000), call_here(held_to_safety(load_engine("host"))))
     assert result.defects == []
     assert result.policies == []  # it may take every decision otherwise
@@ -174,7 +174,7 @@ def test_a_clean_engine_that_is_judged_by_the_properties_alone_has_none_either()
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_nor_has_it_after_many_events(seed: int) -> None:
+def test_a_correct_engine_has_no_defect_at_safety_in_many_events(seed: int) -> None:
     options = CheckOptions(max_events=50_000, seed=seed)
     assert hunt(options, call_here(held_to_safety(load_engine("host")))).defects == []
 
@@ -182,7 +182,7 @@ def test_nor_has_it_after_many_events(seed: int) -> None:
 # What nothing known accounts for.
 
 
-def test_what_nothing_known_accounts_for_is_found_once_and_counted() -> None:
+def test_an_unknown_defect_is_listed_once_and_counted() -> None:
     make_engine = load_engine("museum:leak-on-abort")
     result = hunt(CheckOptions(max_events=600), call_here(make_engine), scopes=("tiny",))
     (defect,) = result.defects
@@ -222,8 +222,8 @@ def test_one_defect_is_listed_once_however_it_shows(exhibit: str, name: str) -> 
 
 
 @pytest.mark.soak
-def test_most_planted_defects_are_listed_once() -> None:
-    """Not all: a map that lies about blocks may break any sentence."""
+def test_most_seeded_bugs_are_listed_once() -> None:
+    """Not all bugs are: a wrong map of cached blocks may fail any check."""
     counts = [
         len(hunt(CheckOptions(max_events=800), call_here(held_to_safety(build(name)))).defects)
         for name in EXHIBITS
@@ -244,7 +244,7 @@ def test_most_planted_defects_are_listed_once() -> None:
         ("forward-frees", 2_500),
     ],
 )
-def test_one_defect_is_listed_once_where_all_is_compared(exhibit: str, events: int) -> None:
+def test_one_defect_is_listed_once_if_all_is_compared(exhibit: str, events: int) -> None:
     result = hunt(CheckOptions(max_events=events), call_here(build(exhibit)))
     assert len(result.defects) == 1
 
@@ -280,7 +280,7 @@ def test_two_defects_are_listed_as_two(first: str, second: str) -> None:
 
 @pytest.mark.parametrize("rare", ["leak-on-abort", "resumed-without-tokens"])
 def test_a_defect_of_nearly_every_episode_hides_no_other(rare: str) -> None:
-    """Almost every program that is run on, or varied, comes to it: that makes nothing a symptom."""
+    """Almost every continued or varied program shows it, but that makes no failure a symptom."""
     make_engine = held_to_safety(plant_both("length-off-by-one", rare))
     result = hunt(CheckOptions(max_events=600), call_here(make_engine), scopes=("tiny",))
     assert [defect.first.sentence for defect in result.defects] == [
@@ -290,15 +290,15 @@ def test_a_defect_of_nearly_every_episode_hides_no_other(rare: str) -> None:
             "resumed-without-tokens": "tokens_are_sent_after_a_gap",
         }[rare],
     ]
-    text, told = render_hunt(result), cast("Any", hunt_to_json(result))["defects"]
-    for defect, row in zip(result.defects, told, strict=True):
+    text, listed = render_hunt(result), cast("Any", hunt_to_json(result))["defects"]
+    for defect, row in zip(result.defects, listed, strict=True):
         for other, name, line in zip(defect.also, row["also"], row["also_reproduce"], strict=True):
             assert f"  also      {name}\n            {line}\n" in text
             options = replace(other.options, episode=other.episode)
             again = check(options, place=InProcess(lambda asked: show_to(asked, make_engine)))
             assert again.failure is not None
             assert again.failure.findings[0].sentence == other.first.sentence
-    assert bool(told[1]["also"]) == (rare == "leak-on-abort")
+    assert bool(listed[1]["also"]) == (rare == "leak-on-abort")
 
 
 def show_to(options: CheckOptions, make_engine: EngineFactory) -> EngineFactory:
@@ -322,35 +322,35 @@ NOT_MET = (
 )
 
 
-class Half(SpecEngine):
-    """It lets no bound end a request below min_tokens, as a release does, but in blocks of one."""
+class HasAQuirkInPart(SpecEngine):
+    """An engine that has a quirk of a release except with blocks of one token."""
 
     def __init__(self, config: Config) -> None:
         quirk = "strict+min_tokens_mask_length" if config.block_size > 1 else "strict"
         super().__init__(config, find(quirk))
 
 
-def test_a_quirk_that_an_engine_does_not_have_is_taken_back() -> None:
-    """It accounts for the first failure, and brings about another one where it does not apply."""
+def test_a_quirk_that_a_later_failure_refutes_is_withdrawn() -> None:
+    """The quirk explains the first failure, and causes another where the engine lacks it."""
     # Plain requests in plain pools: they meet the quirk soon, and then the other block size.
     options = CheckOptions(max_events=1_700, profile=RELEASE, without_features=NOT_MET)
-    result = hunt(options, call_here(Half), scopes=("tiny",))
+    result = hunt(options, call_here(HasAQuirkInPart), scopes=("tiny",))
     (defect,) = result.defects
     assert defect.causes == ()
     assert defect.forgiven == frozenset()
 
 
-def test_what_passes_without_a_quirk_refutes_it() -> None:
+def test_a_program_that_passes_without_a_quirk_refutes_it() -> None:
     config = Config(num_blocks=8, block_size=1, max_model_len=4)
     alive = Request("A", (0, 0), max_tokens=4, min_tokens=4)
     program = Program(config, (Submit(alive), *(Schedule(), Answer()) * 2))
     cause = KnownCause(SuppressionKind.QUIRK, Quirk.MIN_TOKENS_MASK_LENGTH)
-    assert find_refuted(program, Half, frozenset({cause})) == (cause,)
+    assert find_refuted(program, HasAQuirkInPart, frozenset({cause})) == (cause,)
     assert find_refuted(program, follower(FEW), frozenset({cause})) == ()
 
 
 class Two(SpecEngine):
-    """A stop token is never named, and who is aborted with somebody else ends one too many."""
+    """An engine that never names a stop token, and raises at an abort of several requests."""
 
     traits = EngineTraits(equivalence=Safety())
 
@@ -383,7 +383,7 @@ def test_a_defect_does_not_hide_another(two: HuntResult) -> None:
 
 
 class Declared(Two):
-    """The same; its adapter knows of the one."""
+    """`Two` with an adapter that declares one of the defects."""
 
     traits = EngineTraits(
         equivalence=Safety(),
@@ -402,7 +402,7 @@ class Declared(Two):
     )
 
 
-def test_what_an_adapter_declares_is_counted_apart() -> None:
+def test_a_declared_deviation_is_counted_apart() -> None:
     result = hunt(CheckOptions(max_events=600), call_here(Declared))
     (defect,) = result.defects
     assert defect.first.sentence == "engine_raises_nothing"
@@ -414,7 +414,7 @@ def test_what_an_adapter_declares_is_counted_apart() -> None:
 
 
 class WrongState(SpecEngine):
-    """Its state is out of count from the first plan on, and its answers name no stop token."""
+    """An engine whose free queue lists block 1 once too often, and that names no stop token."""
 
     traits = EngineTraits(equivalence=Safety())
 
@@ -430,7 +430,7 @@ class WrongState(SpecEngine):
         return replace(shown, free_queue=(*shown.free_queue, 1)) if shown.next_frame_id else shown
 
 
-def test_what_a_wrong_state_masks_shows_when_the_state_is_hidden() -> None:
+def test_a_defect_that_a_wrong_state_masks_is_found_with_the_state_hidden() -> None:
     result = hunt(CheckOptions(max_events=400, seed=1), call_here(WrongState))
     first, second = result.defects
     assert first.first.property_id == "P1"
@@ -441,7 +441,7 @@ def test_what_a_wrong_state_masks_shows_when_the_state_is_hidden() -> None:
 
 
 class Lengthens(SpecEngine):
-    """Who has a hit gets a token too many: the plan is out of shape."""
+    """An engine that schedules a token too many after a hit, so its plan is malformed."""
 
     traits = EngineTraits(equivalence=Safety())
 
@@ -457,8 +457,8 @@ class Lengthens(SpecEngine):
         return replace(row, num_scheduled_tokens=row.num_scheduled_tokens + more)
 
 
-class Shares(Lengthens):
-    """And it writes to the last block of whoever is first in the plan, which no other row does."""
+class SharesABlock(Lengthens):
+    """`Lengthens`, where such a row also writes to the last block of the first row."""
 
     def lengthen(self, row: NewRow, plan: Plan) -> NewRow:
         longer, first = super().lengthen(row, plan), plan.new[0]
@@ -472,7 +472,7 @@ class Shares(Lengthens):
     [
         (Lengthens, [("P24", None)]),
         (
-            Shares,
+            SharesABlock,
             [
                 ("P24", None),
                 ("P3", "attended_slot_holds_the_right_prefix"),
@@ -481,10 +481,10 @@ class Shares(Lengthens):
         ),
     ],
 )
-def test_what_a_plan_out_of_shape_masks_is_a_defect_of_its_own(
+def test_a_defect_that_a_malformed_plan_masks_is_listed_too(
     engine: type[Lengthens], found: list[tuple[str, str | None]]
 ) -> None:
-    """Its sentence never comes first, and the line to reproduce it asks for it."""
+    """The check of the defect never fails first, so the line to reproduce it names the check."""
     # A loaded request and a branch have computed tokens, too, and that is no hit. Where admission
     # closes few have a hit. Of this seed two write unequal content to the block that they share.
     without = ("transfers", "tiers", "forks")
@@ -507,8 +507,8 @@ def test_what_a_plan_out_of_shape_masks_is_a_defect_of_its_own(
 
 
 @pytest.mark.parametrize("is_hit", [False, True])
-def test_a_session_that_goes_on_has_no_hit(is_hit: bool) -> None:
-    """Its row is told anew, and begins behind what it computed itself; another may find that."""
+def test_a_session_that_continues_has_no_hit(is_hit: bool) -> None:
+    """The new row of a session has computed tokens of its own, which another request may hit."""
     turn = (Schedule(), Answer())
     actions = (
         Submit(Request("S", (0, 0, 0), max_tokens=1, resumable=True)),
@@ -524,7 +524,7 @@ def test_a_session_that_goes_on_has_no_hit(is_hit: bool) -> None:
     assert ("hits" in mark.means) == is_hit
 
 
-def test_a_used_id_is_an_act_that_a_failure_may_need() -> None:
+def test_a_reused_id_is_an_act_that_a_failure_may_need() -> None:
     """A request with the id of an ended one has other defects than a request with a new one."""
     one = Submit(Request("A", (0,), max_tokens=1))
     turn = (Schedule(), Answer())
@@ -555,7 +555,7 @@ def test_failures_are_alike_with_equal_findings_after_equal_acts_by_comparable_m
 
 
 def test_rows_of_a_wrong_length_are_alike_if_they_share_a_means() -> None:
-    """What else their programs ask for delays a row, or leaves it fewer tokens."""
+    """The other means of their programs only delay a row, or leave it fewer tokens."""
     message = "property P24 drafts_are_the_last_scheduled_tokens"
     grammar = FailureSignature(message, means=frozenset({"hits", "grammar"}))
     drafts = replace(grammar, means=frozenset({"hits", "drafts"}))
@@ -577,7 +577,7 @@ def test_checks_that_find_one_defect_are_described_alike(name: str) -> None:
     )
 
 
-def test_what_a_failed_check_breaks_at_once_is_one_with_it() -> None:
+def test_checks_that_fail_at_the_same_event_are_one_defect() -> None:
     tail, head = "freed_tail_is_evicted_first", "new_blocks_come_from_the_head_of_the_free_queue"
     freed, taken = (
         FailureSignature(f"property P16 {tail}"),
@@ -587,7 +587,7 @@ def test_what_a_failed_check_breaks_at_once_is_one_with_it() -> None:
     assert not Symptoms(freed, frozenset({taken})).comes_with(Symptoms(taken))
 
 
-def test_corruption_beside_an_admission_beyond_the_pool_is_one_with_it() -> None:
+def test_corruption_with_an_admission_beyond_the_pool_is_one_defect() -> None:
     admission = "admission_leaves_room_for_the_whole_prompt"
     admitted = FailureSignature(f"property P8 {admission}", means=frozenset({"hits", "chunks"}))
     hits = replace(admitted, means=frozenset({"hits"}))
@@ -602,7 +602,7 @@ def test_corruption_beside_an_admission_beyond_the_pool_is_one_with_it() -> None
     assert not asked.comes_with(Symptoms(admitted))
 
 
-def test_a_defect_that_raises_with_blocks_of_one_token_is_one_with_what_it_does_otherwise() -> None:
+def test_an_exception_with_blocks_of_one_token_is_among_the_symptoms() -> None:
     make_engine = SuppressingFactory(build("hits-credited-twice"), frozenset())
     first, second = (Submit(Request(name, tokens, 1)) for name, tokens in HIT)
     program = Program(Config(num_blocks=9, block_size=2), (first, second, Schedule()))
@@ -626,7 +626,7 @@ def test_an_engine_that_raises_in_two_places_after_the_same_act_has_one_defect()
     assert not here.is_like(FailureSignature("property P1 a_b", aborts))
 
 
-def test_a_symptom_is_what_comes_of_the_other_and_not_what_holds_it_by_chance() -> None:
+def test_a_symptom_follows_from_a_defect_and_does_not_contain_it_by_chance() -> None:
     cause, symptom = (
         FailureSignature("property P1 a_b"),
         FailureSignature("property P3 c_d", means=frozenset({"hits"})),
@@ -637,7 +637,7 @@ def test_a_symptom_is_what_comes_of_the_other_and_not_what_holds_it_by_chance() 
     assert not Symptoms(symptom).comes_of(Symptoms(cause))
 
 
-def test_what_goes_on_to_be_raised_after_an_act_is_one_with_it_wherever_that_is() -> None:
+def test_exceptions_after_the_same_act_are_one_defect_in_any_function() -> None:
     aborts, frames = frozenset({"aborts"}), frozenset({"several frames"})
     message = "fault  engine_raises_nothing the engine raised KeyError {}"
     here, there = (
@@ -649,8 +649,8 @@ def test_what_goes_on_to_be_raised_after_an_act_is_one_with_it_wherever_that_is(
     assert not freed.comes_of(Symptoms(replace(here, means=frozenset())))
 
 
-def test_what_comes_of_a_defect_cannot_do_without_its_means() -> None:
-    """Two meet in one program: a victim's token is lost, and a whole prompt is hit."""
+def test_a_symptom_needs_the_means_of_its_defect() -> None:
+    """One program shows two defects: a victim's token is lost, and a whole prompt is hit."""
     lost = FailureSignature("property P13 a_b", means=frozenset({"hits", "preempts"}))
     shared = FailureSignature("property P2 c_d", means=frozenset({"hits"}))
     met = replace(shared, means=lost.means)
@@ -658,7 +658,7 @@ def test_what_comes_of_a_defect_cannot_do_without_its_means() -> None:
     assert Symptoms(met).comes_of(Symptoms(lost, onward=frozenset({met})))
 
 
-def test_what_comes_at_the_same_event_is_one_if_neither_comes_alone() -> None:
+def test_failures_at_one_event_are_one_defect_if_neither_occurs_alone() -> None:
     one, other = FailureSignature("property P3 a_b"), FailureSignature("property P24 c_d")
     longer = Symptoms(one, frozenset({other}), length=9)
     assert longer.comes_with(Symptoms(other, frozenset({one}), length=3))
@@ -669,16 +669,16 @@ def test_what_comes_at_the_same_event_is_one_if_neither_comes_alone() -> None:
     assert replace(longer, length=3).comes_of(alone)
 
 
-def test_a_plan_that_is_out_of_shape_is_one_defect_by_any_of_its_sentences() -> None:
-    """A row of a wrong length: what is told first depends on the bounds of the config."""
+def test_a_malformed_plan_is_one_defect_whichever_check_fails() -> None:
+    """A row has a wrong length: which check fails first depends on the bounds of the config."""
     model, drafts, table = (FailureSignature(f"property {it} a_b") for it in ("P9", "P24", "P26"))
     assert Symptoms(model, frozenset({drafts}), length=9).comes_with(Symptoms(drafts, length=3))
     assert Symptoms(model, frozenset({table})).comes_with(Symptoms(drafts, frozenset({table})))
     assert not Symptoms(model).comes_with(Symptoms(drafts, frozenset({table})))
 
 
-def test_failures_are_gathered_however_they_come() -> None:
-    """The second and the third say the same, and the third comes with the first."""
+def test_failures_are_grouped_in_any_order() -> None:
+    """The second and the third fail the same check, and the third fails that of the first, too."""
     first, second = FailureSignature("property P24 a_b"), FailureSignature("property P26 c_d")
     with_first = Symptoms(second, frozenset({first}), length=9)
     found = [Symptoms(first, frozenset({second}), length=5), Symptoms(second, length=3), with_first]
@@ -699,7 +699,7 @@ def test_divergence_is_one_with_a_property_where_the_same_fields_differ() -> Non
 
 
 def test_divergence_of_rows_is_described_by_the_rows_alone() -> None:
-    """The pool, queues and counters differ because of it, in each program in other fields."""
+    """Pool, queues and counters differ as a consequence, in other fields for each program."""
 
     def make(*fields: str) -> Finding:
         differences = tuple(Difference(field, "there", "-") for field in fields)
@@ -711,8 +711,8 @@ def test_divergence_of_rows_is_described_by_the_rows_alone() -> None:
     assert distinct.describe_failure(make("running", "waiting")) != described
 
 
-def test_what_is_seen_with_the_state_hidden_is_put_to_the_state_that_it_comes_of() -> None:
-    """Which may be found by a reset by force, but not by another act."""
+def test_a_failure_with_the_state_hidden_is_grouped_with_the_wrong_state() -> None:
+    """The wrong state may be found after a forced reset, but not after another act."""
     leak = FailureSignature("property P1 a_b")
     hidden = Symptoms(FailureSignature("property P2 c_d", frozenset({"aborts"})))
     for acts, count in (("reset", 1), ("aborts", 2)):
@@ -720,8 +720,8 @@ def test_what_is_seen_with_the_state_hidden_is_put_to_the_state_that_it_comes_of
         assert len(group_failures([make_defect(Symptoms(leak)), seen])) == count
 
 
-def test_what_comes_beside_every_plan_out_of_shape_is_one_with_it() -> None:
-    """Only a plan without it, by no greater means, tells it apart; then nothing joins the two."""
+def test_a_failure_with_every_malformed_plan_is_one_defect_with_it() -> None:
+    """Only a malformed plan without the failure, by no greater means, separates the two."""
     hits = frozenset({"hits"})
     shape, table = (FailureSignature(f"property {it} a_b", means=hits) for it in ("P24", "P26"))
     shared = FailureSignature("property P2 c_d", means=hits)
@@ -736,7 +736,7 @@ def test_what_comes_beside_every_plan_out_of_shape_is_one_with_it() -> None:
     assert len(group_failures([*with_it, masked, make_defect(Symptoms(shape))])) == 2
 
 
-def test_what_may_come_of_a_wrong_state_is_not_dug_out() -> None:
+def test_failures_that_may_follow_from_a_wrong_state_are_not_listed() -> None:
     def make(property_id: str, sentence: str) -> Finding:
         return Finding(FindingKind.PROPERTY, property_id, sentence, "")
 
@@ -759,8 +759,8 @@ def make_defect(symptoms: Symptoms, *follows: FailureSignature) -> Defect:
     return Defect((), finding, options, 0, 0, 0, symptoms, follows=frozenset(follows))
 
 
-def test_what_a_program_can_do_without_is_no_means_of_it() -> None:
-    """An abort that only frees blocks, in a pool that need not be small."""
+def test_features_that_a_failure_does_not_need_are_no_means_of_it() -> None:
+    """The abort only frees blocks, and the pool need not be small."""
     config = Config(num_blocks=5, block_size=1, max_num_batched_tokens=1, max_model_len=4)
     gone, stops = Request("A", (0,), max_tokens=1), (0, 1, 2)
     other = Request("B", (2, 1), max_tokens=2, stop_token_ids=stops)
@@ -799,7 +799,7 @@ def test_a_wrapped_engine_answers_as_the_engine_does() -> None:
 
 
 class Spared(SpecEngine):
-    """Takes what never fits, and breaks at a forced reset; its adapter knows of both."""
+    """Accepts what never fits, and raises at a forced reset; its adapter declares both."""
 
     spare_unservable: bool = True
     traits = EngineTraits(workarounds={"spare_unservable": "what never fits is taken (#1)"})
@@ -827,7 +827,7 @@ class Spared(SpecEngine):
         return "forced reset (#2)" if event == Reset(True) else None
 
 
-def test_workarounds_and_declined_events_are_off_until_they_account_for_something() -> None:
+def test_workarounds_and_declined_events_are_used_only_if_they_explain() -> None:
     result = hunt(CheckOptions(max_events=800), call_here(Spared))
     assert {defect.causes for defect in result.defects} == {
         (KnownCause(SuppressionKind.WORKAROUND, "spare_unservable"),),
@@ -843,7 +843,7 @@ def test_workarounds_and_declined_events_are_off_until_they_account_for_somethin
     assert text.count("reproduce blockstep hunt ") == 2
 
 
-def test_what_passes_with_one_quirk_is_explained_by_it() -> None:
+def test_a_failure_that_passes_with_one_quirk_is_explained_by_it() -> None:
     config = Config(num_blocks=8, block_size=1, max_model_len=4)
     alive = Request("A", (0, 0), max_tokens=4, min_tokens=4)
     program = Program(config, (Submit(alive), *(Schedule(), Answer()) * 2))
@@ -862,7 +862,7 @@ def test_what_passes_with_one_quirk_is_explained_by_it() -> None:
         ("strict+window_reserves_steps_in_flight", Quirk.WINDOW_RESERVES_STEPS_IN_FLIGHT),
     ],
 )
-def test_what_is_known_of_an_engine_explains_before_what_is_known_of_others(
+def test_quirks_of_the_profile_of_an_engine_explain_before_others(
     profile: str, expected: Quirk
 ) -> None:
     class Known:
@@ -918,7 +918,7 @@ class Spared(SpecEngine):
 
 
 def hunt_and_reproduce(tmp_path: Path, engine: str, *args: str) -> tuple[list[str], str]:
-    """The sentences that a hunt finds, each shown by its own line, and what the hunt said."""
+    """Return the checks that fail in a hunt, each reproduced by its own line, and the output."""
     folder, file = tmp_path / "an engine", tmp_path / "found.json"
     folder.mkdir()
     (folder / "broken_in_many_ways.py").write_text(BROKEN)
@@ -938,7 +938,7 @@ def hunt_and_reproduce(tmp_path: Path, engine: str, *args: str) -> tuple[list[st
 
 
 def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
-    """Also of an engine that does not live: the hunt goes on with another."""
+    """This includes a crash, after which the hunt continues with another process."""
     saved = tmp_path / "saved"
     saved.mkdir()
     drawn = ("--budget", "400", "--seed", "5", "--without", "cadence")
@@ -952,7 +952,7 @@ def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
     assert len(list(saved.iterdir())) == 2  # nobody lived to name the third
 
 
-def test_also_where_a_check_would_go_easy_on_the_engine(tmp_path: Path) -> None:
+def test_each_line_to_reproduce_turns_suppressions_off(tmp_path: Path) -> None:
     drawn = ("--budget", "300", "--seed", "6", "--without", "hostile", "--without", "groups")
     args = ("--preset", "tiny", *drawn)
     sentences, text = hunt_and_reproduce(tmp_path, "Spared", *args)
@@ -967,7 +967,7 @@ def test_also_where_a_check_would_go_easy_on_the_engine(tmp_path: Path) -> None:
 # Side by side, and how deep.
 
 
-def test_a_hunt_finds_the_same_however_many_episodes_are_played_side_by_side(
+def test_a_hunt_finds_the_same_with_any_number_of_jobs(
     two: HuntResult,
 ) -> None:
     with ThreadPoolExecutor(3) as pool:
@@ -998,7 +998,7 @@ def test_a_hunt_shows_how_many_plans_an_engine_has_in_flight(
 
 
 def fit_two(config: Config) -> tuple[Config, str | None]:
-    """The config with two frames in flight at most."""
+    """Return the config with at most two frames in flight."""
     if config.max_frames_in_flight <= 2:
         return config, None
     return replace(config, max_frames_in_flight=2), "more than two frames in flight"

@@ -1,4 +1,4 @@
-"""Known findings: passed over by a check and a hunt, counted, and missed when they are gone."""
+"""Known findings: a check and a hunt suppress and count them, and report those that are gone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAK = Program(v.Config(num_blocks=3), (v.Submit(v.Request("A", (1,), 1)), v.Abo
 
 
 class Leaks(SpecEngine):
-    """It loses a free block once somebody gave up."""
+    """An engine that loses a free block after an abort."""
 
     has_aborted = False
 
@@ -46,7 +46,7 @@ class Leaks(SpecEngine):
 
 
 class LeaksAndRaises(Leaks):
-    """And it cannot be reset often."""
+    """`Leaks`, which also raises after some resets."""
 
     num_resets = 0
 
@@ -58,20 +58,20 @@ class LeaksAndRaises(Leaks):
 
 
 class Sync(Leaks):
-    """It has no plans ahead of its answers."""
+    """`Leaks` without asynchronous scheduling."""
 
     def capabilities(self) -> frozenset[str]:
         return super().capabilities() - {"async"}
 
 
 def check_with(make_engine: type[SpecEngine], *programs: Program) -> CheckResult:
-    """A check that passes over the failures of these programs."""
+    """Run a check that suppresses the failures of these programs."""
     named = {f"known/{number}.json": program for number, program in enumerate(programs)}
     known = KnownFindings(OPTIONS, call_here(make_engine), named)
     return check(OPTIONS, place=InProcess(lambda _options: make_engine), shrinks=False, known=known)
 
 
-def test_a_check_passes_over_what_is_known() -> None:
+def test_a_check_suppresses_known_findings() -> None:
     result = check_with(Leaks, LEAK)
     assert (result.first, result.exit_code) == (None, 0)
     count = result.known_programs["known/0.json"]
@@ -84,14 +84,14 @@ def test_a_check_passes_over_what_is_known() -> None:
     assert "not reached " in text
 
 
-def test_a_check_finds_what_is_not_known() -> None:
+def test_a_check_finds_an_unknown_defect() -> None:
     result = check_with(LeaksAndRaises, LEAK)
     assert result.first is not None
     assert (result.first.sentence, result.exit_code) == ("engine_raises_nothing", 1)
     assert result.known_programs["known/0.json"], "and what is known was seen before"
 
 
-def test_what_is_gone_is_reported() -> None:
+def test_a_known_program_that_passes_now_is_reported() -> None:
     result = check_with(SpecEngine, LEAK)
     assert (result.exit_code == 5, result.known_programs) == (
         bool(result.missing),
@@ -109,14 +109,14 @@ def test_a_program_that_cannot_be_played_is_reported() -> None:
     assert result.skipped == {"ahead.json: the engine lacks async": 1}
 
 
-def test_a_run_in_which_all_fails_as_is_known_proves_nothing() -> None:
+def test_a_run_with_only_known_failures_gives_no_verdict() -> None:
     result = CheckResult(OPTIONS, 3, 9, missing=("preempted",), canary_killed_after=1)
     assert replace(result, known_programs={"a": 3}).exit_code == 5
     assert replace(result, known_programs={"a": 2}).exit_code == 0
     assert replace(result, known_programs={"a": 0}).exit_code == 5
 
 
-def test_a_hunt_counts_what_is_known_and_names_the_rest() -> None:
+def test_a_hunt_counts_known_findings_and_lists_the_rest() -> None:
     programs = {"leak.json": LEAK, "sound.json": replace(LEAK, actions=LEAK.actions[:1])}
     result = hunt(
         replace(OPTIONS, max_events=700),
@@ -133,7 +133,7 @@ def test_a_hunt_counts_what_is_known_and_names_the_rest() -> None:
     assert hunt_to_json(result)["known_programs"] == result.known_programs
 
 
-def test_an_engine_that_is_lost_as_is_known_is_passed_over() -> None:
+def test_a_known_crash_or_hang_is_suppressed() -> None:
     def lose(*_args: object, **_options: object) -> Any:
         raise LostError(Loss("the engine gave no answer within 1 s at: abort A"))
 
@@ -154,7 +154,7 @@ def blockstep(*args: object) -> Result:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A corpus with a known program in it."""
+    """Make a corpus that contains a known program."""
     (tmp_path / "corpus" / "known").mkdir(parents=True)
     (tmp_path / "corpus" / "known" / "leak.json").write_text(write_program(LEAK, "P1 leak"))
     (tmp_path / "corpus" / "sound.json").write_text(
@@ -171,8 +171,8 @@ def test_known_programs_are_read_from_a_file_or_a_folder(folder: Path) -> None:
         read_known(folder / "empty")
 
 
-def test_the_command_line_passes_over_what_is_known(folder: Path) -> None:
-    """What is known is left out of the corpus, too."""
+def test_the_command_line_suppresses_known_findings(folder: Path) -> None:
+    """The corpus is played without the known programs."""
     drawn = ("--preset", "tiny", "--depth", 1, "--budget", 600, "--in-process", "--json", "-")
     given = ("--known", folder / "known", "--corpus", folder)
     record = json.loads(blockstep("check", "--engine", f"{__name__}:Leaks", *given, *drawn).stdout)
@@ -181,7 +181,7 @@ def test_the_command_line_passes_over_what_is_known(folder: Path) -> None:
     assert [row["program_file"] for row in record["corpus"]] == [str(folder / "sound.json")]
 
 
-def test_what_the_table_lists_as_known_is_shown_when_it_is_asked_for(
+def test_a_known_program_of_the_table_fails_if_it_is_played_by_itself(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = f"{__name__}:Leaks"

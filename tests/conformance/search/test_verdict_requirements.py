@@ -179,16 +179,16 @@ def test_goals_of_a_removed_field_are_required_at_no_equivalence(
     def drop(request: Request, _config: Config) -> Request:
         return replace(request, **{field: getattr(Request("", ()), field)})
 
-    list_required = []
+    required = []
     for fit_request in (lambda request, _config: request, drop):
         traits = EngineTraits(equivalence=scope(fit_request=fit_request))
         engine = make_lacking(SpecEngine, (), traits)
         options = CheckOptions(with_features=("encoder",) if field == "items" else ())
-        list_required.append(set(missing_goals({}, options, read_engine_facts(options, engine))))
-    assert list_required[0] - list_required[1] == {
-        it for it in list_required[0] if it.startswith(beginnings or "-")
+        required.append(set(missing_goals({}, options, read_engine_facts(options, engine))))
+    assert required[0] - required[1] == {
+        it for it in required[0] if it.startswith(beginnings or "-")
     }
-    assert bool(list_required[0] - list_required[1]) is bool(beginnings) or field == "is_last_step"
+    assert bool(required[0] - required[1]) is bool(beginnings) or field == "is_last_step"
 
 
 @pytest.mark.parametrize("field", ["adapter", "items", "job_id"])
