@@ -1,4 +1,4 @@
-"""What each test of the specification is played with."""
+"""Fixtures of the specification's tests: our engines follow each scene."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from followers import ENGINES, following
 
 @pytest.fixture(autouse=True)
 def _engines_follow(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let our engines follow each scene, and the host engine alone the long random walks.
+    """Run our engines in lockstep with each scene, long random walks on the host engine only.
 
-    No engine follows a test marked `spec_alone`: there the specification is made wrong.
+    No engine follows a test marked `spec_alone`, since such a test breaks the specification.
     """
     if request.node.get_closest_marker("spec_alone") is not None:
         yield

@@ -1,4 +1,4 @@
-"""A copy has the fields that were named, and otherwise those of the original."""
+"""Copies of values: `replace`, `copy` and `pickle` behave as those of `dataclasses`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from blockstep.spec.vocabulary import Config, Request, Status
 REQUEST = RequestState(Request("A", (1, 2, 3)), Status.RUNNING, (7,), num_computed_tokens=3)
 
 
-def test_a_copy_is_what_the_standard_library_makes() -> None:
+def test_replace_equals_that_of_the_standard_library() -> None:
     changed = {"status": Status.PREEMPTED, "num_computed_tokens": 0, "spec_token_ids": (4,)}
     assert replace(REQUEST, **changed) == dataclasses.replace(REQUEST, **changed)  # type: ignore[arg-type]
     assert replace(Config(8), max_loras=2) == dataclasses.replace(Config(8), max_loras=2)
 
 
-def test_what_is_not_named_is_the_same_object() -> None:
+def test_fields_that_are_not_replaced_are_the_same_objects() -> None:
     assert replace(REQUEST, num_preemptions=1).request is REQUEST.request
     assert replace(REQUEST) == REQUEST
 
 
-def test_a_field_that_there_is_not_is_an_error() -> None:
+def test_replacing_an_unknown_field_is_an_error() -> None:
     with pytest.raises(TypeError, match="num_blocks"):
         replace(REQUEST, num_blocks=1)  # type: ignore[call-arg]
 
 
 @wide_dataclass(frozen=True, slots=True)
 class Wide:
-    """Of two fields."""
+    """A value of two fields."""
 
     name: str
     number: int = 7
@@ -42,7 +42,7 @@ class Wide:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plain:
-    """The same, as the standard library makes it."""
+    """The same value as a plain dataclass."""
 
     name: str
     number: int = 7
@@ -76,7 +76,7 @@ def test_a_wide_value_survives_copies() -> None:
         assert type(made) is RequestState
 
 
-def test_a_wide_class_shows_what_it_is_made_of() -> None:
+def test_a_wide_class_has_the_signature_of_a_plain_one() -> None:
     assert inspect.signature(Wide).parameters == inspect.signature(Plain).parameters
     with pytest.raises(TypeError, match="name"):
         Wide()  # type: ignore[call-arg]

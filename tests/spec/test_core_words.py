@@ -20,7 +20,7 @@ SPEC = Path(__file__).resolve().parents[2] / "spec" / "blockstep" / "spec"
 CORE = sorted((SPEC / "core").glob("*.py"))
 STRICT = [*CORE, *sorted((SPEC / "features").rglob("*.py"))]
 HOOKS = "hooks.py"
-"""Says at which moments features take part, and so names what they do there."""
+"""It lists the hooks of features, so it names what features do."""
 NUM_LINES_MAX = 2_900
 FEATURE_LINES_MAX = {
     "encoder": 550, "groups": 700, "kv_transfer": 700, "structured_output": 420, "sessions": 420,
@@ -44,9 +44,9 @@ RELEASE_WORDS = frozenset(("quirk", "profile"))
 
 
 def list_words(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the words of names, docstrings and comments of a module, each with its line.
+    """Yield the words in names, docstrings and comments of a module, with their lines.
 
-    Sources of a rule, which name functions of upstream, and methods of maps are left out.
+    Sources of a rule, which name functions of upstream, and calls of `items()` are left out.
     """
     text = re.sub(r"\.items\(\)|`[^`]*`", "", text)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -58,7 +58,7 @@ def list_words(text: str) -> Iterator[tuple[int, str]]:
 
 
 def find_words(text: str, words: frozenset[str]) -> list[str]:
-    """Return where a module has one of these words: line and word."""
+    """Return line and word of each place where a module has one of these words."""
     return [f"{line}: {word}" for line, word in list_words(text) if word in words]
 
 
@@ -82,7 +82,7 @@ def test_the_core_reads_no_field_of_a_feature(file: Path) -> None:
     assert not {node.attr for node in nodes if isinstance(node, ast.Attribute)} & fields
 
 
-def test_words_are_found() -> None:
+def test_words_of_features_and_releases_are_found() -> None:
     text = (
         '"""A store is asked."""\n\n\ndef f(numLoads, my_pins):\n    return g().items()  # quirks\n'
     )
@@ -99,8 +99,8 @@ def test_the_core_is_small() -> None:
     assert count_lines(CORE) <= NUM_LINES_MAX
 
 
-def list_beside_steps() -> dict[str, set[str]]:
-    """Return, by feature, its functions that take no part in a step."""
+def list_outside_of_steps() -> dict[str, set[str]]:
+    """Return, by feature, its functions that are not called in a step."""
     found: dict[str, set[str]] = {}
     for feature in FEATURES:
         tables = (feature.events, feature.shows, feature.shows_of_request)
@@ -112,7 +112,7 @@ def list_beside_steps() -> dict[str, set[str]]:
 
 
 def count_feature_lines(path: Path, left_out: set[str]) -> int:
-    """Return the lines of a feature, without invariants and these functions."""
+    """Return the lines of a feature without its invariants and the functions in `left_out`."""
     files = [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
     num_lines = count_lines([file for file in files if file.name != "invariants.py"])
     for file in files:
@@ -124,7 +124,7 @@ def count_feature_lines(path: Path, left_out: set[str]) -> int:
 
 
 def test_each_feature_is_within_its_limit() -> None:
-    left_out = list_beside_steps()
+    left_out = list_outside_of_steps()
     assert left_out["kv_transfer"] > {"process_kv_offer", "process_transfers_reported"}
     for path in (SPEC / "features").iterdir():
         num_lines = count_feature_lines(path, left_out.get(path.stem, set()))
@@ -145,7 +145,7 @@ def list_functions(files: list[Path]) -> dict[str, ast.FunctionDef]:
 
 
 def list_replaced_by_features(files: list[Path]) -> set[str]:
-    """Return the names of functions that a feature puts another one in the place of."""
+    """Return the names of functions that a feature replaces."""
     return {
         ast.unparse(key).rpartition(".")[2]
         for file in files
@@ -166,9 +166,9 @@ def list_replaced_by_releases() -> set[str]:
 
 
 def get_idleness(function: ast.FunctionDef) -> str:
-    """Return what makes a function one that only waits to be replaced, or "".
+    """Return why a function does no work of its own, or "".
 
-    It does nothing, returns a constant or an argument as it is, or has an argument that it drops.
+    It does nothing, returns a constant or an argument as it is, or drops an argument.
     """
     *_, last = function.body
     others = [node for node in function.body if isinstance(node, ast.Delete)]
@@ -192,14 +192,14 @@ def get_idleness(function: ast.FunctionDef) -> str:
 
 
 def test_rules_have_no_boolean() -> None:
-    """A release replaces a function; strict code never asks whether there is one."""
+    """A release replaces a function; strict code never asks for a release."""
     types = {field.name: str(field.type) for field in fields(Rules)}
     assert "hooks" in types
     assert not {name: kind for name, kind in types.items() if "bool" in kind}
 
 
-def test_no_strict_function_only_waits_for_a_release() -> None:
-    """What a feature replaces may be simple: it is the case without the feature."""
+def test_no_strict_function_exists_only_to_be_replaced_by_a_release() -> None:
+    """A function that a feature replaces may be simple: it is the case without the feature."""
     functions = list_functions(STRICT)
     names = list_replaced_by_releases() - list_replaced_by_features(STRICT)
     assert len(names & functions.keys()) > 60, "the functions are found"
@@ -261,8 +261,8 @@ def list_keywords(files: list[Path]) -> set[str]:
     }
 
 
-def test_no_field_of_a_strict_value_is_only_set_by_a_release() -> None:
-    """A release keeps what only it needs in a `Part` or a `Note` of its own."""
+def test_no_field_of_a_strict_value_is_set_only_by_a_release() -> None:
+    """A release keeps its own values in a `Part` or a `Note`."""
     fields = list_fields(STRICT)
     every = {name for names in fields.values() for name in names}
     assert {"num_computed_tokens", "size"} <= every, "the fields are found"
@@ -275,7 +275,7 @@ def test_no_field_of_a_strict_value_is_only_set_by_a_release() -> None:
 
 
 def find_upstream(text: str) -> list[str]:
-    """Return where docstrings and comments speak of upstream other than as a source."""
+    """Return the words in docstrings and comments that name upstream, except in sources."""
     text = re.sub(r"(?s)Source:\s.*?(?=\n\s*\n|\"\"\")|upstream\s+#\d+(,\s+#\d+)*", "", text)
     return re.findall(r"(?i)\bupstream\b|\bvLLM\b|\b0\.\d\d\.\d\b", text)
 
@@ -285,7 +285,7 @@ def test_no_strict_docstring_explains_a_release(file: Path) -> None:
     assert find_upstream(file.read_text()) == []
 
 
-def test_upstream_is_found() -> None:
+def test_docstrings_that_explain_upstream_are_found() -> None:
     assert find_upstream('"""Upstream asks. Source: vLLM 0.19.1\n    `f`; P6."""') == ["Upstream"]
     assert find_upstream('"""It waits (upstream #48245).\n\n    As in vLLM 0.33.0."""') == [
         "vLLM", "0.33.0",

@@ -1,6 +1,6 @@
-"""Invariants: each holds in a state that the specification reached, and fails where that is bent.
+"""Invariants: each holds in a state of the specification, and fails in a changed one.
 
-A predicate that is always true would find nothing, and nothing else would show it.
+Without this test, an invariant that is always true would go unnoticed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def bend_pool(**change: Callable[[Any], Any]) -> Bend:
 
 
 def bend_request(**change: Any) -> Bend:
-    """Change fields of request A; a function gets the value of before."""
+    """Change fields of request A; a function gets the old value."""
 
     def bend(state: State) -> State:
         request = state.requests["A"]
@@ -91,7 +91,7 @@ def bend_table(bend: Callable[[tuple[int, ...]], tuple[int, ...]], group: int = 
 
 
 def bend_part(part: Any, **change: Any) -> Bend:
-    """Change fields of the part of a feature; a function gets the value of before."""
+    """Change fields of the part of a feature; a function gets the old value."""
 
     def bend(state: State) -> State:
         value = part.of(state)
@@ -205,12 +205,12 @@ BENT: dict[str, tuple[State, Bend]] = {
 }
 
 
-def test_each_invariant_can_fail() -> None:
+def test_each_invariant_has_a_state_that_breaks_it() -> None:
     assert [*BENT] == [holds.__name__ for holds in INVARIANTS]
 
 
 @pytest.mark.parametrize("name", BENT)
-def test_a_bent_state_breaks_an_invariant(name: str) -> None:
+def test_a_changed_state_breaks_its_invariant(name: str) -> None:
     state, bend = BENT[name]
     assert get_broken_invariants(state) == ()
     assert name in get_broken_invariants(bend(state))

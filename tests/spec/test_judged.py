@@ -1,7 +1,7 @@
-"""The specification alone, in random programs of each feature: every property and the worker judge.
+"""The specification checked alone: random programs of each feature violate no property.
 
-Both sides of a check are the specification here, so nothing ever differs: what is wrong in a rule
-is found by a property, or by the worker, which knows nothing but the plans.
+Both sides of a check are the specification, so there are no divergences. A mistake in a rule is
+found by a property check or by the witness worker.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ FEATURES = (
 
 @pytest.fixture(autouse=True)
 def _asks_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask every property at every step, though nothing differs."""
+    """Run every property check at every step, although no divergence occurs."""
     always = property(lambda _run: True, lambda _run, _value: None)
     monkeypatch.setattr(LockStep, "asks_all", always)
 
 
 def judge(preset: str, seed: int, max_events: int, *features: str) -> str:
-    """Return the sentence of the first finding, or ""."""
+    """Return the name of the check of the first finding, or ""."""
     options = CheckOptions(
         "spec", preset=preset, seed=seed, max_events=max_events, with_features=features
     )
@@ -63,11 +63,11 @@ def test_the_specification_keeps_every_property(preset: str, feature: str) -> No
 @pytest.mark.soak
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("preset", ["tiny", "small"])
-def test_the_specification_keeps_every_property_for_long(preset: str, feature: str) -> None:
+def test_the_specification_keeps_every_property_in_long_runs(preset: str, feature: str) -> None:
     assert judge(preset, 4, 20_000, feature) == ""
 
 
-# Rules with a mistake. What is not replaced is as it was.
+# Functions with a mistake, and the originals that they call.
 
 get_save, compute_num_saved = offload.get_save, offload.compute_num_saved
 hold_ended = transfers.hold_ended
@@ -140,11 +140,11 @@ MISTAKES: list[tuple[Any, str, Callable[..., Any], str, int, tuple[str, ...]]] =
     (prefill_cadence, "is_prompt", is_waiting_prompt, "tiny", 3, ("cadence",)),
     (prefill_cadence, "computes_prompt", lambda *_: False, "tiny", 3, ("cadence",)),
 ]
-"""Module, function, what replaces it, and a check that finds it: preset, seed and features."""
+"""Module, function, its replacement, and preset, seed and features of a run that finds it."""
 
 
 def find_users(original: object, name: str) -> Iterator[Any]:
-    """Yield the modules of the specification that know a function by this name."""
+    """Yield the modules of the specification that import this function."""
     for module_name, module in [*sys.modules.items()]:
         if module_name.startswith("blockstep.spec") and getattr(module, name, None) is original:
             yield module

@@ -1,4 +1,4 @@
-"""Oracle: every event has a method that raises on a refusal, and questions change nothing."""
+"""Oracle: methods for events raise on a rejection; queries change nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def code_of(refused: pytest.ExceptionInfo[RejectedEvent]) -> RejectCode:
     return refused.value.rejected.code
 
 
-def test_drafts_are_handed_in(oracle: Oracle) -> None:
+def test_propose_stores_drafts_and_raises_on_a_rejection(oracle: Oracle) -> None:
     oracle.submit(Request("A", (1, 2, 3)))
     oracle.commit(oracle.schedule(), {"A": [4]})
     assert oracle.propose({"A": [5, 6], "gone": [1]}) == ("A",)
@@ -33,7 +33,7 @@ def test_drafts_are_handed_in(oracle: Oracle) -> None:
     assert code_of(refused) is RejectCode.BAD_DRAFTS
 
 
-def test_a_grammar_is_reported(oracle: Oracle) -> None:
+def test_grammar_ready_lets_a_request_run(oracle: Oracle) -> None:
     oracle.submit(Request("A", (1, 2), structured_output=True))
     assert oracle.schedule().rows == ()
     oracle.grammar_ready("A")
@@ -43,7 +43,7 @@ def test_a_grammar_is_reported(oracle: Oracle) -> None:
     assert code_of(refused) is RejectCode.UNKNOWN_REQUEST
 
 
-def test_a_pause_holds_until_it_is_lifted(oracle: Oracle) -> None:
+def test_a_pause_lasts_until_it_is_resumed(oracle: Oracle) -> None:
     oracle.submit(Request("A", (1, 2)))
     oracle.pause()
     assert oracle.schedule().rows == ()
@@ -53,7 +53,7 @@ def test_a_pause_holds_until_it_is_lifted(oracle: Oracle) -> None:
     assert oracle.schedule().rows != ()
 
 
-def test_a_reset_returns_whether_it_was_done(oracle: Oracle) -> None:
+def test_a_reset_returns_whether_it_succeeded(oracle: Oracle) -> None:
     oracle.submit(Request("A", (1, 2)))
     oracle.schedule()
     assert not oracle.reset()
@@ -61,7 +61,7 @@ def test_a_reset_returns_whether_it_was_done(oracle: Oracle) -> None:
     assert oracle.state.requests["A"].status is Status.PREEMPTED
 
 
-def test_an_abort_names_the_requests_it_ended(oracle: Oracle) -> None:
+def test_an_abort_returns_the_aborted_requests(oracle: Oracle) -> None:
     oracle.submit(Request("A", (1, 2)))
     assert oracle.abort("A", "B") == ("A",)
 
@@ -83,7 +83,7 @@ def test_a_peek_returns_the_hit_and_changes_nothing(oracle: Oracle) -> None:
     assert code_of(refused) is RejectCode.BAD_REQUEST
 
 
-def test_counts_are_known_without_a_snapshot(oracle: Oracle) -> None:
+def test_counts_are_available_without_a_snapshot(oracle: Oracle) -> None:
     assert (oracle.num_running, oracle.num_waiting, oracle.num_free_blocks) == (0, 0, 8)
     oracle.submit(Request("A", (1, 2, 3)))
     oracle.submit(Request("B", (1,), structured_output=True))

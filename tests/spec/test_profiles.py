@@ -1,4 +1,4 @@
-"""Quirks: each acts where its profile switches it on, and nowhere else."""
+"""Quirks of the core: each changes the behavior only where its profile turns it on."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from blockstep.spec.vocabulary import (
 
 
 def both(config: Config, quirk: Quirk) -> tuple[Oracle, Oracle]:
-    """The specification, and the same with one quirk."""
+    """Return the strict specification, and one with `quirk`."""
     return Oracle(config), Oracle(config, Profile("one", frozenset({quirk})))
 
 
 def steps(oracle: Oracle, count: int, token: int = 50) -> None:
-    """So many steps, in which every row that can sample samples `token`."""
+    """Run `count` steps, in which every row that can sample samples `token`."""
     for _ in range(count):
         plan = oracle.schedule()
         if plan.rows:
@@ -52,7 +52,7 @@ def steps(oracle: Oracle, count: int, token: int = 50) -> None:
 
 
 def hit(oracle: Oracle, request: Request) -> int:
-    """Tokens that a newcomer finds in the cache."""
+    """Return the length of the prefix hit of a new request."""
     oracle.submit(request)
     (row,) = (row for row in oracle.schedule().new if row.request_id == request.request_id)
     return row.num_computed_tokens
@@ -69,14 +69,14 @@ def test_every_quirk_has_a_story_and_a_profile() -> None:
 
 
 @pytest.mark.parametrize("profile", RELEASES, ids=lambda profile: profile.name)
-def test_a_quirk_was_seen_in_the_releases_that_have_it(profile: Profile) -> None:
+def test_a_profile_has_every_quirk_that_was_seen_in_its_release(profile: Profile) -> None:
     seen = {story.quirk for story in QUIRKS if profile.name[5:] in story.seen_in.split()}
     assert seen <= profile.quirks
     assert profile.spares
 
 
 def test_unwritten_keys_stay() -> None:
-    """Upstream #43569: the cache promises what nobody wrote."""
+    """Upstream #43569: a key stays cached although its block was never written."""
     config = Config(
         num_blocks=9,
         block_size=1,
@@ -147,7 +147,7 @@ def answer(oracle: Oracle, plan: Plan, token: int = 50) -> Outputs:
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_stale_draft_placeholders(quirk: bool) -> None:
-    """Upstream #46899: what was proposed before the gap is gone, and is dispatched all the same."""
+    """Upstream #46899: placeholders of dropped drafts are still scheduled."""
     config = Config(
         num_blocks=9,
         max_num_batched_tokens=2,
@@ -170,7 +170,7 @@ def test_stale_draft_placeholders(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ["B", "C"]), (True, ["B"])])
-def test_a_victim_without_a_row_skips_a_request(quirk: bool, expected: list[RequestId]) -> None:
+def test_victim_without_a_row_skips_a_request(quirk: bool, expected: list[RequestId]) -> None:
     config = Config(
         num_blocks=8, block_size=1, max_model_len=7, max_frames_in_flight=2, async_scheduling=True,
         policy=Policy.PRIORITY, enable_prefix_caching=False,
@@ -198,7 +198,7 @@ def test_item_offset_not_in_key(quirk: bool, expected: int) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_a_adjacent_item_in_output_block_key(quirk: bool) -> None:
+def test_adjacent_item_in_output_block_key(quirk: bool) -> None:
     config = Config(num_blocks=9, block_size=1, max_model_len=16)
     oracle = both(config, Quirk.ADJACENT_ITEM_IN_OUTPUT_BLOCK_KEY)[quirk]
     oracle.submit(Request("A", (1,), max_tokens=5, items=(MultiModalItem("cat", 0, 1),)))
@@ -218,8 +218,8 @@ def test_no_full_isl_reserve(quirk: bool, expected: int) -> None:
     assert amounts.get("B", 0) == expected
 
 
-def test_what_is_passed_over_waits() -> None:
-    """In a queue of its own; in that of all others; there, in turns."""
+def test_queues_and_order_of_skipped_requests() -> None:
+    """Skipped requests have their own queue, or return to the waiting queue in two orders."""
     config = Config(num_blocks=9)
     reversing = {Quirk.SINGLE_WAITING_QUEUE, Quirk.SKIPPED_REQUESTS_RETURN_REVERSED}
     quirks: list[set[Quirk]] = [set(), {Quirk.SINGLE_WAITING_QUEUE}, reversing]
@@ -288,7 +288,7 @@ def test_admitted_with_lookahead(quirk: bool, expected: int) -> None:
         (Quirk.LIFO_REUSE_WITHOUT_CACHING, False, (2, 1, 3, 4)),
     ],
 )
-def test_where_freed_blocks_go(
+def test_order_of_freed_blocks_in_the_free_queue(
     quirk: Quirk | None, caching: bool, expected: tuple[int, ...]
 ) -> None:
     config = Config(num_blocks=5, block_size=2, max_model_len=8, enable_prefix_caching=caching)
@@ -303,10 +303,10 @@ def test_where_freed_blocks_go(
 @pytest.mark.parametrize(
     "quirk", [Quirk.BLOCKS_WITHOUT_KEYS_REUSED_FIRST, Quirk.LIFO_REUSE_WITHOUT_CACHING]
 )
-def test_a_stack_has_each_freed_block_once_whatever_comes_first(
+def test_lifo_order_has_each_freed_block_once_with_reuse_quirks(
     quirk: Quirk, caching: bool
 ) -> None:
-    """Freed blocks are at the head of a stack: the quirks looked for them at its other end."""
+    """Freed blocks are at the head of a LIFO queue; the quirks once looked for them at its tail."""
     config = Config(
         num_blocks=5,
         block_size=2,
@@ -338,14 +338,14 @@ def test_preempted_wait_for_all_their_frames(quirk: bool, expected: list[Request
 
 @pytest.mark.parametrize(("quirk", "delivered"), [(False, 1), (True, 0)])
 def test_reset_drops_tokens(quirk: bool, delivered: int) -> None:
-    """Upstream #42043: sampled again, and delivered then."""
+    """Upstream #42043: with the quirk the token is dropped and sampled again."""
     config = Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=True)
     oracle = both(config, Quirk.RESET_DROPS_TOKENS)[quirk]
     oracle.submit(Request("A", (1, 2)))
     plan = oracle.schedule()
     oracle.apply(Reset(reset_running_requests=True))
     assert oracle.state.requests["A"].num_output_placeholders == 1 - quirk
-    assert len(oracle.schedule().rows) == quirk, "what waits for no token is resumed at once"
+    assert len(oracle.schedule().rows) == quirk, "without a token to wait for, A resumes at once"
     assert len(answer(oracle, plan).rows) == delivered
 
 
@@ -385,7 +385,7 @@ def test_step_continues_after_self_preemption(quirk: bool, expected: list[Reques
     steps(oracle, 1)
     oracle.submit(Request("B", (4, 5, 6), max_tokens=3))
     steps(oracle, 1)
-    plan = oracle.schedule()  # A needs a block, none is left, and nobody ranks behind it
+    plan = oracle.schedule()  # A needs a block, none is left, and no request ranks below A
     assert plan.preempted_req_ids == ("A",)
     assert [row.request_id for row in plan.rows] == expected
 
@@ -421,7 +421,7 @@ def test_prompt_beyond_the_budget_is_skipped(quirk: bool, expected: list[Request
 
 
 def padded(quirks: set[Quirk], config: Config, *requests: Request) -> tuple[Oracle, Plan]:
-    """The plan in which the last of these is admitted, while the others decode."""
+    """Return a plan that admits the last of these requests while the others decode."""
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
     for request in requests[:-1]:
         oracle.submit(request)
@@ -440,7 +440,7 @@ PADDING = Config(
     ("quirk", "budget", "expected"), [(False, 9, 1), (True, 9, 3), (False, 3, 1), (True, 3, 0)]
 )
 def test_padding_on_admission(quirk: bool, budget: int, expected: int) -> None:
-    """Upstream #45237: the same shape for all rows, or no row."""
+    """Upstream #45237: the row of a new request has the shape of the others, or it waits."""
     config = replace(PADDING, max_num_batched_tokens=budget)
     quirks = {Quirk.PADDING_ON_ADMISSION} if quirk else set()
     requests = Request("A", (1,), max_tokens=4), Request("B", (2,), max_tokens=4)
@@ -463,8 +463,8 @@ def test_padding_waits_at_max_model_len(quirk: bool, expected: list[int]) -> Non
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, set()), (True, {"B"})])
-def test_a_padding_on_hit_without_other_requests(quirk: bool, expected: set[RequestId]) -> None:
-    """Upstream #55126: then it may be that nobody goes for whose sake it would wait."""
+def test_padding_on_hit_without_other_requests(quirk: bool, expected: set[RequestId]) -> None:
+    """Upstream #55126: B waits for budget for its padding although no other request runs."""
     quirks = {Quirk.PADDING_ON_ADMISSION} | (
         {Quirk.PADDING_ON_HIT_WITHOUT_OTHER_REQUESTS} if quirk else set()
     )
@@ -494,7 +494,7 @@ def test_drafts_publish_at_commit(quirk: bool, expected: int) -> None:
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, []), (True, ["A"])])
 def test_resumed_with_token_in_flight(quirk: bool, expected: list[RequestId]) -> None:
-    """Two frames without placeholders: the same position is sampled in both."""
+    """Two frames without placeholders sample the same position."""
     config = Config(num_blocks=3, max_frames_in_flight=2)
     oracle = both(config, Quirk.RESUMED_WITH_TOKEN_IN_FLIGHT)[quirk]
     oracle.submit(Request("A", (1,)))
@@ -504,7 +504,7 @@ def test_resumed_with_token_in_flight(quirk: bool, expected: list[RequestId]) ->
 
 
 def test_no_common_prefix_while_blocks_are_short() -> None:
-    """B is refused blocks while A runs alone, and gets them once A has finished."""
+    """B lacks blocks while A runs alone, and is admitted after A has finished."""
     config = Config(num_blocks=4, block_size=1, scheduler_reserve_full_isl=False)
     counts = []
     for oracle in both(config, Quirk.NO_COMMON_PREFIX_WHILE_BLOCKS_ARE_SHORT):
@@ -521,7 +521,7 @@ def test_no_common_prefix_while_blocks_are_short() -> None:
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_chunks_take_drafts(quirk: bool) -> None:
-    """A draft that was proposed after two tokens of a prompt is scheduled after the third."""
+    """With the quirk, a draft proposed during the prompt is scheduled with its last token."""
     config = Config(
         num_blocks=9, max_num_batched_tokens=2, spec_method=SpecMethod.NGRAM,
         num_speculative_tokens=1,

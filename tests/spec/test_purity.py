@@ -1,7 +1,7 @@
-"""The spec is a pure function (architecture D2), and every rule says where it comes from.
+"""The specification is pure (architecture D2), and every rule names its source.
 
-A lint of our own, because no general one knows that a set has no order worth relying on. It reads
-syntax trees only; `IMPURE` and `PURE` below are its own tests.
+This is a lint of our own, since general linters do not know that a set has no order to rely on. It
+reads syntax trees only; `IMPURE` and `PURE` below test it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Scope: TypeAlias = ast.Module | ast.FunctionDef
 
 
 def name_of(node: ast.expr) -> str:
-    """The last part of a dotted name; "" for any other expression."""
+    """Return the last part of a dotted name, or "" for any other expression."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -79,7 +79,7 @@ def is_annotated(annotation: ast.expr | None, unordered: str) -> bool:
 
 
 def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of one scope, nested blocks included, other scopes left out."""
+    """Yield the statements of one scope, with nested blocks, without other scopes."""
     for statement in body:
         yield statement
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -128,7 +128,7 @@ class Purity(ast.NodeVisitor):
     def flaw(self, node: ast.AST, reason: str) -> None:
         self.flaws.append(f"{getattr(node, 'lineno', 1)}: {reason}")
 
-    # What has no order, and who depends on it
+    # Values without an order, and code that depends on their order
 
     def is_unordered(self, node: ast.expr) -> bool:
         match node:
@@ -336,7 +336,10 @@ class Purity(ast.NodeVisitor):
 
 
 def impurities(source: str, file: Path = SPEC / "snippet.py", *others: str) -> list[str]:
-    """What is impure in `source`; `others` are modules whose declared sets and maps it may use."""
+    """Return the impure expressions in `source`.
+
+    `others` are modules whose declared sets and maps `source` may use.
+    """
     unordered = SETS if file == INVARIANTS else SETS_AND_MAPS
     fields: set[str] = set()
     for other in others:
@@ -348,7 +351,7 @@ def impurities(source: str, file: Path = SPEC / "snippet.py", *others: str) -> l
 
 
 def unsourced(source: str) -> list[str]:
-    """Public functions of `source` whose docstring does not name the source of their rule."""
+    """Return the public functions of `source` whose docstring names no source."""
     return [
         node.name
         for node in ast.parse(source).body
@@ -371,9 +374,12 @@ PLUMBING = {
     "features/__init__.py": ("cache keeps state between calls",),
     "vocabulary/config.py": ("cache keeps state between calls",),
 }
-"""What decides nothing: constructors and copies written for the fields of a class, as `dataclasses`
-writes its own (`tests/spec/test_copies.py` holds them to those), and the one KV group of a config
-and the rules with some features, functions of an int and of names that are remembered."""
+"""Impure code that decides nothing, by file.
+
+It makes constructors and copies for the fields of a class, as `dataclasses` does
+(`tests/spec/test_copies.py` compares both), and caches the KV group of a config and the rules with
+some features, which are functions of an int and of names.
+"""
 
 
 @pytest.mark.parametrize("file", FILES, ids=short)
@@ -384,7 +390,7 @@ def test_spec_is_pure(file: Path) -> None:
 
 
 RULES = [file for file in FILES if not {VOCABULARY, RELEASES} & {*file.parents}]
-"""A word has its source where it is used, and what a release does otherwise in its story."""
+"""The vocabulary has sources where it is used, and quirks have theirs in their stories."""
 
 
 @pytest.mark.parametrize("file", RULES, ids=short)
@@ -392,7 +398,7 @@ def test_every_rule_names_its_source(file: Path) -> None:
     assert unsourced(file.read_text()) == []
 
 
-def test_there_is_a_spec_to_check() -> None:
+def test_the_checked_files_include_the_keys() -> None:
     assert KEYS in FILES
     assert any(file.name == "block_pool.py" for file in RULES)
 

@@ -1,4 +1,4 @@
-"""Bad input: a typed rejection, never a traceback, and nothing changes."""
+"""Rejections: bad input gets a code, raises nothing, and leaves the state unchanged."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ GOOD = Request("new", (1, 2, 3), max_tokens=4)
 
 
 def make_busy() -> Oracle:
-    """Return a specification in which A is in flight with a draft, B was aborted in flight, and G
-    waits for its grammar.
+    """Return an oracle with requests in several states.
+
+    A is in flight with a draft, B was aborted in flight, and G waits for its grammar.
     """
     config = Config(
         num_blocks=9,
@@ -73,7 +74,7 @@ def make_busy() -> Oracle:
 
 @cache
 def get_busy_state(copy: int = 0) -> State:
-    """Return the state of `make_busy`; each `copy` is built anew."""
+    """Return the state of `make_busy`; another `copy` is an equal state built again."""
     del copy
     return make_busy().state
 
@@ -170,9 +171,9 @@ CASES: dict[str, tuple[object, RejectCode]] = {
     "a row is missing": (answer(B_ROW), RejectCode.BAD_RESULT),
     "a row is foreign": (answer(("A", (1,)), B_ROW, ("C", (1,))), RejectCode.BAD_RESULT),
     "a row comes twice": (answer(("A", (1,)), ("A", (1,))), RejectCode.BAD_RESULT),
-    "no token where one is due": (answer(("A", ()), B_ROW), RejectCode.BAD_RESULT),
+    "no token for a row that samples": (answer(("A", ()), B_ROW), RejectCode.BAD_RESULT),
     "too many tokens": (answer(("A", (9, 9, 1, 1)), B_ROW), RejectCode.BAD_RESULT),
-    "accepts what was no draft": (answer(("A", (8, 1)), B_ROW), RejectCode.BAD_RESULT),
+    "accepts a token that was no draft": (answer(("A", (8, 1)), B_ROW), RejectCode.BAD_RESULT),
     "the aborted row is wrong too": (answer(("A", (1,)), ("B", ())), RejectCode.BAD_RESULT),
     "drafts are None": (Drafts(None), M),  # type: ignore[arg-type]
     "resumable with an int": (bad_request(resumable=1), M),
@@ -182,10 +183,10 @@ CASES: dict[str, tuple[object, RejectCode]] = {
     "abort of a string": (Abort("A"), M),  # type: ignore[arg-type]
     "abort of a number": (Abort((1,)), M),  # type: ignore[arg-type]
     "abort of an empty id": (Abort(("",)), M),
-    "grammar of nobody": (GrammarReady("nobody"), RejectCode.UNKNOWN_REQUEST),
-    "grammar of one without": (GrammarReady("A"), RejectCode.NOT_STRUCTURED),
+    "grammar of an unknown request": (GrammarReady("nobody"), RejectCode.UNKNOWN_REQUEST),
+    "grammar of a request without one": (GrammarReady("A"), RejectCode.NOT_STRUCTURED),
     "grammar of None": (GrammarReady(None), M),  # type: ignore[arg-type]
-    "update of nobody": (
+    "update of an unknown request": (
         StreamingUpdate(replace(GOOD, request_id="nobody")),
         RejectCode.UNKNOWN_REQUEST,
     ),
@@ -194,7 +195,7 @@ CASES: dict[str, tuple[object, RejectCode]] = {
         RejectCode.NOT_RESUMABLE,
     ),
     "update with None": (StreamingUpdate(None), M),  # type: ignore[arg-type]
-    "fork where forks are off": (Fork("A", "a branch"), RejectCode.BAD_FORK),
+    "fork while forks are off": (Fork("A", "a branch"), RejectCode.BAD_FORK),
     "fork of None": (Fork(None, "a branch"), M),  # type: ignore[arg-type]
     "pause with a string": (SetPause("paused_all"), M),  # type: ignore[arg-type]
     "pause with a bool": (SetPause(True), M),  # type: ignore[arg-type]
@@ -213,14 +214,14 @@ def test_bad_input_is_rejected_and_changes_nothing(name: str) -> None:
     assert oracle.state == get_busy_state()
 
 
-def test_there_are_enough_kinds() -> None:
+def test_cases_cover_all_codes_that_other_tests_do_not() -> None:
     assert len(CASES) >= 40
     elsewhere = {RejectCode.NEVER_FITS, RejectCode.FRAME_OUT_OF_ORDER, RejectCode.GRAMMAR_BEHIND}
     elsewhere.add(RejectCode.FORK_IN_FLIGHT)
     assert {code for _, code in CASES.values()} >= set(RejectCode) - elsewhere
 
 
-def test_what_never_fits_is_refused_with_the_figures() -> None:
+def test_a_request_that_never_fits_is_rejected_with_the_block_counts() -> None:
     oracle = Oracle(Config(num_blocks=4, block_size=2, max_model_len=64))
     result = oracle.apply(Submit(Request("A", (1, 2, 3), max_tokens=5)))
     assert result == Rejected(RejectCode.NEVER_FITS)
@@ -273,7 +274,7 @@ CONFIGS: dict[str, dict[str, object]] = {
         "groups": (KVGroup(GroupKind.FULL, 16), recurrent(16)),
     },
     "a decoder without an encoder": {"is_encoder_decoder": True},
-    "across without an encoder": {"groups": (KVGroup(GroupKind.CROSS_ATTENTION, 16),)},
+    "cross attention without an encoder": {"groups": (KVGroup(GroupKind.CROSS_ATTENTION, 16),)},
     "encoder-decoder in chunks": {**BESIDE, "enable_chunked_prefill": True},
     "encoder-decoder with prefix caching": {**BESIDE, "enable_prefix_caching": True},
     "encoder-decoder with a threshold": {**BESIDE, "long_prefill_token_threshold": 2},
@@ -283,7 +284,7 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bad_config_is_refused_with_field_rule_and_fix(name: str) -> None:
+def test_a_bad_config_is_rejected_with_field_rule_and_fix(name: str) -> None:
     config = replace(Config(num_blocks=8), **CONFIGS[name])  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         initial_state(config)
@@ -293,7 +294,7 @@ def test_bad_config_is_refused_with_field_rule_and_fix(name: str) -> None:
     assert str(problems[0]) in str(caught.value)
 
 
-def test_a_model_may_have_an_encoder_beside_a_decoder() -> None:
+def test_an_encoder_decoder_model_may_have_an_encoder_cache() -> None:
     config = replace(Config(num_blocks=8), **BESIDE)  # type: ignore[arg-type]
     assert config_problems(config) == ()
 
@@ -326,7 +327,7 @@ BIT = (False, True, False)
         (BESIDE | BOTH_9, (replace(CAT, offset=0, length=9),), None, ""),
     ],
 )
-def test_what_an_encoder_can_never_take_is_refused(
+def test_an_item_that_the_encoder_can_never_take_is_rejected(
     changes: dict[str, object], items: tuple[MultiModalItem, ...], code: RejectCode, sentence: str
 ) -> None:
     config = replace(Config(num_blocks=8), **BOTH_4 | changes)  # type: ignore[arg-type]
@@ -335,7 +336,7 @@ def test_what_an_encoder_can_never_take_is_refused(
     assert sentence in (problem.detail if problem else "")
 
 
-def test_what_is_no_config_is_refused() -> None:
+def test_a_value_that_is_not_a_config_is_rejected() -> None:
     assert config_problems("config")[0].field == "config"
 
 

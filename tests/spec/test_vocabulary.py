@@ -1,4 +1,4 @@
-"""The words: keys that are content, and records that are values."""
+"""Block keys and configs: keys are equal if and only if their content is equal."""
 
 import pickle
 
@@ -17,7 +17,7 @@ def key_of(request: Request, block_size: int = 2) -> BlockKey:
     return extend_block_keys(RequestState(request, Status.WAITING), block_size, RULES)[-1]
 
 
-def test_equal_content_is_one_key_however_it_was_built() -> None:
+def test_equal_content_gives_equal_keys() -> None:
     first = key_of(Request("A", (1, 2, 3, 4)))
     second = key_of(Request("B", (1, 2, 3, 4, 5), priority=3))
     assert first is not second
@@ -43,7 +43,7 @@ def test_equal_content_is_one_key_however_it_was_built() -> None:
         *("embedding", "earlier embedding"),
     ],
 )
-def test_different_content_is_another_key(other: Request) -> None:
+def test_different_content_gives_different_keys(other: Request) -> None:
     assert key_of(Request("A", (1, 2, 3, 4))) != key_of(other)
 
 
@@ -53,7 +53,7 @@ def test_keys_of_different_kinds_do_not_collide() -> None:
     assert key_of(adapter) != key_of(salt)
 
 
-def test_one_item_at_two_places_is_two_contents() -> None:
+def test_the_key_includes_the_offset_of_an_item() -> None:
     """Upstream #36708."""
     first = Request("A", (7, 7, 7, 7), items=(MultiModalItem("cat", 0, 3),))
     second = Request("A", (7, 7, 7, 7), items=(MultiModalItem("cat", 1, 3),))
@@ -66,7 +66,7 @@ def test_an_item_marks_only_the_blocks_it_overlaps() -> None:
     assert [key.items for key in keys] == [(), (("cat", 1),), (("cat", -1),), ()]
 
 
-def test_outputs_continue_the_chain() -> None:
+def test_keys_of_outputs_continue_those_of_the_prompt() -> None:
     whole = Request("A", (1, 2, 3, 4, 5, 6))
     split = RequestState(Request("B", (1, 2, 3)), Status.RUNNING, output_token_ids=(4, 5, 6))
     assert extend_block_keys(split, 2, RULES)[-1] == key_of(whole)
@@ -88,12 +88,12 @@ def test_a_key_cannot_be_changed() -> None:
         del key.adapter
 
 
-def test_a_key_is_not_equal_to_anything_else() -> None:
+def test_a_key_differs_from_a_tuple_and_shows_its_salt() -> None:
     assert BlockKey(None, (1,)) != (1,)
     assert "salt" in repr(BlockKey(None, (1,), cache_salt="pepper"))
 
 
-def test_the_method_of_speculation_decides_lookahead_and_head_drop() -> None:
+def test_the_spec_method_decides_lookahead_slots_and_the_hit_drop() -> None:
     def derived(method: SpecMethod) -> tuple[int, bool]:
         config = Config(num_blocks=2, spec_method=method, num_speculative_tokens=3)
         return config.num_lookahead_tokens, config.drops_last_hit_block

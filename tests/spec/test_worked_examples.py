@@ -159,10 +159,10 @@ def test_lazy_eviction_timeline() -> None:
 
 
 class TestPriorityRollback:
-    """Seed 001, "Preemption in the Running Loop": the victim was scheduled in this very step."""
+    """Seed 001, "Preemption in the Running Loop": the victim was scheduled in the same step."""
 
     def start(self, budget: int) -> Oracle:
-        """`low` stands before `high`; the five blocks are full, and `high` needs a sixth."""
+        """`low` is scheduled before `high`; all five blocks are full and `high` needs a sixth."""
         config = Config(num_blocks=6, block_size=4, max_model_len=64, policy=Policy.PRIORITY)
         oracle = Oracle(config)
         oracle.submit(Request("low", tuple(range(11)), max_tokens=5, priority=5))
@@ -176,7 +176,7 @@ class TestPriorityRollback:
         )
         return oracle
 
-    def test_the_victims_row_is_taken_out_of_the_step(self) -> None:
+    def test_the_row_of_the_victim_is_withdrawn(self) -> None:
         oracle = self.start(budget=16)
         plan = oracle.schedule()
         assert plan.preempted_req_ids == ("low",)
@@ -184,18 +184,20 @@ class TestPriorityRollback:
         assert oracle.state.requests["low"].status is Status.PREEMPTED
         assert (oracle.state.waiting, oracle.state.running) == (("low",), ("high",))
 
-    def test_what_it_published_for_the_step_is_withdrawn(self) -> None:
-        """Upstream #43569: the key of a block that nobody will write must not stay."""
+    def test_blocks_that_the_victim_published_in_the_step_are_unpublished(self) -> None:
+        """Upstream #43569: no request will write the block, so its key must go."""
         oracle = self.start(budget=16)
         before = published(oracle.state)
         oracle.schedule()
         assert (8, 9, 10, 11) not in before, "its third block fills in this step"
         assert published(oracle.state) == before
 
-    def test_its_tokens_return_to_the_budget(self) -> None:
+    def test_tokens_of_the_victim_return_to_the_budget(self) -> None:
         oracle = self.start(budget=2)
         oracle.submit(Request("third", (60,), max_tokens=1, priority=0))
         oracle.state = replace(oracle.state, running=("low", "high"))
         plan = oracle.schedule()
-        assert plan.total_num_scheduled_tokens == 1, "low gave its token back; nobody is admitted"
+        assert plan.total_num_scheduled_tokens == 1, (
+            "the token of low is free; no request is admitted"
+        )
         assert plan.preempted_req_ids == ("low",)

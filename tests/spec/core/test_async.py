@@ -1,4 +1,4 @@
-"""Asynchronous scheduling: promises, frames answered in order, and what happens between them."""
+"""Asynchronous scheduling: placeholders, order of commits, events while frames are in flight."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def state_of(oracle: Oracle, name: str = "A") -> RequestState:
 
 
 def counts(oracle: Oracle, name: str = "A") -> tuple[int, int, int]:
-    """Known, promised and computed tokens."""
+    """Return known tokens, placeholders and computed tokens."""
     request = state_of(oracle, name)
     return (
         request.num_known_tokens,
@@ -72,18 +72,18 @@ def test_a_step_is_planned_before_the_token_of_the_last_one_is_known() -> None:
     assert counts(oracle) == (5, 0, 4)
 
 
-def test_nothing_is_planned_behind_the_last_token() -> None:
+def test_no_row_is_planned_after_the_last_token() -> None:
     oracle = make(depth=3)
     oracle.submit(Request("A", (1, 2, 3), max_tokens=2))
     frames = [oracle.schedule(), oracle.schedule()]
-    # One token is known to be on its way: with the second it would have its two.
+    # One token is in flight. With it the request reaches max_tokens.
     oracle.commit(frames[0], {"A": [7]})
     assert not oracle.schedule().rows
     outputs = oracle.commit(frames[1], {"A": [8]})
     assert outputs.rows[0].finish_reason is FinishReason.LENGTH
 
 
-def test_rejected_drafts_take_back_what_was_planned_on_top_of_them() -> None:
+def test_rejected_drafts_roll_back_tokens_of_later_frames() -> None:
     oracle = make(num_speculative_tokens=2, spec_method=SpecMethod.NGRAM)
     oracle.submit(Request("A", (1, 2, 3), max_tokens=12))
     first = oracle.schedule()
@@ -103,7 +103,7 @@ def test_rejected_drafts_take_back_what_was_planned_on_top_of_them() -> None:
     assert oracle.state.stats.drafts_accepted == 2
 
 
-def test_a_gap_drops_placeholders() -> None:
+def test_a_row_that_samples_nothing_drops_placeholder_drafts() -> None:
     oracle = make(num_speculative_tokens=2, spec_method=SpecMethod.NGRAM, max_num_batched_tokens=3)
     oracle.submit(Request("A", (1, 2, 3), max_tokens=12))
     oracle.submit(Request("B", (4, 5, 6), max_tokens=12))
@@ -118,7 +118,7 @@ def test_a_gap_drops_placeholders() -> None:
 
 
 def preempted_in_flight(depth: int) -> tuple[Oracle, list[Plan]]:
-    """A and B decode; A takes the last block while a token of B is in flight."""
+    """Return an oracle where A takes the last block while a token of B is in flight."""
     oracle = make(depth, num_blocks=4, max_model_len=12, enable_prefix_caching=False)
     oracle.submit(Request("A", (1, 2, 3, 4), max_tokens=6))
     oracle.submit(Request("B", (4, 5, 6, 7), max_tokens=3, eos_token_id=0))
@@ -136,7 +136,7 @@ def test_a_preempted_request_may_end_by_its_tokens_in_flight() -> None:
     assert set(oracle.state.requests) == {"A"}
 
 
-def test_answers_come_in_the_order_of_the_plans() -> None:
+def test_frames_are_committed_in_the_order_of_the_plans() -> None:
     oracle = make()
     oracle.submit(Request("A", (1, 2, 3), max_tokens=4))
     first, second = oracle.schedule(), oracle.schedule()
@@ -153,13 +153,13 @@ def test_answers_come_in_the_order_of_the_plans() -> None:
     )
 
 
-def test_drafts_stay_with_the_worker() -> None:
+def test_drafts_are_rejected_under_asynchronous_scheduling() -> None:
     oracle = make(num_speculative_tokens=2, spec_method=SpecMethod.NGRAM)
     refused = oracle.apply(Drafts(()))
     assert refused == Rejected(RejectCode.BAD_DRAFTS)
 
 
-def test_rows_of_the_aborted_are_passed_over_and_their_id_waits_for_the_frames() -> None:
+def test_an_id_of_an_aborted_request_is_free_after_its_frames_are_committed() -> None:
     oracle = make()
     oracle.submit(Request("A", (1, 2, 3), max_tokens=4))
     first, second = oracle.schedule(), oracle.schedule()
@@ -172,7 +172,7 @@ def test_rows_of_the_aborted_are_passed_over_and_their_id_waits_for_the_frames()
     assert not isinstance(oracle.apply(again), Rejected)
 
 
-def test_priority_inserts_the_passed_over_by_rank() -> None:
+def test_a_request_of_lower_priority_is_admitted_past_a_skipped_one() -> None:
     oracle = make(3, num_blocks=4, max_model_len=12, policy=Policy.PRIORITY)
     oracle.submit(Request("A", (1, 2, 3, 4), max_tokens=6))
     oracle.submit(Request("B", (4, 5, 6, 7), max_tokens=3, priority=1))

@@ -1,4 +1,4 @@
-"""The pool: exact order, exact counts, and what does not change."""
+"""The block pool: order of the free queue, reference counts, publication, and misuse."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_free_blocks_of_a_hit_are_counted_and_null_ones_are_not() -> None:
     assert count_free(pool, (0, 1, 2, 4)) == 2
 
 
-def test_blocks_of_a_fenced_request_wait_although_one_group_has_none() -> None:
+def test_fenced_blocks_wait_even_if_one_group_frees_none() -> None:
     pool = give_up_blocks(touch_blocks(create_pool(4), (1, 2)), ((1, 2), ()), STRICT_RULES, fence=7)
     assert pool.deferred_frees == (DeferredFree(7, (1, 2)),)
     assert pool.free_queue == (3,)
@@ -47,7 +47,7 @@ def test_only_blocks_that_wait_for_the_committed_frame_become_free() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [-1, 3])
-def test_an_amount_of_blocks_is_none_at_least_and_all_at_most(num_blocks: int) -> None:
+def test_a_number_of_blocks_outside_of_the_pool_is_an_assertion(num_blocks: int) -> None:
     with pytest.raises(AssertionError, match=r"amount of blocks|checked the capacity"):
         allocate_blocks(create_pool(3), num_blocks)
 
@@ -68,16 +68,18 @@ def test_equal_blocks_are_hit_in_order_of_publication() -> None:
         lambda pool: touch_blocks(pool, (0,)),
         lambda pool: publish_blocks(publish_blocks(pool, (1,), (K1,)), (1,), (K1,)),
     ],
-    ids=["too many", "nobody holds it", "null block", "twice"],
+    ids=["too many", "not held", "null block", "twice"],
 )
-def test_misuse_is_an_assertion_for_it_means_the_spec_is_wrong(misuse: object) -> None:
+def test_misuse_of_the_pool_is_an_assertion(misuse: object) -> None:
     assert callable(misuse)
     with pytest.raises(AssertionError):
         misuse(create_pool(4))
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=30))
-def test_conservation_under_any_operations(steps: list[tuple[int, int]]) -> None:
+def test_any_operations_keep_reference_counts_and_free_queue_consistent(
+    steps: list[tuple[int, int]],
+) -> None:
     pool: Pool = create_pool(6)
     tables: list[tuple[int, ...]] = []
     for kind, number in steps:

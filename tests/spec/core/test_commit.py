@@ -1,4 +1,4 @@
-"""Commit: every way to end, acceptance, rollback, and who is passed over."""
+"""Commit: finish reasons, accepted and rejected drafts, aborted rows, resets and pauses."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def run(tokens: list[int], **asked: Any) -> Outputs:
         ([1, 2, 3, 1, 2, 3], {"repetition_detection": RepetitionDetection(2)}, None, None),
     ],
 )
-def test_reasons_to_end(
+def test_finish_reasons(
     tokens: list[int], asked: dict[str, Any], reason: FinishReason | None, stop_token: int | None
 ) -> None:
     (row,) = run(tokens, **asked).rows
@@ -66,7 +66,7 @@ def test_reasons_to_end(
 
 
 def drafted() -> tuple[Oracle, Plan]:
-    """A request with drafts 11, 12, 13 in flight."""
+    """Return an oracle and a plan with drafts 11, 12, 13 of request A in flight."""
     oracle = Oracle(CONFIG)
     oracle.submit(Request("A", (1, 2), max_tokens=8, eos_token_id=12))
     oracle.commit(oracle.schedule(), {"A": [10]})
@@ -77,7 +77,7 @@ def drafted() -> tuple[Oracle, Plan]:
     return oracle, plan
 
 
-def test_rejected_drafts_leave_no_trace() -> None:
+def test_rejected_drafts_do_not_count_as_computed() -> None:
     oracle, plan = drafted()
     oracle.commit(plan, {"A": [11, 50]})
     request = oracle.state.requests["A"]
@@ -86,7 +86,7 @@ def test_rejected_drafts_leave_no_trace() -> None:
     assert (oracle.state.stats.drafts_scheduled, oracle.state.stats.drafts_accepted) == (3, 1)
 
 
-def test_nothing_after_the_stop_is_delivered_even_if_accepted() -> None:
+def test_accepted_drafts_after_the_stop_token_are_dropped() -> None:
     oracle, plan = drafted()
     (row,) = oracle.commit(plan, {"A": [11, 12, 13, 14]}).rows
     assert row.new_token_ids == (11, 12)
@@ -95,7 +95,7 @@ def test_nothing_after_the_stop_is_delivered_even_if_accepted() -> None:
     assert len(oracle.state.pool.free_queue) == 19
 
 
-def test_an_aborted_row_is_passed_over() -> None:
+def test_a_commit_ignores_the_row_of_an_aborted_request() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(Request("A", (1, 2)))
     oracle.submit(Request("B", (3, 4)))
@@ -121,7 +121,7 @@ def test_tokens_in_flight_survive_a_forced_reset() -> None:
     assert (resumed.num_computed_tokens, resumed.num_scheduled_tokens) == (0, 6)
 
 
-def test_a_polite_reset_fails_while_a_block_is_held() -> None:
+def test_a_reset_that_is_not_forced_fails_while_a_block_is_held() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(Request("A", (1, 2, 3, 4, 5), max_tokens=1))
     plan = oracle.schedule()
@@ -134,7 +134,7 @@ def test_a_polite_reset_fails_while_a_block_is_held() -> None:
     assert not oracle.state.pool.cached
 
 
-def test_pause_states() -> None:
+def test_a_pause_stops_all_rows_or_only_admission() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(Request("A", (1, 2)))
     oracle.commit(oracle.schedule(), {"A": [5]})

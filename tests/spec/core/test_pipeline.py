@@ -34,8 +34,8 @@ def test_chunks_of_one_prompt_are_in_flight_together() -> None:
     assert oracle.state.requests["A"].output_token_ids == (7,)
 
 
-def test_the_preempted_wait_for_their_token_in_flight() -> None:
-    """Upstream #48245, without placeholders: it would sample the position twice."""
+def test_a_preempted_request_waits_for_its_token_in_flight() -> None:
+    """Upstream #48245: an earlier admission would sample the same position twice."""
     oracle = make(num_blocks=5, block_size=2, max_model_len=8, enable_prefix_caching=False)
     oracle.submit(Request("A", (1, 2), max_tokens=2))
     first = oracle.schedule()
@@ -53,7 +53,7 @@ def test_the_preempted_wait_for_their_token_in_flight() -> None:
     assert not get_broken_invariants(oracle.state)
 
 
-def test_a_chunk_in_flight_holds_no_request_up() -> None:
+def test_a_chunk_in_flight_does_not_delay_admission_after_a_reset() -> None:
     oracle = make(max_num_batched_tokens=2)
     oracle.submit(Request("A", (1, 2, 3)))
     oracle.schedule()
@@ -61,7 +61,7 @@ def test_a_chunk_in_flight_holds_no_request_up() -> None:
     assert names(oracle.schedule()) == ["A"]
 
 
-def test_drafts_are_handed_in_while_others_are_in_flight() -> None:
+def test_drafts_are_accepted_while_other_requests_are_in_flight() -> None:
     oracle = make(spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
     oracle.submit(Request("A", (1, 2)))
     first = oracle.schedule()

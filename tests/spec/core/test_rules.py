@@ -1,4 +1,4 @@
-"""Rules: a value by the set of its quirks, folded once, and wrapped one decision at a time."""
+"""Rules: equality, pickling, what each quirk replaces, and one function for each event."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OF_ANOTHER = (Quirk.PADDING_WAITS_AT_MAX_MODEL_LEN, Quirk.PADDING_ON_HIT_WITHOUT
 """Quirks that only change what `padding_on_admission` does."""
 
 
-def test_rules_are_a_value_by_their_quirks() -> None:
+def test_rules_with_equal_quirks_are_equal() -> None:
     some = frozenset({Quirk.NO_FULL_ISL_RESERVE, Quirk.SINGLE_WAITING_QUEUE})
     rules = get_rules(some, CACHED)
     assert rules == get_rules(some, CACHED)
@@ -45,7 +45,7 @@ def test_rules_are_a_value_by_their_quirks() -> None:
 
 
 @pytest.mark.parametrize("profile", RELEASES, ids=lambda profile: profile.name)
-def test_a_state_is_pickled_and_copied_with_rules_that_decide_the_same(profile: Profile) -> None:
+def test_a_pickled_or_copied_state_has_the_same_rules(profile: Profile) -> None:
     state = initial_state(CACHED, profile)
     for again in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
         assert again == state
@@ -56,7 +56,7 @@ def test_a_state_is_pickled_and_copied_with_rules_that_decide_the_same(profile: 
         assert again.rules.changes == profile.quirks
 
 
-def test_strict_rules_are_one_value_in_every_process() -> None:
+def test_strict_rules_are_one_object_after_pickling() -> None:
     rules = get_rules(frozenset(), CACHED)
     assert pickle.loads(pickle.dumps(STRICT_RULES)) is STRICT_RULES
     assert pickle.loads(pickle.dumps(rules)) is rules
@@ -65,14 +65,14 @@ def test_strict_rules_are_one_value_in_every_process() -> None:
 
 
 def list_changed(rules: Rules, before: Rules) -> set[str]:
-    """The functions that one of these rules replaces otherwise than the other."""
+    """Return the names of functions for which `rules` and `before` have different replacements."""
     functions = {*rules.replaced, *before.replaced}
     return {one.__qualname__ for one in functions if rules[one] is not before[one]}
 
 
 @pytest.mark.parametrize("story", QUIRKS, ids=lambda story: story.quirk)
-def test_a_quirk_changes_a_decision_or_two(story: QuirkStory) -> None:
-    """Alone, or with what it is upon; under a config that it is about."""
+def test_a_quirk_replaces_one_or_two_functions(story: QuirkStory) -> None:
+    """A quirk is applied to the quirks that it needs, under each of the four configs."""
     upon = frozenset(story.upon)
     changed: set[str] = set()
     for config in (CACHED, UNCACHED, BESIDE, STORED):
@@ -82,12 +82,12 @@ def test_a_quirk_changes_a_decision_or_two(story: QuirkStory) -> None:
 
 
 def _list_hooks(hooks: Hooks) -> list[Callable[..., object]]:
-    """The functions of all moments."""
+    """Return the functions in all tables of `hooks`."""
     return [hook for table in fields(hooks) for hook in getattr(hooks, table.name)]
 
 
-def test_what_a_release_replaces_is_a_function_that_the_specification_calls_by_rules() -> None:
-    """Or a hook of a feature, or the function for an event."""
+def test_a_release_replaces_only_functions_that_are_called_by_rules() -> None:
+    """Hooks of features and the functions that process an event count as called by rules."""
     text = "".join(file.read_text() for file in Path(blockstep.spec.__path__[0]).rglob("*.py"))
     by_name = {*re.findall(r"rules\[(?:\w+\.)?(\w+)\]", text)}
     for config in (CACHED, UNCACHED, BESIDE, STORED):
@@ -99,17 +99,17 @@ def test_what_a_release_replaces_is_a_function_that_the_specification_calls_by_r
 
 
 def test_each_event_has_one_function() -> None:
-    """It is a case of `process_event`, or in the table of one feature."""
+    """Each event is a case of `process_event` or is in the table of one feature."""
     cases = re.findall(r"case v\.(\w+)\(", inspect.getsource(process_event))
     ours = [kind.__name__ for feature in FEATURES for kind in feature.events]
     assert sorted([*cases, *ours]) == sorted(kind.__name__ for kind in EVENT_TYPES)
 
 
 @pytest.mark.parametrize("other", [None, Quirk.UNWRITTEN_KEYS_STAY])
-def test_a_victims_unnamed_blocks_go_first_whatever_else_is_switched_on(
+def test_blocks_of_a_victim_without_keys_are_reused_first(
     other: Quirk | None,
 ) -> None:
-    """Preemption gives blocks back as an end and a reset do."""
+    """Preemption frees blocks in the same order as a finish or a reset does."""
     config = Config(
         num_blocks=6, block_size=2, max_model_len=10, policy=Policy.PRIORITY,
         scheduler_reserve_full_isl=False,

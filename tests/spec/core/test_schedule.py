@@ -1,4 +1,4 @@
-"""Schedule: caps, admission, queues, preemption, and what a worker is told."""
+"""Schedule: token budget, admission, order of the queues, preemption, and rows of the plan."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def amounts(plan: Plan) -> dict[str, int]:
 
 
 def step(oracle: Oracle, token: int = 99) -> Plan:
-    """Schedule, and let every row sample that can."""
+    """Schedule, then commit a token for every row that samples."""
     plan = oracle.schedule()
     frame = oracle.state.frames[-1] if plan.rows else None
     samples = {row.request_id: [token] for row in frame.rows if row.samples} if frame else {}
@@ -34,7 +34,7 @@ def step(oracle: Oracle, token: int = 99) -> Plan:
     return plan
 
 
-def test_a_gap_that_must_be_taken_whole_gets_all_or_nothing() -> None:
+def test_tokens_that_must_be_scheduled_whole_get_all_or_nothing() -> None:
     assert compute_share(9, 2, 0, 7, 9, is_whole=True) == 7
     assert compute_share(9, 2, 0, 6, 9, is_whole=True) == 0
     assert compute_share(9, 2, 5, 6, 9, is_whole=True) == 5, "the threshold comes first"
@@ -49,7 +49,7 @@ def test_the_last_output_needs_no_slot_but_drafts_and_lookahead_do() -> None:
     assert compute_max_slots(10, 50, 3, 3, 20) == 20
 
 
-def test_without_chunking_a_prompt_waits_for_a_budget_that_holds_it() -> None:
+def test_without_chunked_prefill_a_prompt_waits_for_enough_budget() -> None:
     config = replace(
         CONFIG, enable_chunked_prefill=False, max_num_batched_tokens=64, max_num_seqs=9
     )
@@ -57,12 +57,12 @@ def test_without_chunking_a_prompt_waits_for_a_budget_that_holds_it() -> None:
     oracle.submit(Request("A", tuple(range(40)), max_tokens=1, cache_salt="A"))
     oracle.submit(Request("B", tuple(range(30)), max_tokens=1, cache_salt="B"))
     oracle.submit(Request("C", (1,), max_tokens=1))
-    assert amounts(step(oracle)) == {"A": 40}, "nobody overtakes B"
+    assert amounts(step(oracle)) == {"A": 40}, "C does not overtake B"
     assert amounts(step(oracle)) == {"B": 30, "C": 1}
 
 
-def test_the_gate_looks_at_all_known_tokens_and_not_at_the_first_chunk() -> None:
-    """Upstream #37307; without it a request is let in only to be preempted (#25538)."""
+def test_the_admission_gate_reserves_blocks_for_the_whole_prompt() -> None:
+    """Upstream #37307: without the gate, a request is admitted and then preempted (#25538)."""
 
     def admitted(gate: bool) -> bool:
         config = replace(
@@ -87,7 +87,7 @@ def test_fully_cached_prompt_recomputes_its_last_block() -> None:
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (4, 4)
 
 
-def test_hidden_state_drafting_gives_the_last_hit_block_back() -> None:
+def test_an_eagle_head_drops_the_last_block_of_a_hit() -> None:
     config = replace(CONFIG, spec_method=SpecMethod.EAGLE, num_speculative_tokens=2)
     oracle = Oracle(config)
     oracle.submit(Request("A", tuple(range(12)), max_tokens=1))
@@ -97,8 +97,8 @@ def test_hidden_state_drafting_gives_the_last_hit_block_back() -> None:
     assert row.num_computed_tokens == 8
 
 
-def test_a_hit_within_the_same_step() -> None:
-    """Blocks published by a request ahead in the same step are written before they are read."""
+def test_a_request_hits_blocks_published_in_the_same_step() -> None:
+    """An earlier request in the same step writes these blocks before they are read."""
     oracle = Oracle(CONFIG)
     oracle.submit(Request("A", tuple(range(9))))
     oracle.submit(Request("B", tuple(range(9))))
@@ -125,7 +125,7 @@ def test_drafts_are_trimmed_to_the_budget_and_the_rest_is_dropped() -> None:
     assert all(request.spec_token_ids == () for request in oracle.state.requests.values())
 
 
-def test_blocked_requests_are_passed_over_and_keep_their_place() -> None:
+def test_skipped_requests_stay_ahead_of_newer_ones() -> None:
     oracle = Oracle(CONFIG)
     for name in ("G", "H"):
         oracle.submit(Request(name, (1,), structured_output=True))
@@ -152,10 +152,11 @@ def test_priority_orders_both_queues_by_rank() -> None:
     assert [row.request_id for row in oracle.schedule().new] == ["g", "a", "b"]
 
 
-def test_equals_do_not_preempt_each_other_for_ever() -> None:
-    """Same priority, same arrival, and not enough blocks for both; found by `blockstep check`.
+def test_requests_of_equal_rank_do_not_preempt_each_other_for_ever() -> None:
+    """Two requests with equal priority and arrival finish although the pool is too small for both.
 
-    0.19.1 preempts the first of the two in running order, which is the other one each time.
+    Found by `blockstep check`. 0.19.1 preempts the first of the two in running order, so each step
+    preempts the other one.
     """
     oracle = Oracle(
         Config(
@@ -176,7 +177,7 @@ def test_equals_do_not_preempt_each_other_for_ever() -> None:
     assert oracle.state.stats.preemptions == 1
 
 
-def test_a_request_that_preempts_itself_ends_the_phase_and_returns_first() -> None:
+def test_a_request_that_preempts_itself_is_first_in_the_waiting_queue() -> None:
     oracle = Oracle(replace(CONFIG, num_blocks=4))
     oracle.submit(Request("A", (1, 2, 3, 4), max_tokens=9))
     oracle.submit(Request("B", (5, 6, 7, 8), max_tokens=5))
@@ -189,7 +190,7 @@ def test_a_request_that_preempts_itself_ends_the_phase_and_returns_first() -> No
     assert oracle.state.waiting == ("B", "C")
 
 
-def test_every_state_is_a_value() -> None:
+def test_states_after_equal_events_are_equal() -> None:
     first, second = Oracle(CONFIG), Oracle(CONFIG)
     for oracle in (first, second):
         oracle.submit(Request("A", tuple(range(9)), max_tokens=3))

@@ -1,4 +1,4 @@
-"""Pressure: admission closes where blocks are short, and opens where enough are free."""
+"""Admission control: admission closes below the low threshold and opens at the high one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def closed(oracle: Oracle) -> bool:
     return oracle.snapshot().admission_closed
 
 
-def test_without_a_high_one_it_never_closes() -> None:
+def test_admission_never_closes_without_a_high_threshold() -> None:
     oracle = build(num_blocks=9, admission_low_blocks=0, admission_high_blocks=0)
     submit(oracle, "A", 2, max_tokens=6)
     submit(oracle, "B", 6, max_tokens=2)
@@ -52,7 +52,7 @@ def test_without_a_high_one_it_never_closes() -> None:
     assert oracle.snapshot().stats.preemptions == 1
 
 
-def test_a_parked_request_waits_though_its_load_has_come() -> None:
+def test_a_request_with_a_confirmed_load_waits_while_admission_is_closed() -> None:
     oracle = build(kv_connector=True, admission_low_blocks=5, admission_high_blocks=7)
     submit(oracle, "A", 4, max_tokens=3)
     step(oracle)
@@ -69,7 +69,9 @@ def test_a_parked_request_waits_though_its_load_has_come() -> None:
 
 
 @pytest.mark.parametrize("pause_state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
-def test_it_is_seen_while_all_is_paused_too(pause_state: PauseState) -> None:
+def test_admission_opens_and_closes_also_while_the_engine_is_paused(
+    pause_state: PauseState,
+) -> None:
     oracle = build()
     submit(oracle, "A", 7)
     step(oracle)
@@ -81,7 +83,7 @@ def test_it_is_seen_while_all_is_paused_too(pause_state: PauseState) -> None:
     assert not closed(oracle)
 
 
-def test_a_plan_that_is_refused_decides_nothing() -> None:
+def test_a_rejected_schedule_does_not_close_admission() -> None:
     oracle = build()
     submit(oracle, "A", 7)
     oracle.schedule()
@@ -90,10 +92,10 @@ def test_a_plan_that_is_refused_decides_nothing() -> None:
     assert not closed(oracle)
 
 
-def test_every_case_by_the_words() -> None:
-    """Against a table of what is said: who runs, whether anybody was preempted, and what is free.
+def test_admission_closes_and_opens_as_documented() -> None:
+    """Every combination of running requests, victims and free blocks is compared with the rule.
 
-    Without a distance between the two one number decides.
+    If both thresholds are equal, this one number decides.
     """
     for was, running, victims, free in product((False, True), (0, 1, 2), (False, True), range(6)):
         for low, high in ((0, 0), (1, 3), (3, 3), (0, 2)):
@@ -116,6 +118,6 @@ def test_every_case_by_the_words() -> None:
         ({"admission_low_blocks": -1}, "admission_low_blocks"),
     ],
 )
-def test_thresholds_that_cannot_be_are_named(changes: dict[str, Any], field: str) -> None:
+def test_a_bad_threshold_is_rejected_with_its_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         build(**changes)

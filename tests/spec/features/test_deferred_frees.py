@@ -1,4 +1,4 @@
-"""Deferred frees: beside a store blocks of a frame in flight are free behind its answer."""
+"""Deferred frees: with a store, freed blocks of a frame in flight wait for its commit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNFENCED = Profile("unfenced", frozenset({Quirk.BLOCKS_FREED_WHILE_FRAMES_WRITE}
 
 
 def build(profile: Profile = STRICT, **changes: Any) -> Oracle:
-    """Blocks of 2 tokens, a store, and two frames in flight."""
+    """Return an oracle with blocks of 2 tokens, a store, and two frames in flight."""
     fields: dict[str, Any] = {"num_blocks": 9, "block_size": 2, "max_model_len": 32}
     fields |= {"kv_connector": True, "max_frames_in_flight": 2, "async_scheduling": True}
     fields |= {"scheduler_reserve_full_isl": False, "enable_prefix_caching": False}
@@ -45,7 +45,7 @@ def answer(oracle: Oracle, plan: Plan, token: int = 7, **report: Any) -> None:
 
 
 def waiting(oracle: Oracle) -> tuple[tuple[int, tuple[BlockId, ...]], ...]:
-    """Frames, and blocks that wait for them."""
+    """Return frame ids with the blocks that wait for their commit."""
     assert get_broken_invariants(oracle.state) == ()
     return tuple((one.frame_id, one.block_ids) for one in oracle.state.pool.deferred_frees)
 
@@ -58,11 +58,11 @@ def run_names(plan: Plan) -> list[RequestId]:
     return [row.request_id for row in plan.rows]
 
 
-# A load waits for them.
+# A load does not get blocks that a frame in flight writes.
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_no_load_goes_into_blocks_that_a_plan_in_flight_still_writes(is_async: bool) -> None:
+def test_a_load_does_not_get_blocks_that_a_frame_in_flight_writes(is_async: bool) -> None:
     oracle = build(num_blocks=4)
     submit(oracle, "A", 4, max_tokens=2)
     first = oracle.schedule()
@@ -78,7 +78,7 @@ def test_no_load_goes_into_blocks_that_a_plan_in_flight_still_writes(is_async: b
     assert load.block_ids == ((3, 2),)
 
 
-def test_a_release_without_the_fence_loads_into_them() -> None:
+def test_a_release_without_deferred_frees_loads_into_these_blocks() -> None:
     oracle = build(UNFENCED, num_blocks=2)
     submit(oracle, "A", 2, max_tokens=1)
     oracle.schedule()
@@ -97,7 +97,7 @@ def test_a_release_without_the_fence_loads_into_them() -> None:
     ],
     ids=["no store", "one frame"],
 )
-def test_where_no_load_can_come_between_blocks_are_free_at_once(fields: dict[str, Any]) -> None:
+def test_blocks_are_free_at_once_without_a_store_or_a_second_frame(fields: dict[str, Any]) -> None:
     oracle = build(**fields)
     submit(oracle, "A", 4)
     oracle.schedule()
@@ -105,10 +105,10 @@ def test_where_no_load_can_come_between_blocks_are_free_at_once(fields: dict[str
     assert (waiting(oracle), free(oracle)[-2:]) == ((), (2, 1))
 
 
-# For which frame, and in which order.
+# Which frame a block waits for, and the order in the free queue.
 
 
-def test_a_request_that_never_ran_waits_for_no_frame() -> None:
+def test_blocks_of_a_request_that_never_ran_are_free_at_once() -> None:
     oracle = build()
     submit(oracle, "A", 2)
     oracle.schedule()
@@ -121,7 +121,7 @@ def test_a_request_that_never_ran_waits_for_no_frame() -> None:
     assert waiting(oracle) == ()
 
 
-def test_in_a_stack_they_are_taken_next() -> None:
+def test_deferred_blocks_are_reused_next_with_lifo_order() -> None:
     oracle = build(pool_order=PoolOrder.LIFO)
     submit(oracle, "A", 4)
     plan = oracle.schedule()
@@ -131,17 +131,17 @@ def test_in_a_stack_they_are_taken_next() -> None:
     assert free(oracle)[:2] == (2, 1)
 
 
-# Whatever gave them up.
+# Every way to free blocks: a finish, a transfer, a failed load, a reset.
 
 
-def test_an_end_in_the_newest_frame_waits_for_nothing() -> None:
+def test_a_finish_in_the_newest_frame_frees_blocks_at_once() -> None:
     oracle = build()
     submit(oracle, "A", 2, max_tokens=1)
     answer(oracle, oracle.schedule())
     assert (waiting(oracle), len(free(oracle))) == ((), 8)
 
 
-def test_behind_the_end_of_a_transfer_they_wait_as_well() -> None:
+def test_blocks_wait_for_the_frame_after_their_transfer_has_ended() -> None:
     oracle = build()
     submit(oracle, "A", 4)
     oracle.offer_kv("A", 0, delays_free=True)
@@ -154,7 +154,7 @@ def test_behind_the_end_of_a_transfer_they_wait_as_well() -> None:
     assert waiting(oracle) == ()
 
 
-def test_a_load_that_fails_leaves_blocks_to_the_frames_behind() -> None:
+def test_blocks_of_a_failed_load_wait_for_later_frames() -> None:
     oracle = build(
         num_blocks=20,
         groups=(full(2), window(2, 3)),
@@ -172,7 +172,7 @@ def test_a_load_that_fails_leaves_blocks_to_the_frames_behind() -> None:
     assert len(free(oracle)) == 19
 
 
-def test_a_forced_reset_succeeds_and_they_lose_their_keys() -> None:
+def test_a_forced_reset_unpublishes_deferred_blocks() -> None:
     oracle = build(enable_prefix_caching=True)
     submit(oracle, "A", 5)
     plan = oracle.schedule()
@@ -185,11 +185,11 @@ def test_a_forced_reset_succeeds_and_they_lose_their_keys() -> None:
     assert oracle.reset()
 
 
-# Who lacks blocks waits for the answer.
+# A request that lacks blocks waits for the commit.
 
 
 def short(**changes: Any) -> tuple[Oracle, Plan]:
-    """A, which runs, lacks a block in the second plan; both it and B are in flight."""
+    """Return a state where A lacks a block for the second plan; A and B are in flight."""
     oracle = build(num_blocks=3, **changes)
     submit(oracle, "A", 2, max_tokens=2)
     submit(oracle, "B", 2, max_tokens=2, priority=1)
@@ -197,7 +197,7 @@ def short(**changes: Any) -> tuple[Oracle, Plan]:
 
 
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
-def test_a_victim_in_flight_is_not_preempted_before_its_answer(policy: Policy) -> None:
+def test_a_victim_in_flight_is_not_preempted_before_its_commit(policy: Policy) -> None:
     oracle, first = short(policy=policy)
     second = oracle.schedule()
     assert (run_names(second), second.preempted_req_ids) == ([], ())
@@ -208,7 +208,7 @@ def test_a_victim_in_flight_is_not_preempted_before_its_answer(policy: Policy) -
     assert (waiting(oracle), oracle.state.requests["B"].status) == ((), Status.PREEMPTED)
 
 
-def test_a_session_in_flight_gives_its_blocks_once_it_was_answered() -> None:
+def test_blocks_of_a_session_in_flight_are_reclaimed_after_its_commit() -> None:
     oracle = build(num_blocks=3)
     oracle.submit(Request("S", (1, 2), max_tokens=2, eos_token_id=7, resumable=True))
     first, second = oracle.schedule(), oracle.schedule()

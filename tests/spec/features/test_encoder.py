@@ -1,6 +1,7 @@
-"""The encoder by hand: what a chunk reads, what is kept, what a step leaves that changes its mind.
+"""The encoder cache: encoding, eviction, withdrawal of planned items, and cross attention.
 
-prompt     c c c c t d d          an item is a run of one letter, text is t
+Prompts are written as letters: an item is a run of one letter, text is `t`. So `ccccttdd` is an
+item of four tokens, two of text, and an item of two.
 """
 
 from __future__ import annotations
@@ -68,7 +69,11 @@ def oracle_of(*quirks: Quirk, **fields: Any) -> Oracle:
 
 
 def request(name: str, prompt: str, priority: int = 0, max_tokens: int = 4) -> Request:
-    """Items by their letters; t is text. A capital is a token of its item without an embedding."""
+    """Return a request with the items in `prompt`.
+
+    Each run of a letter is an item; `t` is text. A capital is a token of its item without an
+    embedding.
+    """
     items, start = [], 0
     while start < len(prompt):
         end = start
@@ -84,7 +89,7 @@ def request(name: str, prompt: str, priority: int = 0, max_tokens: int = 4) -> R
 
 
 def step(oracle: Oracle) -> Plan:
-    """Plan a step, and answer it."""
+    """Plan a step and commit it."""
     plan = oracle.schedule()
     if plan.rows:
         frame = oracle.state.frames[-1]
@@ -106,31 +111,31 @@ def holders(oracle: Oracle) -> dict[str, tuple[RequestId, ...]]:
     return {entry.identifier: entry.holders for entry in kept.entries}
 
 
-# What a chunk reads.
+# Items and the end of a chunk.
 
 
 WHOLE: dict[str, Any] = {"disable_chunked_mm_input": True}
 
 
-def test_a_whole_item_waits_for_a_step_that_takes_all_of_it() -> None:
-    """The budget leaves one token, and the prompt begins with an item of two (upstream #52306)."""
+def test_a_whole_item_waits_for_a_step_with_enough_budget() -> None:
+    """The budget has one token left and the prompt begins with an item of two (upstream #52306)."""
     oracle = oracle_of(max_num_batched_tokens=3, **WHOLE)
     oracle.submit(request("O", "tt"))
     oracle.submit(request("A", "cct"))
     assert [amounts(step(oracle)) for _ in range(2)] == [{"O": 2}, {"O": 1, "A": 2}]
 
 
-def test_a_chunk_ends_before_a_whole_item_if_the_head_finds_no_room_for_the_next() -> None:
-    """A token before the item without room is inside of the one before it."""
+def test_a_chunk_ends_before_a_whole_item_if_the_next_has_no_space() -> None:
+    """The draft head reads one token ahead, so the chunk would end inside of item d."""
     oracle = oracle_of(encoder_cache_size=4, encoder_compute_budget=4, **WHOLE, **HEAD)
     oracle.submit(request("A", "tccddee", max_tokens=1))
     assert [amounts(step(oracle)) for _ in range(2)] == [{"A": 3}, {"A": 4}]
 
 
-# What is kept.
+# Events without an encoder.
 
 
-def test_events_about_an_encoder_change_nothing_where_there_is_none() -> None:
+def test_encoder_events_change_nothing_without_an_encoder() -> None:
     oracle = Oracle(Config(num_blocks=4))
     before = oracle.state
     oracle.reset_encoder()
@@ -139,11 +144,11 @@ def test_events_about_an_encoder_change_nothing_where_there_is_none() -> None:
     assert oracle.snapshot().encoder is None
 
 
-# A step that changes its mind.
+# Rows that are withdrawn from the plan that is being made.
 
 
 def rolled_back(*quirks: Quirk, **fields: Any) -> tuple[Oracle, Plan]:
-    """A reads its item, then B takes the block of A in the very same step; C runs behind them."""
+    """Return a plan where A is scheduled with its item, then preempted for B; C is after B."""
     oracle = oracle_of(*quirks, num_blocks=8, **RANKED | fields)
     oracle.submit(request("A", "tttc", priority=2))
     step(oracle)
@@ -156,13 +161,13 @@ def rolled_back(*quirks: Quirk, **fields: Any) -> tuple[Oracle, Plan]:
     return oracle, plan
 
 
-def test_a_row_that_is_taken_back_leaves_no_entry_and_its_compute() -> None:
+def test_a_withdrawn_row_leaves_no_entry_and_returns_its_encoder_budget() -> None:
     oracle, plan = rolled_back(encoder_compute_budget=2, encoder_cache_size=3)
     assert made(plan) == {"B": (0,), "C": (0,)}
     assert sorted(holders(oracle)) == ["d", "e"]
 
 
-def test_what_was_evicted_for_it_is_there_again() -> None:
+def test_items_evicted_for_a_withdrawn_row_are_restored() -> None:
     oracle = oracle_of(num_blocks=8, encoder_compute_budget=2, encoder_cache_size=2, **RANKED)
     oracle.submit(request("Z", "z", max_tokens=1))
     step(oracle)
@@ -183,14 +188,14 @@ def test_what_was_evicted_for_it_is_there_again() -> None:
     assert kept.freeable == ("z", "y")
 
 
-def test_what_was_made_anew_keeps_nothing_else_from_returning() -> None:
-    made_anew = FrozenMap({"b": Entry(1, (("A", 0),))})
-    before = Encoder(3, entries=made_anew, evicted=(("a", 1), ("b", 1)))
+def test_an_evicted_item_that_is_encoded_again_does_not_block_restoring_others() -> None:
+    reencoded = FrozenMap({"b": Entry(1, (("A", 0),))})
+    before = Encoder(3, entries=reencoded, evicted=(("a", 1), ("b", 1)))
     after = get_with_evicted(before)
     assert (after.freeable, after.evicted) == (("a",), (("b", 1),))
 
 
-def test_a_request_that_shares_what_is_taken_back_has_it_made() -> None:
+def test_a_request_that_shares_a_withdrawn_item_encodes_it() -> None:
     oracle = oracle_of(num_blocks=9, encoder_compute_budget=1, encoder_cache_size=3, **RANKED)
     oracle.submit(request("A", "tttc", priority=2))
     step(oracle)
@@ -205,7 +210,7 @@ def test_a_request_that_shares_what_is_taken_back_has_it_made() -> None:
     assert get_broken_invariants(oracle.state) == ()
 
 
-def test_what_is_evicted_and_made_anew_in_one_step_is_not_dropped() -> None:
+def test_an_item_evicted_and_encoded_again_in_one_step_is_not_dropped() -> None:
     for quirks, dropped in (((), ("d",)), ((Quirk.REENCODED_ITEMS_ARE_DROPPED,), ("c", "d"))):
         oracle = oracle_of(*quirks, encoder_cache_size=4)
         for name, prompt in (("A", "c"), ("B", "dd")):
@@ -218,7 +223,7 @@ def test_what_is_evicted_and_made_anew_in_one_step_is_not_dropped() -> None:
         assert plan.free_encoder_mm_hashes == dropped
 
 
-def test_a_refused_admission_evicts_nothing_and_holds_nothing() -> None:
+def test_a_failed_admission_evicts_and_holds_no_item() -> None:
     for quirks, kept in (((), ["c"]), ((Quirk.ENCODER_CACHE_CHANGES_BEFORE_ADMISSION,), [])):
         oracle = oracle_of(*quirks, num_blocks=4, encoder_cache_size=3, encoder_compute_budget=3)
         oracle.submit(request("A", "ccc", max_tokens=1))
@@ -232,7 +237,7 @@ def test_a_refused_admission_evicts_nothing_and_holds_nothing() -> None:
         assert plan.free_encoder_mm_hashes == (() if kept else ("c",))
 
 
-def test_what_is_loaded_leaves_the_compute_as_it_was() -> None:
+def test_a_loaded_item_uses_no_encoder_budget() -> None:
     oracle = oracle_of(encoder_compute_budget=2)
     oracle.offer("c")
     for name, prompt in (("A", "c"), ("B", "d"), ("C", "ee")):
@@ -240,10 +245,10 @@ def test_what_is_loaded_leaves_the_compute_as_it_was() -> None:
     assert made(step(oracle)) == {"B": (0,)}
 
 
-# Beside the prompt.
+# Encoder-decoder models.
 
 
-def test_nothing_is_loaded_for_an_encoder_decoder_model() -> None:
+def test_an_encoder_decoder_model_loads_no_item() -> None:
     oracle = oracle_of(**BESIDE)
     oracle.offer("c")
     oracle.submit(request("A", "cc"))
@@ -252,7 +257,7 @@ def test_nothing_is_loaded_for_an_encoder_decoder_model() -> None:
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ["B"]), (True, ["B", "C"])])
 def test_cross_attention_cache_overcounts_free_space(quirk: bool, expected: list[str]) -> None:
-    """Upstream #55733: the room of an item is given back with each token that its request has."""
+    """Upstream #55733: each token of a request frees the space of its item once more."""
     fields = BESIDE | {"encoder_cache_size": 2, "encoder_compute_budget": 4}
     oracle = oracle_of(
         *([Quirk.CROSS_ATTENTION_CACHE_OVERCOUNTS_FREE_SPACE] if quirk else []), **fields
@@ -265,8 +270,8 @@ def test_cross_attention_cache_overcounts_free_space(quirk: bool, expected: list
     assert list(made(step(oracle))) == expected
 
 
-def test_room_beside_comes_back_with_the_answer() -> None:
-    """0.33.0: no second item is made while the first is in flight, and there is room ever after."""
+def test_space_for_encoder_decoder_input_is_freed_by_the_commit() -> None:
+    """0.33.0: while the first item is in flight, no second one is encoded."""
     fields = BESIDE | {"encoder_cache_size": 2, "max_frames_in_flight": 2}
     grows = (Quirk.CROSS_ATTENTION_CACHE_OVERCOUNTS_FREE_SPACE, Quirk.ITEMS_HELD_WITHOUT_A_ROW)
     oracle = oracle_of(*grows, Quirk.ITEMS_HELD_UNTIL_THE_COMMIT, **fields)
@@ -295,7 +300,7 @@ def test_reencoded_cross_attention_items_are_dropped(quirk: bool) -> None:
     assert dropped[2:] == [(), ("c",), ("d",)], "of an encoder-decoder model only"
 
 
-def test_blocks_across_hold_what_the_encoder_made_and_no_token_adds_any() -> None:
+def test_decoding_adds_no_cross_attention_block() -> None:
     groups = (KVGroup(GroupKind.FULL, 1), KVGroup(GroupKind.CROSS_ATTENTION, 2))
     oracle = oracle_of(**BESIDE, groups=groups, num_blocks=12)
     oracle.submit(request("A", "ccccc", max_tokens=3))
@@ -319,7 +324,7 @@ def test_a_request_that_lacks_a_cross_attention_block_is_not_admitted() -> None:
     assert amounts(step(oracle)) == {"B": 2}
 
 
-# What else 0.19.1 does.
+# Other quirks of 0.19.1.
 
 
 def test_repeated_item_is_released_at_its_first_place() -> None:
@@ -331,7 +336,7 @@ def test_repeated_item_is_released_at_its_first_place() -> None:
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_items_held_without_a_row(quirk: bool) -> None:
-    """Each holds its first item for one token more, which is read together with the second."""
+    """With the quirk, each request holds its item for ever and waits for the other's space."""
     oracle = oracle_of(
         *([Quirk.ITEMS_HELD_WITHOUT_A_ROW] if quirk else []),
         encoder_cache_size=4,
@@ -346,7 +351,7 @@ def test_items_held_without_a_row(quirk: bool) -> None:
 
 
 def test_withdrawn_items_count_as_encoded() -> None:
-    """The item that nobody made is there for A when it comes back."""
+    """A resumes and finds its item in the cache although it was never encoded."""
     oracle, plan = rolled_back(Quirk.WITHDRAWN_ITEMS_COUNT_AS_ENCODED)
     assert made(plan) == {"B": (0,), "C": (0,)}
     assert sorted(holders(oracle)) == ["c", "d", "e"]
@@ -373,11 +378,11 @@ def test_chunk_ends_before_an_unneeded_item(quirk: bool, expected: int) -> None:
     assert amounts(step(oracle)) == {"A": 2, "B": expected}
 
 
-def test_room_is_asked_for_what_is_not_taken_and_then_comes_the_next_item() -> None:
+def test_an_item_without_an_embedding_left_is_not_encoded_again() -> None:
     oracle = oracle_of(Quirk.CHUNK_ENDS_BEFORE_AN_UNNEEDED_ITEM, long_prefill_token_threshold=3)
     oracle.submit(request("A", "ttdDc"))
     assert made(step(oracle)) == {"A": (0,)}
-    oracle.reset_encoder()  # so that it is not there, and no longer needed
+    oracle.reset_encoder()  # then the item is not in the cache and not needed
     assert made(step(oracle)) == {"A": (1,)}
 
 
@@ -404,8 +409,8 @@ def test_draft_head_stops_before_whole_items(
     assert [amounts(step(oracle)).get("A") for _ in range(2)] == expected
 
 
-def test_a_head_ends_a_token_before_a_whole_item() -> None:
-    """Where there is one; the quirk has it end there also if the item is not cut."""
+def test_a_chunk_with_a_draft_head_may_end_right_before_a_whole_item() -> None:
+    """With the quirk, the chunk ends one token earlier."""
     for quirks, expected in (((), 2), ((Quirk.DRAFT_HEAD_STOPS_BEFORE_WHOLE_ITEMS,), 1)):
         oracle = oracle_of(*quirks, max_num_batched_tokens=2, **WHOLE, **HEAD)
         oracle.submit(request("A", "ttcc", max_tokens=1))
@@ -416,7 +421,7 @@ def test_a_head_ends_a_token_before_a_whole_item() -> None:
     "quirk", [Quirk.WHOLE_ITEMS_ARE_SPLIT, Quirk.REMAINDER_OF_AN_ITEM_IS_SPLIT]
 )
 def test_remainder_of_an_item_is_split(quirk: Quirk) -> None:
-    """A hit ends inside of the item, and the chunk behind it does, too."""
+    """The hit ends inside of the item, and the chunk after it does too."""
     oracle = oracle_of(quirk, block_size=2, max_num_batched_tokens=4, **WHOLE)
     oracle.submit(request("A", "tcccct", max_tokens=1))
     for _ in range(3):
@@ -436,11 +441,11 @@ def test_loaded_items_need_encoder_budget(quirk: bool, expected: int) -> None:
     assert amounts(step(oracle)) == {"A": expected}
 
 
-# One identifier, one content.
+# An identifier stands for one content.
 
 
-def test_an_identifier_in_use_is_refused_with_another_size() -> None:
-    """By an unfinished request, and then by what the cache keeps; a reset forgets it."""
+def test_an_identifier_in_use_is_rejected_with_another_size() -> None:
+    """The size is known while a request or the cache has the item, until a reset of the cache."""
     oracle = oracle_of()
     oracle.submit(request("A", "cc", max_tokens=1))
     for event in ((), (step,)):
@@ -456,7 +461,7 @@ def test_an_identifier_in_use_is_refused_with_another_size() -> None:
     assert made(step(oracle)) == {"B": (0,)}
 
 
-def test_a_chunk_may_not_give_an_identifier_another_size() -> None:
+def test_session_input_is_rejected_if_its_item_has_another_size() -> None:
     oracle = oracle_of()
     oracle.submit(request("A", "cc"))
     oracle.submit(replace(request("S", "t"), resumable=True))
@@ -478,10 +483,10 @@ def test_a_request_that_waits_for_a_fresh_state_holds_no_item() -> None:
     assert holders(oracle) == {"c": ()}
 
 
-# What 0.33.0 does otherwise.
+# Quirks of 0.33.0.
 
 
-def test_an_answer_that_is_dropped_lets_nothing_go() -> None:
+def test_a_dropped_token_releases_no_item() -> None:
     ahead: dict[str, Any] = {"async_scheduling": True, "max_frames_in_flight": 2}
     quirks = (Quirk.ITEMS_HELD_UNTIL_THE_COMMIT, Quirk.RESET_DROPS_TOKENS)
     oracle = oracle_of(*quirks, **ahead)
@@ -496,8 +501,8 @@ def test_an_answer_that_is_dropped_lets_nothing_go() -> None:
     assert holders(oracle) == {"c": ()}
 
 
-def test_items_are_let_go_row_by_row_whichever_request_ends() -> None:
-    """B ends, and was promised a token up to then; C, behind it, has read its item before that."""
+def test_a_commit_releases_items_in_the_order_of_rows() -> None:
+    """Both requests finish in the same commit."""
     ahead: dict[str, Any] = {"async_scheduling": True, "max_frames_in_flight": 2}
     oracle = oracle_of(Quirk.ITEMS_HELD_UNTIL_THE_COMMIT, **ahead)
     oracle.submit(request("B", "tcc", max_tokens=1))
@@ -530,7 +535,7 @@ def test_request_without_encoder_space_is_skipped(quirk: bool) -> None:
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_chunk_is_cut_for_states_before_items(quirk: bool) -> None:
-    """A chunk may end within a block of states, and nothing is made that it does not reach."""
+    """With the quirk, a chunk may end within a block of states; later items are not encoded."""
     quirks = [Quirk.CHUNK_IS_CUT_FOR_STATES_BEFORE_ITEMS] if quirk else []
     states: dict[str, Any] = {"block_size": 2, "groups": (recurrent(2),)}
     oracle = oracle_of(*quirks, encoder_compute_budget=2, **states)
@@ -545,14 +550,17 @@ def test_chunk_is_cut_for_states_before_items(quirk: bool) -> None:
     assert get_broken_invariants(oracle.state) == ()
     oracle = oracle_of(*quirks, max_num_batched_tokens=3, **states)
     oracle.submit(request("A", "ttttcct"))
-    plans = [step(oracle), step(oracle)]  # of which the second is of one that runs
+    plans = [step(oracle), step(oracle)]  # in the second, A is running
     assert [amounts(plan) for plan in plans] == [{"A": 2}] * 2
     assert [made(plan) for plan in plans] == ([{}, {}] if quirk else [{}, {"A": (0,)}])
 
 
-def test_a_request_without_a_row_inherits_nothing_of_a_victim() -> None:
-    """With one quirk of a release alone somebody may hold, without a row, what is planned for
-    another: it is not encoded for that one, and not there."""
+def test_a_holder_without_a_row_does_not_inherit_an_item_of_a_victim() -> None:
+    """One quirk of a release lets a request hold an item without a row.
+
+    If the request that the item was planned for is preempted, the item is not encoded and has no
+    entry.
+    """
     planned = PlannedItem(("A", 0), "c", 2, is_external=False)
     entries = FrozenMap({"c": Entry(2, (("A", 0), ("B", 0)))})
     encoder = Encoder(8, entries=entries, budget=1, planned=(planned,))

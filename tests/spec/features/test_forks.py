@@ -1,4 +1,4 @@
-"""Forks: what a branch is, what it shares, who copies what, and what is told of it."""
+"""Forks: rejections, blocks that a branch shares, copy on write, reclaim and the watermark."""
 
 from __future__ import annotations
 
@@ -52,14 +52,17 @@ def apply(oracle: Oracle, event: Event) -> Observation:
 
 
 def bring(oracle: Oracle, name: str, num_tokens: int, **more: Any) -> None:
-    """A request whose prompt is like no other's."""
+    """Submit a request whose prompt differs from all others."""
     first = 100 * ord(name[0])
     prompt = tuple(range(first, first + num_tokens))
     assert apply(oracle, Submit(Request(name, prompt, **{"max_tokens": 8} | more))) == Ack()
 
 
 def step(oracle: Oracle, *tokens: int) -> Plan:
-    """A plan and its answer: the rows sample these tokens, the last one again and again."""
+    """Plan a step and commit it.
+
+    The rows sample `tokens`, one each. If there are more rows, the last token is repeated.
+    """
     plan = oracle.schedule()
     assert get_broken_invariants(oracle.state) == ()
     answer(oracle, plan, *tokens)
@@ -78,7 +81,7 @@ def answer(oracle: Oracle, plan: Plan, *tokens: int) -> None:
 
 
 def begin(oracle: Oracle, num_tokens: int, num_outputs: int = 1, **more: Any) -> None:
-    """Request `a` runs, and has so many outputs: 7 each."""
+    """Run request `a` until it has `num_outputs` outputs, each of them 7."""
     bring(oracle, "a", num_tokens, **more)
     for _ in range(num_outputs):
         step(oracle)
@@ -101,24 +104,24 @@ def tables(oracle: Oracle, name: str) -> tuple[tuple[int, ...], ...]:
 
 
 def refused(oracle: Oracle, event: Fork) -> RejectCode | None:
-    """The code of a refusal, which leaves everything as it was."""
+    """Return the code of the rejection, and check that the state is unchanged."""
     before = oracle.state
     found = code(apply(oracle, event))
     assert oracle.state == before
     return found
 
 
-# F1: refusals, in their order.
+# F1: rejections, in the order in which they are checked.
 
 
-def test_forks_are_off() -> None:
+def test_a_fork_is_rejected_if_forks_are_off() -> None:
     oracle = build(enable_forks=False)
     begin(oracle, 5)
     assert refused(oracle, Fork("a", "b")) is RejectCode.BAD_FORK
     assert refused(oracle, Fork("nobody", "a")) is RejectCode.BAD_FORK
 
 
-def test_the_parent_is_unfinished() -> None:
+def test_a_fork_of_an_unknown_or_finished_request_is_rejected() -> None:
     oracle = build()
     begin(oracle, 5)
     assert refused(oracle, Fork("nobody", "a")) is RejectCode.UNKNOWN_REQUEST
@@ -126,7 +129,7 @@ def test_the_parent_is_unfinished() -> None:
     assert refused(oracle, Fork("a", "b")) is RejectCode.UNKNOWN_REQUEST
 
 
-def test_the_childs_id_is_free() -> None:
+def test_a_fork_is_rejected_if_the_id_of_the_branch_is_in_use() -> None:
     oracle = build()
     begin(oracle, 5, resumable=True)
     bring(oracle, "b", 5)
@@ -138,7 +141,7 @@ def test_the_childs_id_is_free() -> None:
     assert refused(oracle, Fork("a", "c")) is RejectCode.BAD_FORK  # it is a session, in flight
 
 
-def test_the_parent_has_begun() -> None:
+def test_a_fork_is_rejected_before_the_parent_has_an_output() -> None:
     oracle = build()
     bring(oracle, "a", 5)
     assert refused(oracle, Fork("a", "b")) is RejectCode.BAD_FORK
@@ -147,14 +150,14 @@ def test_the_parent_has_begun() -> None:
     assert refused(oracle, Fork("a", "b")) is RejectCode.FORK_IN_FLIGHT
 
 
-def test_a_branch_that_waits_has_not_begun() -> None:
+def test_a_waiting_branch_cannot_be_forked() -> None:
     oracle = build()
     begin(oracle, 5)
     fork(oracle, "b", 7)
     assert refused(oracle, Fork("b", "c")) is RejectCode.BAD_FORK
 
 
-def test_a_request_preempted_in_flight_is_in_flight() -> None:
+def test_a_request_preempted_in_flight_cannot_be_forked_before_its_commit() -> None:
     oracle = build(max_frames_in_flight=2, async_scheduling=True)
     begin(oracle, 5)
     plan = oracle.schedule()
@@ -167,7 +170,7 @@ def test_a_request_preempted_in_flight_is_in_flight() -> None:
 
 
 ENDS = (
-    # what ends a request; outputs that do not, and one more that does
+    # fields, outputs that do not finish the request, one more that does
     ({"eos_token_id": 9}, (7,), 9),
     ({"stop_token_ids": (8, 9)}, (7,), 8),
     ({"max_tokens": 3}, (7, 8), 9),
@@ -177,7 +180,7 @@ ENDS = (
 
 
 @pytest.mark.parametrize(("fields", "outputs", "last"), ENDS)
-def test_no_output_of_a_branch_ends_it(
+def test_a_fork_is_rejected_if_its_outputs_would_finish_the_branch(
     fields: dict[str, Any], outputs: tuple[int, ...], last: int
 ) -> None:
     oracle = build()
@@ -187,7 +190,7 @@ def test_no_output_of_a_branch_ends_it(
     assert fork(oracle, "b", *outputs) == Ack()
 
 
-def test_least_tokens_hold_a_stop_off_in_a_branch_too() -> None:
+def test_min_tokens_applies_to_the_outputs_of_a_branch() -> None:
     oracle = build()
     begin(oracle, 5, eos_token_id=9, min_tokens=3)
     assert fork(oracle, "b", 7, 9) == Ack()
@@ -211,10 +214,10 @@ def test_a_branch_has_the_grammar_state_of_its_outputs() -> None:
     }
 
 
-# F3: what it shares.
+# F3: blocks that a branch shares.
 
 
-def test_nothing_is_shared_of_a_preempted_parent_but_its_hit_is_there() -> None:
+def test_a_branch_of_a_preempted_parent_shares_no_blocks_but_hits_the_cache() -> None:
     oracle = build()
     begin(oracle, 9)
     apply(oracle, Reset(reset_running_requests=True))
@@ -226,13 +229,13 @@ def test_nothing_is_shared_of_a_preempted_parent_but_its_hit_is_there() -> None:
     assert plan.block_copies == ()
 
 
-def test_a_window_that_has_left_its_blocks_is_not_shared() -> None:
+def test_a_branch_does_not_share_a_window_that_lacks_attended_blocks() -> None:
     oracle = build(num_blocks=30, block_size=2, groups=(full(2), window(2, 3)))
     begin(oracle, 9, 6)
     assert tables(oracle, "a")[1][:6] == (0, 0, 0, 0, 0, tables(oracle, "a")[1][5])
-    fork(oracle, "b", 7, 7, 9)  # 11 in common: position 11 reads from 9 on
+    fork(oracle, "b", 7, 7, 9)  # 11 tokens in common: position 11 attends to 9 and later
     assert shown(oracle, "b").num_computed_tokens == 0
-    fork(oracle, "c", 7, 7, 7, 7, 7)  # 13, but within a block that is findable
+    fork(oracle, "c", 7, 7, 7, 7, 7)  # 13 tokens in common, and the last block is cached
     branch, table = shown(oracle, "c"), tables(oracle, "a")
     assert branch.num_computed_tokens == 12
     assert branch.block_tables == (table[0][:6], table[1][:6])
@@ -240,18 +243,18 @@ def test_a_window_that_has_left_its_blocks_is_not_shared() -> None:
     assert [len(row.block_ids) for row in plan.new] == [2, 2]
 
 
-def test_a_branch_at_the_begin_of_a_chunk_reads_nothing_that_is_gone() -> None:
+def test_a_branch_recomputes_from_the_start_of_a_chunk_with_freed_blocks() -> None:
     oracle = build(num_blocks=30, block_size=2, groups=(full(2), chunks(2, 4)))
-    begin(oracle, 10, 4)  # thirteen computed: only the chunk from 12 on is there
-    fork(oracle, "b", 7, 9)  # eleven in common, in the chunk from 8 on
+    begin(oracle, 10, 4)  # 13 computed tokens: only the chunk from 12 on is held
+    fork(oracle, "b", 7, 9)  # 11 tokens in common, in the chunk from 8 on
     assert shown(oracle, "b").num_computed_tokens == 8
     assert tables(oracle, "b") == (tables(oracle, "a")[0][:4], (0, 0, 0, 0))
 
 
-# F4: what is full is findable first.
+# F4: full blocks are published before they are shared.
 
 
-def test_what_drafts_filled_is_named_before_it_is_shared() -> None:
+def test_a_block_filled_by_drafts_is_published_before_it_is_shared() -> None:
     oracle = build(
         spec_method=SpecMethod.NGRAM, num_speculative_tokens=3, enable_kv_cache_events=True
     )
@@ -272,13 +275,13 @@ def test_what_drafts_filled_is_named_before_it_is_shared() -> None:
     assert [type(event) for event in events] == [BlockStored]
 
 
-# F5: who writes in a shared block is given a copy.
+# F5: copy on write.
 
 
-def test_a_copy_is_the_first_block_that_a_group_takes() -> None:
+def test_a_group_takes_the_block_of_its_copy_first() -> None:
     oracle = build(num_blocks=30, block_size=2, groups=(full(2), window(2, 5)))
     begin(oracle, 3)
-    fork(oracle, "b", 5, 6, 7)  # three in common, and it computes three
+    fork(oracle, "b", 5, 6, 7)  # 3 tokens in common, 3 to compute
     (first, second), head = tables(oracle, "a"), oracle.state.pool.free_queue
     plan = step(oracle)
     # The parent copies a block of each group, the branch then writes in place.
@@ -291,12 +294,14 @@ def test_a_copy_is_the_first_block_that_a_group_takes() -> None:
     oracle.resume()
     plan = step(oracle)
     assert [row.request_id for row in plan.new] == ["d", "c"]
-    assert plan.block_copies == ()  # at the end of a block there is none to copy
+    assert plan.block_copies == ()  # there is no partly filled block
 
 
 @pytest.mark.parametrize(("num_blocks", "names"), [(5, ["a"]), (6, ["a", "c"]), (7, ["a", "c"])])
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_an_admission_counts_the_copy(num_blocks: int, names: list[str], is_gated: bool) -> None:
+def test_an_admission_counts_the_block_of_a_copy(
+    num_blocks: int, names: list[str], is_gated: bool
+) -> None:
     oracle = build(num_blocks=num_blocks, scheduler_reserve_full_isl=is_gated, max_num_seqs=3)
     begin(oracle, 5, max_tokens=5)
     bring(oracle, "z", 1, max_tokens=5)
@@ -310,10 +315,10 @@ def test_an_admission_counts_the_copy(num_blocks: int, names: list[str], is_gate
     )
 
 
-# F7: a branch that waits holds blocks, and gives them up.
+# F7: blocks of a waiting branch are reclaimed.
 
 
-def test_a_branch_that_waits_gives_its_blocks_to_a_request_that_runs_alone() -> None:
+def test_a_request_that_runs_alone_reclaims_blocks_of_a_waiting_branch() -> None:
     oracle = build(num_blocks=4, max_num_seqs=1, max_model_len=13)
     begin(oracle, 4, 2, max_tokens=9)
     fork(oracle, "b", 9)
@@ -321,12 +326,12 @@ def test_a_branch_that_waits_gives_its_blocks_to_a_request_that_runs_alone() -> 
     while "a" in oracle.state.requests:
         assert step(oracle).preempted_req_ids == ()
         held.append(tables(oracle, "b"))
-    assert (held[0], held[-1]) == (((1,),), ((1,),))  # a block that both have is no gain
+    assert (held[0], held[-1]) == (((1,),), ((1,),))  # reclaiming a block that both hold frees none
     plan = step(oracle)
     assert (plan.new[0].request_id, plan.new[0].output_token_ids) == ("b", (9,))
 
 
-def test_the_branch_looked_at_last_gives_first_and_no_more_than_is_needed() -> None:
+def test_blocks_are_reclaimed_from_the_last_branch_that_frees_one() -> None:
     oracle = build(num_blocks=5, max_num_seqs=1)
     begin(oracle, 5, max_tokens=10)
     fork(oracle, "b", 7)
@@ -339,7 +344,7 @@ def test_the_branch_looked_at_last_gives_first_and_no_more_than_is_needed() -> N
     assert (tables(oracle, "c"), shown(oracle, "b").status) == (((1,),), Status.WAITING)
 
 
-def test_a_reset_takes_them_by_force_only() -> None:
+def test_only_a_forced_reset_takes_blocks_of_a_waiting_branch() -> None:
     oracle = build()
     begin(oracle, 6)
     fork(oracle, "b", 7)
@@ -357,11 +362,11 @@ def test_a_reset_takes_them_by_force_only() -> None:
     assert plan.new[0].num_scheduled_tokens == 7
 
 
-# F8: ends.
+# F8: finish and abort.
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_each_frees_its_own_holds(first: str) -> None:
+def test_parent_and_branch_free_their_own_references(first: str) -> None:
     oracle = build()
     begin(oracle, 6)
     fork(oracle, "b", 7)
@@ -375,22 +380,22 @@ def test_each_frees_its_own_holds(first: str) -> None:
 # F9: the watermark.
 
 
-def test_an_empty_engine_has_no_watermark() -> None:
+def test_the_watermark_does_not_apply_if_no_request_runs() -> None:
     oracle = build(num_blocks=5, max_model_len=16, watermark_blocks=99)
     bring(oracle, "a", 13)
     bring(oracle, "z", 1)
     assert [row.request_id for row in oracle.schedule().new] == ["a"]
 
 
-def test_running_requests_may_take_all_and_others_wait_below_the_watermark() -> None:
+def test_only_running_requests_may_use_blocks_below_the_watermark() -> None:
     oracle = build(num_blocks=4, max_model_len=13, watermark_blocks=1)
     begin(oracle, 7, max_tokens=5)
     fork(oracle, "b", 7)
-    assert step(oracle).new == ()  # it would write in place, but the parent's copy was the last
+    assert step(oracle).new == ()  # the parent's copy took the last block
     assert oracle.num_free_blocks == 0
 
 
-# F11: what they go with.
+# F11: combinations with other features.
 
 
 ENCODER = {"encoder_compute_budget": 4, "encoder_cache_size": 4}
@@ -409,7 +414,9 @@ ENCODER = {"encoder_compute_budget": 4, "encoder_cache_size": 4}
         ({"max_frames_in_flight": 3, "async_scheduling": True}, True),
     ],
 )
-def test_forks_go_with_what_is_of_tokens_alone(fields: dict[str, Any], is_good: bool) -> None:
+def test_forks_are_rejected_with_features_that_they_do_not_support(
+    fields: dict[str, Any], is_good: bool
+) -> None:
     config = Config(9, block_size=4, enable_forks=True, **fields)
     assert ("enable_forks" in [problem.field for problem in config_problems(config)]) != is_good
 
@@ -420,8 +427,8 @@ def entries(oracle: Oracle) -> tuple[EncoderEntry, ...]:
     return encoder.entries
 
 
-def test_a_branch_holds_the_items_that_it_reads_itself() -> None:
-    """An item is read up to its middle: the branch shares the block, and reads the rest itself."""
+def test_a_branch_holds_an_item_that_it_has_to_read() -> None:
+    """The chunk ends inside of an item: the branch shares the block and computes the rest."""
     room = {"encoder_compute_budget": 8, "encoder_cache_size": 8}
     oracle = build(max_num_batched_tokens=5, **room)
     bring(oracle, "a", 9, items=(MultiModalItem("cat", 2, 6),))
@@ -438,8 +445,7 @@ def test_a_branch_holds_the_items_that_it_reads_itself() -> None:
     assert entries(oracle) == (EncoderEntry("cat", 6),)
 
 
-def test_a_branch_behind_an_item_does_not_hold_it() -> None:
-    """All of the item is read, and its KV is in the blocks that the branch shares."""
+def test_a_branch_does_not_hold_an_item_if_it_shares_its_kv() -> None:
     oracle = build(**ENCODER)
     begin(oracle, 9, items=(MultiModalItem("cat", 2, 4),))
     assert fork(oracle, "b", 7) == Ack()

@@ -1,4 +1,4 @@
-"""Several KV groups, by hand: what a window lets go, what a gate charges, whom it spares."""
+"""Several KV groups, worked examples: windows, admission gate, common prefix, invariants."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tables(oracle: Oracle, name: str) -> BlockTables:
 
 
 def step(oracle: Oracle, token: int = 7) -> Plan:
-    """One step, committed: who samples, samples this token."""
+    """Plan a step and commit it: every row that samples samples `token`."""
     plan = oracle.schedule()
     if plan.rows:
         (frame,) = oracle.state.frames
@@ -54,14 +54,14 @@ def step(oracle: Oracle, token: int = 7) -> Plan:
 
 
 def changed(state: State, name: str, **changes: object) -> State:
-    """The state with another value in one field of one request."""
+    """Return the state with other values in some fields of request `name`."""
     request = replace(state.requests[name], **changes)  # type: ignore[arg-type]
     requests = state.requests.to_dict() | {name: request}
     return replace(state, requests=type(state.requests)(requests))
 
 
 class TestFullAndWindow:
-    """Blocks of two tokens, a window of three, four tokens a step; eleven blocks to take."""
+    """Blocks of 2 tokens, a window of 3, steps of 4 tokens, 11 usable blocks."""
 
     config = Config(12, 2, max_num_batched_tokens=4, groups=(full(2), window(2, 3)))
 
@@ -70,7 +70,7 @@ class TestFullAndWindow:
         oracle.submit(Request("A", tuple(range(num_prompt)), max_tokens=2))
         return oracle
 
-    def test_each_group_publishes_for_itself(self) -> None:
+    def test_each_group_publishes_its_blocks_under_its_own_keys(self) -> None:
         oracle = self.start()
         step(oracle)
         cached = oracle.state.pool.cached
@@ -88,7 +88,7 @@ class TestFullAndWindow:
         assert step(oracle).cached[0].resumed
 
     def test_hits_of_all_groups_are_pinned_before_any_group_takes_a_block(self) -> None:
-        """The window's hit is next in the queue: the full group must not take it (B01)."""
+        """The full group must not take the block that the window hits, first in the free queue."""
         oracle = Oracle(replace(self.config, groups=(full(2), window(2, 3)), num_blocks=9))
         oracle.submit(Request("A", (0, 1, 2), max_tokens=1))
         step(oracle)
@@ -114,8 +114,8 @@ class TestFullAndWindow:
         assert len(set(taken)) == 4
 
 
-def test_a_window_is_left_even_by_a_request_that_then_has_to_go() -> None:
-    """It frees what it does not read before anybody is preempted: that is queued first."""
+def test_a_victim_frees_blocks_outside_its_window_before_the_others() -> None:
+    """A request frees skipped blocks before a preemption, so they are first in the free queue."""
     config = Config(10, 2, max_num_batched_tokens=4, enable_prefix_caching=False,
                     scheduler_reserve_full_isl=False, groups=(full(2), window(2, 3)))  # fmt: skip
     oracle = Oracle(config)
@@ -124,19 +124,19 @@ def test_a_window_is_left_even_by_a_request_that_then_has_to_go() -> None:
     assert tables(oracle, "A") == ((1, 2), (3, 4))
     pool = oracle.state.pool
     taken = tuple(n + (block_id in range(5, 9)) for block_id, n in enumerate(pool.ref_counts))
-    pool = replace(pool, free_queue=(9,), ref_counts=taken)  # somebody else has 5 to 8
+    pool = replace(pool, free_queue=(9,), ref_counts=taken)  # another request holds 5 to 8
     oracle.state = replace(oracle.state, pool=pool)
     plan = oracle.schedule()
     assert plan.preempted_req_ids == ("A",)
     assert oracle.state.pool.free_queue == (9, 3, 2, 1, 4)
 
 
-class TestWhatAWindowIsCharged:
-    """#39734: the gate and the check at submission count what a window holds, not the prompt."""
+class TestBlocksReservedForAWindow:
+    """#39734: admission and submission count what a window holds, not the prompt."""
 
     config = Config(13, 1, max_num_batched_tokens=2, groups=(window(1, 3), chunks(2, 4)))
 
-    def test_with_a_block_less_it_is_refused_at_once(self) -> None:
+    def test_a_request_is_rejected_if_the_pool_is_one_block_too_small(self) -> None:
         oracle = Oracle(replace(self.config, num_blocks=7))
         refused = oracle.apply(Submit(Request("A", (0,) * 20)))
         assert isinstance(refused, Rejected)
@@ -146,10 +146,10 @@ class TestWhatAWindowIsCharged:
         )
 
     @pytest.mark.parametrize(("num_usable", "status"), [(10, "waiting"), (11, "running")])
-    def test_the_gate_admits_what_can_finish_beside_those_that_run(
+    def test_the_gate_admits_a_request_that_can_finish_next_to_running_ones(
         self, num_usable: int, status: str
     ) -> None:
-        """Behind its prompt the first holds three blocks of the window and one of its chunk."""
+        """A holds 3 blocks of its window and 1 of its chunk after its prompt."""
         oracle = Oracle(replace(self.config, num_blocks=num_usable + 1))
         oracle.submit(Request("A", (0,) * 4, max_tokens=20))
         oracle.submit(Request("B", (1,) * 20, max_tokens=4))
@@ -165,8 +165,8 @@ class TestWhatAWindowIsCharged:
     [window(s, w) for s in (1, 2, 3, 4) for w in range(1, 8)]
     + [chunks(s, k) for s in (1, 2, 3, 4) for k in range(1, 8)],
 )
-def test_the_most_that_a_group_holds_is_reached_and_never_passed(group: KVGroup) -> None:
-    """Of every place where a request can be, and every number of slots from there on."""
+def test_the_computed_maximum_of_held_blocks_is_reached_and_not_exceeded(group: KVGroup) -> None:
+    """All numbers of computed tokens up to 40 and of new slots up to 5 are tried."""
     size = group.block_size
     for reach in range(1, 6):
         held = [
@@ -183,7 +183,7 @@ def test_the_most_that_a_group_holds_is_reached_and_never_passed(group: KVGroup)
         assert compute_max_held_blocks(group, size, reach) == 1
 
 
-def test_the_reach_of_a_request_is_a_row_its_lookahead_and_the_drafts_in_flight() -> None:
+def test_max_reach_is_a_row_plus_lookahead_plus_drafts_in_flight() -> None:
     config = Config(9, max_num_batched_tokens=10, groups=(full(16),))
     assert compute_max_reach(config) == 10
     assert compute_max_reach(replace(config, long_prefill_token_threshold=4)) == 4
@@ -198,7 +198,7 @@ def test_the_reach_of_a_request_is_a_row_its_lookahead_and_the_drafts_in_flight(
 
 @pytest.mark.parametrize("method", [SpecMethod.NONE, SpecMethod.EAGLE])
 @pytest.mark.parametrize("policy", list(Policy))
-def test_one_full_group_is_as_none(policy: Policy, method: SpecMethod) -> None:
+def test_one_full_group_behaves_like_no_groups(policy: Policy, method: SpecMethod) -> None:
     num_drafts = 0 if method is SpecMethod.NONE else 2
     config = Config(8, 2, max_num_batched_tokens=5, policy=policy, max_model_len=12,
                     spec_method=method, num_speculative_tokens=num_drafts,
@@ -276,7 +276,7 @@ def test_one_full_group_is_as_none(policy: Policy, method: SpecMethod) -> None:
         ),
     ],
 )
-def test_a_config_with_bad_groups_is_refused_in_a_sentence(
+def test_a_config_with_bad_groups_is_rejected_with_a_message(
     changes: dict[str, object], message: str
 ) -> None:
     config = replace(Config(9, 2), **changes)  # type: ignore[arg-type]
@@ -284,7 +284,7 @@ def test_a_config_with_bad_groups_is_refused_in_a_sentence(
     assert message in str(problem)
 
 
-def test_recurrent_groups_of_two_modes_are_refused_by_name() -> None:
+def test_recurrent_groups_of_two_modes_are_rejected_by_name() -> None:
     groups = (full(2), recurrent(2, ALL), recurrent(2, ALIGN))
     problems = config_problems(Config(9, 2, groups=groups))
     assert [problem.field for problem in problems] == ["groups[1]", "groups[2]"]
@@ -293,7 +293,7 @@ def test_recurrent_groups_of_two_modes_are_refused_by_name() -> None:
     }
 
 
-def test_a_recurrent_group_is_well_formed_in_each_mode() -> None:
+def test_a_recurrent_group_is_accepted_in_each_mode() -> None:
     for mode in (ALL, ALIGN):
         assert config_problems(Config(9, 2, groups=(full(2), recurrent(4, mode, 3)))) == ()
     groups = (full(2), recurrent(8192, NONE))
@@ -301,12 +301,12 @@ def test_a_recurrent_group_is_well_formed_in_each_mode() -> None:
 
 
 class TestCommonPrefix:
-    """Blocks that all running requests begin with, by their tables."""
+    """The plan counts the leading blocks that the tables of all running requests share."""
 
     config = Config(32, 2, max_model_len=32, groups=(full(2), window(2, 3), full(4)))
 
     def start(self, config: Config) -> Oracle:
-        """A runs behind its prompt of nine tokens; B shares eight of them, C six."""
+        """Return an oracle where A has run its prompt of 9 tokens; B shares 8 tokens, C 6."""
         oracle = Oracle(config)
         oracle.submit(Request("A", (1, 2, 3, 4, 5, 6, 7, 8, 9), max_tokens=9))
         plan = oracle.schedule()
@@ -316,17 +316,17 @@ class TestCommonPrefix:
         oracle.submit(Request("C", (1, 2, 3, 4, 5, 6, 6), max_tokens=9))
         return oracle
 
-    def test_without_caching_and_where_no_request_runs_there_is_none(self) -> None:
+    def test_the_common_prefix_is_0_without_caching_or_running_requests(self) -> None:
         assert Oracle(self.config).schedule().num_common_prefix_blocks == (0, 0, 0)
         oracle = self.start(replace(self.config, enable_prefix_caching=False))
         assert oracle.schedule().num_common_prefix_blocks == (0, 0, 0)
 
-    def test_one_group_has_it_too(self) -> None:
+    def test_a_common_prefix_is_counted_for_one_group(self) -> None:
         oracle = self.start(replace(self.config, groups=()))
         assert oracle.schedule().num_common_prefix_blocks == (3,)
 
-    def test_upstream_counts_the_holders_of_a_block(self) -> None:
-        """One who stands in the tables of a request twice, by another quirk, is held twice."""
+    def test_a_release_counts_the_references_of_a_block(self) -> None:
+        """References of waiting requests and of holds are subtracted."""
         fields = SimpleNamespace(
             running=("A", "B"),
             waiting=("C", "D"),
@@ -342,7 +342,7 @@ class TestCommonPrefix:
         fields.parts["kv_transfer"].held["E"] = SimpleNamespace(block_tables=((), (2,)))
         assert count_held_by_all(step, (3, 2)) == 0
 
-    def test_two_plans_are_equal_without_it(self) -> None:
+    def test_equality_of_plans_ignores_the_common_prefix(self) -> None:
         assert Plan(0, num_common_prefix_blocks=(3,)) == Plan(0)
 
 
@@ -351,7 +351,7 @@ def test_groups_of_one_kind_may_differ_in_size() -> None:
 
 
 class TestInvariants:
-    """Each of them can fail."""
+    """Each invariant about groups can fail."""
 
     def start(self) -> State:
         oracle = Oracle(TestFullAndWindow.config)
@@ -365,19 +365,21 @@ class TestInvariants:
         [((0, 4, 7, 8), False), ((0, 0, 7, 8), False), ((0, 0, 0, 8), False), ((0, 0, 0, 0), True),
          ((0, 4, 0, 8), True), ((0, 4, 7), True)],
     )  # fmt: skip
-    def test_of_what_is_read_nothing_is_null(self, table: tuple[int, ...], is_broken: bool) -> None:
+    def test_a_null_block_that_is_attended_to_is_found(
+        self, table: tuple[int, ...], is_broken: bool
+    ) -> None:
         state = self.start()
         held = state.requests["A"].holdings
         after = changed(state, "A", holdings=(held[0], replace(held[1], block_table=table)))
         assert ("is_every_attended_block_held" in get_broken_invariants(after)) == is_broken
 
-    def test_a_full_group_has_no_null_block(self) -> None:
+    def test_a_null_block_in_a_full_group_is_found(self) -> None:
         state = self.start()
         held = state.requests["A"].holdings
         after = changed(state, "A", holdings=(replace(held[0], block_table=(0, 2, 5, 6)), held[1]))
         assert "is_every_attended_block_held" in get_broken_invariants(after)
 
-    def test_what_the_first_draft_in_flight_reads_is_not_null(self) -> None:
+    def test_a_null_block_that_a_draft_in_flight_attends_to_is_found(self) -> None:
         config = Config(
             20, 1, max_num_batched_tokens=8, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
             max_frames_in_flight=2, async_scheduling=True, groups=(window(1, 2),),
@@ -393,8 +395,8 @@ class TestInvariants:
             after = changed(oracle.state, "A", holdings=(replace(held, block_table=table),))
             assert ("is_every_attended_block_held" in get_broken_invariants(after)) == is_broken
 
-    def test_a_window_that_grows_is_found(self) -> None:
-        """Of seven tokens, three of the window and four of a step, there are four blocks."""
+    def test_a_window_that_holds_too_many_blocks_is_found(self) -> None:
+        """A window of 3 tokens and a step of 4 need 4 blocks at most."""
         state = self.start()
         held = state.requests["A"].holdings
         grown = replace(held[1], block_table=(3, 4, 7, 8))

@@ -1,7 +1,7 @@
-"""The hit of several KV groups is the greatest length that is valid for each of them (P5).
+"""Prefix hits with several KV groups: the hit is the longest that is valid in every group (P5).
 
-The oracle knows no arithmetic of windows and chunks: it asks of each pair of tokens whether the
-one attends to the other, and tries every length.
+The check does no arithmetic with windows and chunks. It tries every length, and asks for each pair
+of tokens whether one attends to the other.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ Published = frozenset[tuple[int, int]]
 
 
 def is_valid(config: Config, published: Published, num_known: int, num_tokens: int) -> bool:
-    """Whether a hit of so many tokens lacks nothing, group by group and token by token."""
+    """Return whether every group has all blocks that a hit of `num_tokens` needs."""
     for number, group in enumerate(config.groups):
         size = group.block_size
         if num_tokens % size:
@@ -54,7 +54,7 @@ def get_greatest(config: Config, published: Published, num_known: int) -> int:
 def build(
     config: Config, published: Iterable[tuple[int, int]], num_known: int
 ) -> tuple[Pool, RequestState, dict[tuple[int, int], int]]:
-    """A pool where these blocks of the prompt are published, each at an id of its own."""
+    """Return a pool where these blocks of the prompt are published, a request, and block ids."""
     request = RequestState(Request("A", tuple(range(num_known))), Status.WAITING)
     chain = extend_block_keys(request, config.block_size, STRICT_RULES)
     places = {place: block_id for block_id, place in enumerate(sorted(published), 1)}
@@ -69,7 +69,7 @@ def build(
 
 
 def check(config: Config, published: Published, num_known: int) -> Hit:
-    """The hit is the greatest valid one, and shares just what is read: the rest is null."""
+    """Check that the hit is the longest valid one and has null blocks where nothing is read."""
     pool, request, places = build(config, published, num_known)
     hit = get_prefix_hit(config, pool, request, get_config_rules(config))
     assert hit.num_tokens == get_greatest(config, published, num_known)
@@ -118,7 +118,9 @@ SMALL = [
 
 @pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize(("config", "num_known"), SMALL)
-def test_of_every_set_of_published_blocks(config: Config, num_known: int, head: bool) -> None:
+def test_the_hit_is_the_longest_for_every_set_of_published_blocks(
+    config: Config, num_known: int, head: bool
+) -> None:
     config = config_of(*config.groups, head=head)
     places = list_places(config, num_known)
     lengths = set()
@@ -143,49 +145,49 @@ def worlds(draw: st.DrawFn) -> tuple[Config, Published, int]:
     config = config_of(*draw(st.permutations(groups)), head=draw(st.booleans()))
     num_known = draw(st.integers(1, 30))
     places = list_places(config, num_known)
-    # Mostly there, for of blocks at random hardly any make a hit.
+    # Most blocks are published: with a random half of them, hits would be rare.
     gone = draw(st.sets(st.sampled_from(places), max_size=6)) if places else set()
     return config, frozenset(places) - gone, num_known
 
 
 @given(worlds())
-def test_of_groups_at_random(world: tuple[Config, Published, int]) -> None:
+def test_the_hit_is_the_longest_for_random_groups(world: tuple[Config, Published, int]) -> None:
     check(*world)
 
 
-def test_nothing_is_hit_although_the_full_group_has_it_all() -> None:
-    """The window lacks the block before each length that it could be."""
+def test_there_is_no_hit_if_the_window_lacks_its_blocks() -> None:
+    """The full group has all blocks; the window lacks the one before each possible end."""
     config = config_of(full(2), window(2, 3))
     hit = check(config, frozenset({(0, 0), (0, 1), (0, 2), (0, 3)}), 9)
     assert hit.num_tokens == 0
 
 
-def test_a_window_may_have_lost_what_it_skips() -> None:
+def test_a_hit_does_not_need_blocks_outside_the_window() -> None:
     config = config_of(full(2), window(2, 3))
     hit = check(config, frozenset({(0, 0), (0, 1), (0, 2), (1, 2)}), 9)
     assert hit == Hit(6, ((1, 2, 3), (0, 0, 4)))
 
 
-def test_a_shorter_hit_may_be_valid_where_a_longer_one_is_not() -> None:
-    """Its last block is gone, so the window falls back behind it, not to nothing."""
+def test_the_hit_is_shorter_if_the_window_lacks_its_last_block() -> None:
+    """The hit ends before the missing block, not at 0."""
     config = config_of(full(2), window(2, 3))
     published = frozenset({(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)})
     assert check(config, published, 9).num_tokens == 4
 
 
-def test_a_length_is_whole_blocks_of_every_group() -> None:
+def test_the_length_of_a_hit_is_a_multiple_of_all_block_sizes() -> None:
     config = config_of(full(2), full(4))
     published = frozenset({(0, 0), (0, 1), (0, 2), (1, 0)})
     assert check(config, published, 9).num_tokens == 4
 
 
-def test_chunks_alone_are_hit_up_to_the_last_one_without_any_block() -> None:
-    """Nobody reads an earlier chunk, so there is nothing to be found."""
+def test_chunked_local_groups_alone_hit_all_full_chunks_without_blocks() -> None:
+    """No token of the last chunk attends to an earlier one."""
     config = config_of(chunks(16, 32))
     assert check(config, frozenset(), 70) == Hit(64, ((0, 0, 0, 0),))
 
 
-def test_a_head_gives_one_block_back_that_every_group_must_have() -> None:
+def test_a_draft_head_drops_one_block_that_every_group_must_have() -> None:
     config = config_of(full(2), window(2, 3), head=True)
     everything = frozenset(list_places(config, 9))
     assert check(config, everything, 9).num_tokens == 6
@@ -193,13 +195,13 @@ def test_a_head_gives_one_block_back_that_every_group_must_have() -> None:
     assert check(config, everything - {(0, 3)}, 9).num_tokens == 4
 
 
-def test_a_head_keeps_the_longest_of_three_groups() -> None:
-    """Where each group in turn gives back a block of what the other left, nothing would be left."""
+def test_a_draft_head_drops_one_block_for_three_groups() -> None:
+    """If each group dropped a block of the others' hit, no hit would be left."""
     config = config_of(full(2), window(2, 3), chunks(2, 4), head=True)
     assert check(config, frozenset(list_places(config, 9)), 9).num_tokens == 6
 
 
-def test_a_key_names_its_group_in_its_last_link_only() -> None:
+def test_a_block_key_has_its_group_only_in_the_last_link() -> None:
     config = config_of(full(1), window(2, 3))
     pool, _, places = build(config, {(0, 0), (0, 1), (1, 0)}, 3)
     first, last, large = (pool.block_keys[places[place]] for place in ((0, 0), (0, 1), (1, 0)))

@@ -1,6 +1,6 @@
-"""Random walks with several KV groups: nothing read is missing, and the estimate is what is taken.
+"""Random walks with several KV groups: attended blocks are held, block counts are exact.
 
-Unlike the worked examples, these know no rule of a kind but which token attends to which.
+The checks know only which token attends to which, not the rules of the kinds of groups.
 """
 
 from itertools import chain
@@ -51,7 +51,7 @@ def draw_config(random: Random) -> Config:
 
 
 class Walk(GroupsWalk):
-    """A run of drawn events, which checks each plan before the worker would carry it out."""
+    """Random events; each plan is checked before the worker would run it."""
 
     def __init__(self, seed: int, config: Config | None = None) -> None:
         random = Random(seed)
@@ -59,7 +59,7 @@ class Walk(GroupsWalk):
         self.num_nulls = 0
 
     def check_plan(self, before: State, plan: Plan) -> None:
-        """Every position that a row may read is held; and what none will read is null."""
+        """Check that blocks that a row attends to or writes are held, and others are null."""
         config = before.config
         for row in plan.rows:
             start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
@@ -79,7 +79,7 @@ class Walk(GroupsWalk):
 
 @pytest.fixture
 def _estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every grant takes exactly the blocks that were asked for before it, or there were fewer."""
+    """Check that each allocation takes the number of blocks computed here, or fails for lack."""
 
     def allocate_slots(
         config: Config,
@@ -98,7 +98,7 @@ def _estimates(monkeypatch: pytest.MonkeyPatch) -> None:
         for group, held, shared in zip(config.groups, request.block_tables, tables, strict=True):
             num_blocks = -(-num_slots // group.block_size)
             num_needed += max(num_blocks - len(held) - len(shared), 0)
-        # Each once, whatever the number of groups that share it.
+        # A block that several groups share counts once.
         revived = {b for b in chain.from_iterable(tables) if b and pool.ref_counts[b] == 0}
         num_needed += len(revived)
         num_free = get_num_free_blocks(pool)
@@ -113,7 +113,7 @@ def _estimates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_estimates")
 @pytest.mark.parametrize("part", range(3))
-def test_nothing_read_is_missing_and_the_estimate_is_what_is_taken(part: int) -> None:
+def test_attended_blocks_are_held_and_allocations_are_exact(part: int) -> None:
     walks = [Walk(seed) for seed in range(part * 25, part * 25 + 25)]
     for walk in walks:
         walk.run(60)

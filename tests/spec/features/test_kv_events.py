@@ -1,4 +1,4 @@
-"""Telling: which blocks become findable and which are no longer, as the log of KV events says."""
+"""KV events: which blocks are reported as stored and removed, and when a reset is reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ THIRD = BlockKey(SECOND, (5, 7))
 
 
 def step(oracle: Oracle, **sampled: int) -> tuple[KVEvent, ...]:
-    """What a plan and its commit tell."""
+    """Plan a step, commit it, and return its KV events."""
     plan = oracle.schedule()
     return oracle.commit(plan, {name: (token,) for name, token in sampled.items()}).kv_events
 
@@ -45,7 +45,7 @@ def list_events_of_reset(oracle: Oracle, forced: bool = False) -> tuple[KVEvent,
     return done.kv_events
 
 
-def test_each_copy_is_reported_and_each_is_removed() -> None:
+def test_each_copy_of_a_block_is_reported() -> None:
     oracle = Oracle(replace(CONFIG, num_blocks=9, max_num_batched_tokens=4))
     for name in "AB":
         oracle.submit(Request(name, (1, 2), max_tokens=4))
@@ -55,7 +55,7 @@ def test_each_copy_is_reported_and_each_is_removed() -> None:
 
 
 def follow(copies: Counter[BlockKey], events: tuple[KVEvent, ...]) -> None:
-    """Take in what is told, copy by copy."""
+    """Apply events to the number of copies of each key."""
     for event in events:
         match event:
             case BlockStored(keys=keys):
@@ -70,7 +70,7 @@ def follow(copies: Counter[BlockKey], events: tuple[KVEvent, ...]) -> None:
         del copies[key]
 
 
-def test_a_reset_is_reported_at_once_with_what_came_before_it() -> None:
+def test_a_reset_returns_its_events_and_those_before_it() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(A)
     oracle.schedule()
@@ -80,7 +80,7 @@ def test_a_reset_is_reported_at_once_with_what_came_before_it() -> None:
     assert list_events_of_reset(oracle) == (AllBlocksCleared(),)
 
 
-def test_a_refused_reset_reports_nothing_and_forgets_nothing() -> None:
+def test_a_failed_reset_reports_no_event_and_loses_none() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(A)
     plan = oracle.schedule()
@@ -118,8 +118,8 @@ WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, 4, sliding_window=4)
 
 
 @pytest.mark.parametrize("num_steps", [8])
-def test_what_a_window_has_left_behind_is_not_reported_again(num_steps: int) -> None:
-    """Behind a hit some blocks of a window are null: what follows has a parent all the same."""
+def test_null_blocks_of_a_window_hit_are_not_reported_again(num_steps: int) -> None:
+    """The parent of the next stored block is right although that block is null."""
     window = replace(WINDOW, block_size=2, sliding_window=2)
     oracle = Oracle(replace(CONFIG, num_blocks=12, groups=(window,)))
     oracle.submit(replace(A, max_tokens=6))
@@ -137,7 +137,7 @@ def test_what_a_window_has_left_behind_is_not_reported_again(num_steps: int) -> 
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_a_release_does_not_report_the_group_of_a_block(quirk: bool) -> None:
-    """A reader of such a log loses the block of full attention with that of the window."""
+    """With the quirk, a reader of the log loses the full group's block with that of the window."""
     full, window = KVGroup(GroupKind.FULL, 2), replace(WINDOW, block_size=2, sliding_window=2)
     config = replace(CONFIG, num_blocks=10, groups=(full, window))
     quirks = frozenset({Quirk.EVENTS_WITHOUT_GROUPS} if quirk else ())
@@ -157,13 +157,13 @@ def test_a_release_does_not_report_the_group_of_a_block(quirk: bool) -> None:
     assert SECOND in oracle.state.pool.cached
 
 
-def test_what_is_cleared_has_no_group() -> None:
+def test_a_cleared_event_is_the_same_without_groups() -> None:
     quirks = frozenset({Quirk.EVENTS_WITHOUT_GROUPS})
     assert list_events_of_reset(Oracle(CONFIG, Profile("one", quirks))) == (AllBlocksCleared(),)
 
 
 @pytest.mark.parametrize("quirks", [(), (Quirk.NULL_BLOCKS_ARE_REPORTED,)])
-def test_blocks_of_a_confirmed_load_are_reported_as_others_are(quirks: tuple[Quirk, ...]) -> None:
+def test_blocks_of_a_confirmed_load_are_reported(quirks: tuple[Quirk, ...]) -> None:
     groups = (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2),)
     config = replace(CONFIG, groups=groups, kv_connector=True)
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
@@ -180,7 +180,7 @@ NARROW = KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2)
 
 @pytest.mark.parametrize("name", ["strict", "vllm-0.19.1", "vllm-0.27.0", "vllm-0.33.0"])
 def test_a_confirmed_load_reports_no_null_block(name: str) -> None:
-    """As releases do: of six loaded tokens the window has left four."""
+    """The window has skipped 4 of 6 loaded tokens. Releases behave like this too."""
     config = replace(CONFIG, groups=(NARROW,), kv_connector=True)
     profile = get_profile(name)
     assert profile is not None

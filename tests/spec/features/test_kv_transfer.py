@@ -1,4 +1,4 @@
-"""Transfers: what a load starts behind, who is parked, what a failure takes back, and who holds."""
+"""Transfers: synchronous and asynchronous loads, failed loads, holds, and recurrent groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from blockstep.spec.vocabulary import (
 
 RECOMPUTE = {"kv_load_failure_policy": KVLoadFailurePolicy.RECOMPUTE}
 AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
-PARKED = Status.WAITING_FOR_REMOTE_KVS
+LOADING = Status.WAITING_FOR_REMOTE_KVS
 
 
 def build(**changes: Any) -> Oracle:
@@ -62,18 +62,18 @@ def status(oracle: Oracle, name: str = "A") -> Status:
     return oracle.state.requests[name].status
 
 
-def park(oracle: Oracle, name: str, num_tokens: int, num_offered: int, **more: Any) -> Plan:
+def begin_load(oracle: Oracle, name: str, num_tokens: int, num_offered: int, **more: Any) -> Plan:
     submit(oracle, name, num_tokens, **more)
     oracle.offer_kv(name, num_offered, is_async=True)
     plan = oracle.schedule()
-    assert status(oracle, name) is PARKED
+    assert status(oracle, name) is LOADING
     return plan
 
 
-# At once.
+# Synchronous loads.
 
 
-def test_a_request_goes_back_behind_what_was_loaded_and_rows_on_more_deliver_nothing() -> None:
+def test_a_failed_load_rolls_back_and_later_frames_deliver_no_token() -> None:
     oracle = build(**RECOMPUTE, **AHEAD)
     submit(oracle, "A", 6, max_tokens=4)
     oracle.offer_kv("A", 5)
@@ -88,7 +88,7 @@ def test_a_request_goes_back_behind_what_was_loaded_and_rows_on_more_deliver_not
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (2, 4)
 
 
-def test_a_request_with_a_failed_load_ends_by_an_error_under_that_policy() -> None:
+def test_a_failed_load_finishes_the_request_with_the_fail_policy() -> None:
     oracle = build()
     submit(oracle, "A", 6)
     oracle.offer_kv("A", 5)
@@ -98,8 +98,8 @@ def test_a_request_with_a_failed_load_ends_by_an_error_under_that_policy() -> No
     assert oracle.peek(Request("B", (0, 1, 2, 3, 4, 5, 6))) == 0
 
 
-def test_of_what_was_preempted_behind_a_failed_load_no_frame_delivers() -> None:
-    """The frame of the load samples nothing; the one behind it would."""
+def test_no_frame_delivers_a_token_after_preemption_and_a_failed_load() -> None:
+    """The frame with the load samples nothing; the next frame would sample."""
     oracle = build(max_num_batched_tokens=4, **RECOMPUTE, **AHEAD)
     submit(oracle, "A", 10, max_tokens=3)
     oracle.offer_kv("A", 2)
@@ -111,7 +111,7 @@ def test_of_what_was_preempted_behind_a_failed_load_no_frame_delivers() -> None:
     assert oracle.state.requests["A"].num_output_placeholders == 0
 
 
-def test_a_later_load_is_not_taken_for_an_earlier_one_that_failed() -> None:
+def test_a_failed_load_does_not_fail_a_later_load_of_the_request() -> None:
     oracle = build(max_num_batched_tokens=4, max_frames_in_flight=2, **RECOMPUTE)
     submit(oracle, "A", 10)
     oracle.offer_kv("A", 2)
@@ -127,7 +127,7 @@ def test_a_later_load_is_not_taken_for_an_earlier_one_that_failed() -> None:
     assert moving(oracle).unsettled == ()
 
 
-def test_what_became_of_one_stops_no_other_load_of_its_frame() -> None:
+def test_an_abort_or_a_failure_does_not_affect_other_loads_of_the_frame() -> None:
     oracle = build(**RECOMPUTE)
     for name in "AB":
         submit(oracle, name, 6)
@@ -149,12 +149,12 @@ def test_what_became_of_one_stops_no_other_load_of_its_frame() -> None:
     ]
 
 
-# Later.
+# Asynchronous loads.
 
 
-def test_a_request_that_was_loaded_nothing_asks_anew() -> None:
+def test_a_request_is_offered_kv_again_after_a_failed_load() -> None:
     oracle = build(**RECOMPUTE)
-    park(oracle, "A", 8, 7)
+    begin_load(oracle, "A", 8, 7)
     oracle.report(["A"], invalid_block_ids=[1])
     (load,) = oracle.schedule().kv_loads
     assert load.is_async
@@ -165,7 +165,7 @@ def test_a_request_that_was_loaded_nothing_asks_anew() -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
-def test_a_loaded_request_goes_on_behind_a_head_that_does_not_fit(policy: Policy) -> None:
+def test_a_loaded_request_is_admitted_past_a_head_that_does_not_fit(policy: Policy) -> None:
     oracle = build(num_blocks=8, policy=policy)
     submit(oracle, "R", 2, max_tokens=8)
     submit(oracle, "H", 12, max_tokens=1, priority=1)
@@ -181,8 +181,8 @@ def test_a_loaded_request_goes_on_behind_a_head_that_does_not_fit(policy: Policy
     assert [*oracle.state.skipped_waiting] == ["H"]
 
 
-def test_loads_that_have_come_give_their_blocks_to_the_first_in_line() -> None:
-    """Each lacks what the other holds, and nobody runs."""
+def test_blocks_of_a_confirmed_load_are_reclaimed_for_the_queue_head() -> None:
+    """Each request lacks the blocks that the other holds, and no request runs."""
     oracle = build(num_blocks=5, scheduler_reserve_full_isl=False)
     submit(oracle, "A", 7, max_tokens=1)
     submit(oracle, "B", 6, max_tokens=1)
@@ -191,13 +191,13 @@ def test_loads_that_have_come_give_their_blocks_to_the_first_in_line() -> None:
     oracle.schedule()
     assert oracle.num_free_blocks == 0
     oracle.report(["A"])
-    assert oracle.schedule().rows == (), "what is under way cannot give"
+    assert oracle.schedule().rows == (), "blocks of an unconfirmed load are not reclaimed"
     oracle.report(["B"])
     assert [row.request_id for row in oracle.schedule().new] == ["A"]
     assert (status(oracle, "B"), moving(oracle).received) == (Status.WAITING, ())
 
 
-def test_a_loaded_session_is_new_to_the_worker() -> None:
+def test_a_session_is_sent_as_a_new_row_after_its_load() -> None:
     oracle = build(num_blocks=17, max_model_len=32)
     submit(oracle, "A", 8, 1, resumable=True)
     plan = oracle.schedule()
@@ -206,16 +206,16 @@ def test_a_loaded_session_is_new_to_the_worker() -> None:
     oracle.update(Request("A", (1, 2, 3), max_tokens=1, resumable=True))
     oracle.offer_kv("A", 6, is_async=True)
     oracle.schedule()
-    assert status(oracle) is PARKED
+    assert status(oracle) is LOADING
     oracle.report(["A"])
     (row,) = oracle.schedule().new
     assert (row.request.prompt_token_ids[-3:], row.num_computed_tokens) == ((1, 2, 3), 6)
 
 
-# Ends, and resets.
+# Aborts and resets.
 
 
-def test_blocks_of_an_ended_one_are_held_until_the_last_of_its_transfers_has_ended() -> None:
+def test_blocks_of_an_aborted_request_are_held_until_its_last_transfer_ends() -> None:
     oracle = build()
     submit(oracle, "A", 6)
     oracle.offer_kv("A", 4, is_async=True, delays_free=True)
@@ -231,7 +231,7 @@ def test_blocks_of_an_ended_one_are_held_until_the_last_of_its_transfers_has_end
     assert (oracle.num_free_blocks, moving(oracle)) == (11, TransfersSnapshot())
 
 
-def test_reports_of_no_request_change_nothing() -> None:
+def test_transfer_reports_of_unknown_requests_change_nothing() -> None:
     oracle = build()
     submit(oracle, "A", 4)
     step(oracle)
@@ -249,9 +249,9 @@ def test_reports_of_no_request_change_nothing() -> None:
     assert plain.snapshot().transfers is None
 
 
-def test_a_reset_waits_for_transfers_and_takes_what_has_come() -> None:
+def test_a_reset_fails_during_a_load_and_takes_blocks_of_a_confirmed_one() -> None:
     oracle = build()
-    park(oracle, "A", 6, 4)
+    begin_load(oracle, "A", 6, 4)
     before = oracle.state
     assert not oracle.reset(reset_running_requests=True, reset_connector=True)
     assert oracle.state == before
@@ -265,7 +265,7 @@ def test_a_reset_waits_for_transfers_and_takes_what_has_come() -> None:
 # Groups.
 
 
-def test_the_worker_forgets_only_a_request_that_begins_anew_for_a_window() -> None:
+def test_only_a_request_rolled_back_to_0_leaves_the_previous_step() -> None:
     oracle = build(num_blocks=40, groups=(full(2), window(2, 3)), **RECOMPUTE)
     for name in "ABC":
         submit(oracle, name, 8)
@@ -275,12 +275,12 @@ def test_the_worker_forgets_only_a_request_that_begins_anew_for_a_window() -> No
     assert oracle.snapshot().prev_scheduled_req_ids == ("A", "C")
 
 
-# Beside recurrent groups.
+# Recurrent groups.
 
 
 @pytest.mark.parametrize("mode", [ALIGN, ALL])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_an_offer_is_loaded_up_to_its_end_where_the_states_are(
+def test_a_load_with_recurrent_groups_ends_where_the_offer_ends(
     mode: MambaCacheMode, is_async: bool
 ) -> None:
     oracle = build(groups=(full(2), recurrent(2, mode)), max_model_len=32)
@@ -291,19 +291,19 @@ def test_an_offer_is_loaded_up_to_its_end_where_the_states_are(
     assert load.block_ids == ((1, 2, 3, 4), (0, 0, 0, 5))
 
 
-def test_one_state_is_loaded_where_none_is_cached() -> None:
+def test_one_state_is_loaded_without_prefix_caching() -> None:
     oracle = build(
         groups=(full(2), recurrent(16, NONE)), enable_prefix_caching=False, num_blocks=12
     )
-    park(oracle, "A", 8, 7)
+    begin_load(oracle, "A", 8, 7)
     assert oracle.state.requests["A"].block_tables == ((1, 2, 3, 4), (5,))
     oracle.report(["A"])
     (row,) = oracle.schedule().new
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (7, 1)
 
 
-def test_a_state_that_is_loaded_has_a_block_beside_that_of_the_chunk() -> None:
-    """Upstream counts one block where it takes two (#46892)."""
+def test_a_loaded_state_and_the_state_of_the_chunk_take_one_block_each() -> None:
+    """Upstream counts one block here (#46892)."""
     fields: dict[str, Any] = {"groups": (recurrent(2),), "scheduler_reserve_full_isl": False}
     oracle = build(num_blocks=3, max_model_len=16, **fields)
     submit(oracle, "A", 6)
@@ -318,9 +318,9 @@ def test_a_state_that_is_loaded_has_a_block_beside_that_of_the_chunk() -> None:
     assert [row.request_id for row in short.schedule().new] == ["B", "C"]
 
 
-def test_a_loaded_state_is_found_once_it_has_come_if_it_ends_a_block() -> None:
+def test_a_loaded_state_is_hit_after_its_load_is_confirmed() -> None:
     oracle = build(groups=(full(2), recurrent(2)), num_blocks=40, max_model_len=32)
-    park(oracle, "A", 8, 4)
+    begin_load(oracle, "A", 8, 4)
     submit(oracle, "B", 5)
     plan, _ = step(oracle)
     assert [(row.request_id, row.num_computed_tokens) for row in plan.new] == [("B", 0)]
@@ -332,7 +332,7 @@ def test_a_loaded_state_is_found_once_it_has_come_if_it_ends_a_block() -> None:
     assert [(row.request_id, row.num_computed_tokens) for row in plan.new] == [("A", 4), ("C", 4)]
 
 
-def test_a_request_that_ends_holds_its_state_until_the_store_has_read_it() -> None:
+def test_the_state_of_a_finished_request_is_held_until_it_is_sent() -> None:
     oracle = build(groups=(full(2), recurrent(2)), max_model_len=32)
     submit(oracle, "A", 4, max_tokens=1)
     oracle.offer_kv("A", 0, delays_free=True)

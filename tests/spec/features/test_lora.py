@@ -1,4 +1,4 @@
-"""Adapters: who runs holds a seat of its adapter, and who finds none is passed over."""
+"""LoRA slots: a request whose adapter has no free slot is skipped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answer(oracle: Oracle) -> None:
     assert isinstance(oracle.apply(Commit(frame.frame_id, tuple(tokens))), Outputs)
 
 
-def test_a_second_adapter_is_passed_over_and_blocks_no_other() -> None:
+def test_a_request_without_a_lora_slot_is_skipped_and_blocks_no_other() -> None:
     oracle = Oracle(CONFIG)
     for name, adapter in (("A", "x"), ("B", "y"), ("C", None), ("D", "x"), ("E", "z")):
         oracle.submit(request(name, adapter))
@@ -41,11 +41,11 @@ def test_a_second_adapter_is_passed_over_and_blocks_no_other() -> None:
     answer(oracle)
     assert rows(oracle.schedule()) == ["A", "C", "D"]
     answer(oracle)
-    assert rows(oracle.schedule()) == ["B"], "the first in line has the seat that is free"
+    assert rows(oracle.schedule()) == ["B"], "the head of the waiting queue takes the free slot"
     assert list(oracle.state.skipped_waiting) == ["E"]
 
 
-def test_no_cap_lets_all_run() -> None:
+def test_all_adapters_run_without_a_limit() -> None:
     oracle = Oracle(replace(CONFIG, max_loras=0))
     for name in "xyz":
         oracle.submit(request(name, name))
@@ -53,7 +53,7 @@ def test_no_cap_lets_all_run() -> None:
 
 
 def test_a_preempted_request_gives_up_its_slot_and_waits_for_the_next() -> None:
-    """A forced reset; the first in line takes the seat, and whoever ran may have to wait."""
+    """After a forced reset, the head of the waiting queue takes the slot."""
     oracle = Oracle(CONFIG)
     oracle.submit(request("A", "x", max_tokens=5))
     oracle.schedule()
@@ -62,7 +62,7 @@ def test_a_preempted_request_gives_up_its_slot_and_waits_for_the_next() -> None:
     assert rows(oracle.schedule()) == ["A"]
     answer(oracle)
     oracle.reset(reset_running_requests=True)
-    assert rows(oracle.schedule()) == ["B"], "passed over first, so it is first in line"
+    assert rows(oracle.schedule()) == ["B"], "it was skipped before A was preempted"
     assert oracle.state.requests["A"].status is Status.PREEMPTED
     answer(oracle)
     assert rows(oracle.schedule()) == ["B"]
@@ -94,7 +94,7 @@ def test_priority_decides_which_request_gets_the_slot() -> None:
 )
 @pytest.mark.parametrize("quirk", [False, True])
 def test_lora_slots_of_rows_only(several: dict[str, bool | int], quirk: bool) -> None:
-    """A waits for its own token, which is its last: it has no row, and keeps its seat."""
+    """A has no row, since its last token is in flight; it keeps its LoRA slot."""
     quirks = {Quirk.LORA_SLOTS_OF_ROWS_ONLY} if quirk else set()
     config = replace(CONFIG, **several)  # type: ignore[arg-type]
     oracle = Oracle(config, Profile("some", frozenset(quirks)))

@@ -1,4 +1,4 @@
-"""Recurrent groups, by hand: where chunks end, what is held and zeroed, which states are hit."""
+"""Recurrent groups, worked examples: ends of chunks, held and zeroed blocks, hits of states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tables(oracle: Oracle, name: str = "A") -> BlockTables:
 
 
 def step(oracle: Oracle, drafts: tuple[int, ...] = (), num_accepted: int = 0) -> Plan:
-    """One step, committed: who samples, samples 7 behind so many accepted drafts."""
+    """Plan a step and commit it: rows sample 7 after `num_accepted` accepted drafts."""
     if drafts:
         oracle.propose(dict.fromkeys(oracle.state.running, drafts))
     plan = oracle.schedule()
@@ -51,7 +51,7 @@ def sizes(plan: Plan) -> dict[str, int]:
 
 
 def drafting(num_drafts: int) -> Config:
-    """`ALIGNED` with so many drafts a step, and a block of states for each."""
+    """Return `ALIGNED` with `num_drafts` drafts a step and a state block for each."""
     return replace(
         ALIGNED,
         groups=(full(4), recurrent(4, ALIGN, num_drafts)),
@@ -61,15 +61,15 @@ def drafting(num_drafts: int) -> Config:
 
 
 class TestAligned:
-    """Full attention and states, in blocks of four tokens; eight tokens a step."""
+    """Full attention and a recurrent group in blocks of 4 tokens, 8 tokens a step."""
 
-    def test_a_threshold_below_a_block_goes_on_too(self) -> None:
+    def test_a_prompt_progresses_with_a_threshold_below_the_block_size(self) -> None:
         oracle = Oracle(replace(ALIGNED, long_prefill_token_threshold=2))
         oracle.submit(Request("A", tuple(range(9)), max_tokens=2))
         assert [sizes(step(oracle)) for _ in range(6)] == [{"A": n} for n in (2, 2, 2, 2, 1, 1)]
 
-    def test_what_a_step_writes_can_be_hit_in_the_next(self) -> None:
-        """In the same step attention could share, and a state not: the twin computes it again."""
+    def test_a_state_can_be_hit_in_the_step_after_it_was_written(self) -> None:
+        """B computes the state again, since it cannot be shared in the same step."""
         oracle = Oracle(replace(ALIGNED, max_num_batched_tokens=16))
         oracle.submit(Request("A", tuple(range(6)), max_tokens=3))
         oracle.submit(Request("B", tuple(range(6)), max_tokens=3))
@@ -77,7 +77,7 @@ class TestAligned:
         oracle.submit(Request("C", tuple(range(6)), max_tokens=3))
         assert [row.num_computed_tokens for row in step(oracle).new] == [4]
 
-    def test_rejected_drafts_leave_more_than_enough(self) -> None:
+    def test_blocks_of_rejected_drafts_are_used_by_the_next_step(self) -> None:
         oracle = Oracle(drafting(2))
         oracle.submit(Request("A", (1, 2), max_tokens=20))
         step(oracle)
@@ -88,7 +88,7 @@ class TestAligned:
         assert tables(oracle) == before
 
 
-def test_all_boundaries_of_a_chunk_have_their_states() -> None:
+def test_mode_all_keeps_the_state_at_every_block_boundary() -> None:
     config = replace(ALIGNED, groups=(full(4), recurrent(4, ALL)), max_num_batched_tokens=10)
     oracle = Oracle(config)
     oracle.submit(Request("A", tuple(range(19)), max_tokens=3))
@@ -118,7 +118,7 @@ def test_new_blocks_of_attention_are_zeroed_by_group_in_the_order_of_the_rows() 
     assert Oracle(replace(config, groups=(full(4), window(4, 3)))).schedule() == Plan(0)
 
 
-def test_what_a_session_has_kept_is_not_zeroed_when_it_goes_on() -> None:
+def test_blocks_that_a_session_kept_are_not_zeroed() -> None:
     oracle = Oracle(ALIGNED)
     oracle.submit(Request("A", tuple(range(8)), max_tokens=1, resumable=True))
     for _ in range(3):
@@ -130,7 +130,7 @@ def test_what_a_session_has_kept_is_not_zeroed_when_it_goes_on() -> None:
     assert plan.new_block_ids_to_zero == tables(oracle)[0][2:] != ()
 
 
-def test_a_group_of_states_is_charged_those_of_drafts_at_the_gate() -> None:
+def test_the_gate_reserves_state_blocks_for_drafts() -> None:
     pool = create_pool(32)
     for group, num_blocks in (
         (recurrent(64, NONE, 2), 1 + 2),
@@ -142,7 +142,7 @@ def test_a_group_of_states_is_charged_those_of_drafts_at_the_gate() -> None:
 
 
 @pytest.mark.parametrize("table", [(4, 0, 5, 6), (0, 4, 0, 5), (0, 0, 4, 5), (4, 5, 0, 6)])
-def test_each_state_is_found_by_its_own_key_whatever_is_between(
+def test_each_state_is_found_by_its_own_key(
     table: tuple[int, ...],
 ) -> None:
     config = Config(16, 1, groups=(full(1), recurrent(1)))

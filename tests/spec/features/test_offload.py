@@ -1,4 +1,4 @@
-"""Saving: what a store is given of a victim, and of whom it is given nothing."""
+"""Swap-out: which blocks of a victim are saved to the store, and when nothing is saved."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def run_names(plan: Plan) -> list[RequestId]:
     [
         (8, 9, (4,), 8, 8),
         (8, 9, (4,), 9, 0),
-        (7, 9, (4,), 5, 0),  # what is saved is as much, not what was computed
-        (9, 7, (4,), 1, 4),  # drafts, or tokens that frames in flight promise
+        (7, 9, (4,), 5, 0),  # the limit applies to the tokens that are saved
+        (9, 7, (4,), 1, 4),  # unverified tokens are not saved
         (11, 12, (2, 4), 1, 8),
         (11, 12, (2, 4, 6), 1, 0),
         (23, 23, (2, 4, 6), 12, 12),
@@ -61,7 +61,7 @@ def run_names(plan: Plan) -> list[RequestId]:
         (3, 3, (1,), 3, 3),
     ],
 )
-def test_whole_blocks_of_all_groups_are_saved_or_nothing(
+def test_only_tokens_in_full_blocks_of_all_groups_are_saved(
     computed: int, known: int, sizes: tuple[int, ...], least: int, saved: int
 ) -> None:
     assert compute_num_saved(computed, known, sizes, least) == saved
@@ -70,7 +70,7 @@ def test_whole_blocks_of_all_groups_are_saved_or_nothing(
 @pytest.mark.parametrize(
     ("setup", "moved", "computed", "least"),
     [
-        (0, 22, 250, 1),  # the seed's: 11 us a token either way, 4000 tokens a second
+        (0, 22, 250, 1),  # figures of the seed: 11 us a token each way, 4000 tokens a second
         (10_000, 22, 250, 44),
         (0, 250, 250, 0),
         (5, 22, 23, 5),
@@ -78,7 +78,7 @@ def test_whole_blocks_of_all_groups_are_saved_or_nothing(
         (6, 25, 20, 0),
     ],
 )
-def test_moving_pays_from_where_it_costs_no_more_than_computing(
+def test_break_even_is_the_length_from_which_a_transfer_is_not_slower(
     setup: int, moved: int, computed: int, least: int
 ) -> None:
     assert compute_break_even(setup, moved, computed) == least
@@ -100,7 +100,7 @@ def test_a_preempted_request_is_saved_before_its_blocks_are_reused(
     assert plan.kv_saves == ((KVSave("B", ((3, 4),), 4),) if is_saved else ())
 
 
-def test_what_a_store_was_given_is_offered_and_loaded_as_anything_else_is() -> None:
+def test_saved_blocks_are_offered_and_loaded_like_others() -> None:
     oracle = build()
     submit(oracle, "A", 4, max_tokens=2)
     submit(oracle, "B", 4, max_tokens=2)
@@ -115,7 +115,7 @@ def test_what_a_store_was_given_is_offered_and_loaded_as_anything_else_is() -> N
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (4, 1)
 
 
-def test_a_victim_in_flight_is_saved_once_its_row_is_answered() -> None:
+def test_a_victim_in_flight_is_saved_after_its_commit() -> None:
     oracle = build(block_size=1, num_blocks=8, **AHEAD)
     submit(oracle, "A", 3)
     submit(oracle, "B", 3)
@@ -127,7 +127,7 @@ def test_a_victim_in_flight_is_saved_once_its_row_is_answered() -> None:
     assert oracle.schedule().kv_saves == (KVSave("B", ((4, 5, 6),), 3),)
 
 
-def test_nothing_is_saved_while_an_own_load_may_not_have_come() -> None:
+def test_a_victim_with_an_unconfirmed_load_is_not_saved() -> None:
     for is_answered in (False, True):
         oracle = build(UNFENCED, block_size=1, num_blocks=8, **AHEAD)
         submit(oracle, "A", 3)
@@ -142,7 +142,7 @@ def test_nothing_is_saved_while_an_own_load_may_not_have_come() -> None:
         assert plan.kv_saves == ((KVSave("B", ((4, 5, 6),), 3),) if is_answered else ())
 
 
-def test_what_a_window_left_behind_is_absent_also_where_it_left_it_in_this_very_step() -> None:
+def test_blocks_that_a_window_skips_in_the_same_step_are_not_saved() -> None:
     oracle = build(num_blocks=9, groups=(full(2), window(2, 3)), max_num_batched_tokens=8)
     submit(oracle, "A", 3, max_tokens=2)
     submit(oracle, "B", 4, max_tokens=2)
@@ -154,7 +154,7 @@ def test_what_a_window_left_behind_is_absent_also_where_it_left_it_in_this_very_
     assert 7 in oracle.state.pool.free_queue
 
 
-def test_what_a_reset_preempts_is_void_and_is_not_saved_later() -> None:
+def test_requests_preempted_by_a_reset_are_not_saved() -> None:
     oracle = build()
     submit(oracle, "A", 4)
     step(oracle)
@@ -163,7 +163,7 @@ def test_what_a_reset_preempts_is_void_and_is_not_saved_later() -> None:
     assert step(oracle).kv_saves == ()
 
 
-def test_a_request_that_gives_up_blocks_while_it_rests_is_no_victim() -> None:
+def test_an_idle_session_is_not_saved_when_its_blocks_are_reclaimed() -> None:
     oracle = build(num_blocks=4, scheduler_reserve_full_isl=False)
     submit(oracle, "A", 4, max_tokens=1, resumable=True)
     step(oracle)
@@ -175,6 +175,6 @@ def test_a_request_that_gives_up_blocks_while_it_rests_is_no_victim() -> None:
     assert (plan.preempted_req_ids, plan.kv_saves) == ((), ())
 
 
-def test_a_store_is_needed_to_save_anything() -> None:
+def test_swap_out_without_a_store_is_rejected() -> None:
     with pytest.raises(ConfigError, match="swap_min_tokens"):
         build(kv_connector=False)

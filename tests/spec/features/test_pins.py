@@ -1,4 +1,4 @@
-"""Pins: what a turn leaves for the next of its job, how long it stays, who gets it first."""
+"""Pins: which cached blocks a turn leaves for the next turn of its job, and until when."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def apply(oracle: Oracle, event: Event) -> Observation:
 
 
 def bring(oracle: Oracle, name: str, num_tokens: int, job: str | None = None, **more: Any) -> None:
-    """A turn; prompts of one job begin alike, and those of two jobs do not."""
+    """Submit a turn. Prompts of one job share a prefix, those of two jobs do not."""
     first = 100 * ord((job or name)[0])
     prompt = tuple(range(first, first + num_tokens))
     fields: dict[str, Any] = {"max_tokens": 1, **more}
@@ -80,7 +80,7 @@ def step(oracle: Oracle) -> Plan:
 
 
 def keep(oracle: Oracle, name: str, num_tokens: int, job: str, ttl: int, **more: Any) -> None:
-    """A turn of one output runs to its end, alone."""
+    """Run a turn of one output alone, until it is pinned."""
     bring(oracle, name, num_tokens, job, **more)
     apply(oracle, PinEstimate(job, ttl))
     step(oracle)
@@ -93,14 +93,14 @@ def kept(oracle: Oracle) -> PinsSnapshot:
 
 
 def ends(oracle: Oracle) -> dict[str, int]:
-    """Of each job the end of its pin, in the order in which they were pinned."""
+    """Return the end of each job's pin, in the order in which the jobs were pinned."""
     return {pin.job_id: pin.end for pin in kept(oracle).pins}
 
 
-# A turn ends.
+# A turn finishes.
 
 
-def test_windows_leave_null_blocks() -> None:
+def test_the_pin_of_a_window_has_null_blocks() -> None:
     oracle = build(num_blocks=17, groups=(full(2), window(2, 3)), max_num_batched_tokens=4)
     bring(oracle, "a", 8, "j", max_tokens=2)
     apply(oracle, PinEstimate("j", 4))
@@ -110,11 +110,11 @@ def test_windows_leave_null_blocks() -> None:
 
 
 @pytest.mark.parametrize("event", [Abort(("a",)), StreamingUpdate(Request("a", (1,)))])
-def test_a_request_ended_from_outside_leaves_nothing(event: Event) -> None:
+def test_an_aborted_turn_or_a_closed_session_leaves_no_pin(event: Event) -> None:
     oracle = build()
     bring(oracle, "a", 5, "j", resumable=True, max_tokens=1)
     apply(oracle, PinEstimate("j", 3))
-    step(oracle)  # it rests, and has not ended
+    step(oracle)  # the session is idle, not finished
     assert kept(oracle).pins == ()
     assert kept(oracle).estimates == (PinEstimate("j", 3),)
     apply(oracle, event)
@@ -122,7 +122,7 @@ def test_a_request_ended_from_outside_leaves_nothing(event: Event) -> None:
     assert oracle.num_free_blocks == 8
 
 
-def test_a_session_that_ends_at_its_stop_is_pinned() -> None:
+def test_a_session_that_finishes_at_its_stop_is_pinned() -> None:
     oracle = build()
     bring(oracle, "a", 5, "j", resumable=True)
     apply(oracle, PinEstimate("j", 3))
@@ -133,7 +133,7 @@ def test_a_session_that_ends_at_its_stop_is_pinned() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "ttl"), [(1, 6), (5, 0)])
-def test_a_turn_that_leaves_nothing_takes_no_older_pin(num_tokens: int, ttl: int) -> None:
+def test_a_turn_without_a_new_pin_keeps_the_older_pin(num_tokens: int, ttl: int) -> None:
     oracle = build()
     keep(oracle, "a", 5, "j", ttl=4)
     bring(oracle, "b", num_tokens, "j")
@@ -143,7 +143,7 @@ def test_a_turn_that_leaves_nothing_takes_no_older_pin(num_tokens: int, ttl: int
     assert kept(oracle).pins == (Pin("j", ((1, 2),), ttl),)
 
 
-# In a step.
+# Steps and the order of requests.
 
 
 def test_null_blocks_of_a_pin_do_not_prevent_a_reset() -> None:
@@ -157,7 +157,7 @@ def test_null_blocks_of_a_pin_do_not_prevent_a_reset() -> None:
     assert kept(oracle).pins == ()
 
 
-def test_a_preempted_request_stays_before_a_warm_one() -> None:
+def test_a_preempted_request_stays_ahead_of_a_request_with_a_pin() -> None:
     oracle = build(num_blocks=6)
     keep(oracle, "a", 3, "j", ttl=9)
     bring(oracle, "x", 3, max_tokens=6)
@@ -184,10 +184,13 @@ def test_a_preempted_request_stays_before_a_warm_one() -> None:
         (15, "k", ["k"]),
     ],
 )
-def test_while_no_request_runs_pins_give_way(
+def test_pins_are_reclaimed_while_no_request_runs(
     num_tokens: int, job: str | None, left: list[str]
 ) -> None:
-    """Of 9 blocks three jobs keep two each; those of other jobs go first, then the soonest."""
+    """Three jobs have pins of 2 blocks each, 3 of 9 blocks are free.
+
+    Pins of other jobs are reclaimed first, and of these the one with the earliest end.
+    """
     oracle = build(num_blocks=10)
     for name, ttl in (("j", 9), ("k", 5), ("l", 5)):
         keep(oracle, f"{name}1", 5, name, ttl)
@@ -215,7 +218,7 @@ def test_pins_alone_do_not_prevent_a_reset(is_forced: bool) -> None:
     assert oracle.num_free_blocks == 8
 
 
-def test_under_another_policy_jobs_have_no_effect() -> None:
+def test_jobs_have_no_effect_without_the_continuum_policy() -> None:
     oracle = build(policy=Policy.FCFS)
     assert apply(oracle, Clock(4)) == Ack()
     keep(oracle, "a", 5, "j", ttl=4)
@@ -230,8 +233,10 @@ def test_pins_need_prefix_caching() -> None:
 
 
 @pytest.mark.parametrize("is_pin_first", [False, True])
-def test_a_pin_and_a_store_hold_blocks_of_a_turn_side_by_side(is_pin_first: bool) -> None:
-    """Whichever of them ends first, the blocks are free once both have ended."""
+def test_blocks_of_a_turn_are_free_after_its_pin_and_its_hold_have_ended(
+    is_pin_first: bool,
+) -> None:
+    """The order of both does not matter."""
 
     def end_pin() -> None:
         apply(oracle, Clock(4))
@@ -256,8 +261,8 @@ def test_a_pin_and_a_store_hold_blocks_of_a_turn_side_by_side(is_pin_first: bool
     assert oracle.num_free_blocks == 8
 
 
-def test_blocks_of_a_pin_that_ends_wait_for_the_frame_that_reads_them() -> None:
-    """Beside a store a load could get them while the frame still runs."""
+def test_blocks_of_an_ended_pin_wait_for_the_frame_that_reads_them() -> None:
+    """Otherwise a load could write to them while that frame runs."""
     oracle = build(kv_connector=True, max_frames_in_flight=2, async_scheduling=True)
     bring(oracle, "a", 5, "j", max_tokens=2, stop_token_ids=(9,))
     apply(oracle, PinEstimate("j", 4))

@@ -28,7 +28,7 @@ A, B = request("A", 2, 0), request("B", 9, 10)
 
 
 def format_plan(plan: Plan) -> str:
-    """The rows of a plan: request and number of tokens."""
+    """Return the rows of a plan: request and number of tokens."""
     return " ".join([f"{row.request_id}{row.num_scheduled_tokens}" for row in plan.rows])
 
 
@@ -40,7 +40,7 @@ def answer(oracle: Oracle) -> None:
 
 
 def run(oracle: Oracle, num_steps: int) -> list[str]:
-    """The plans of some steps."""
+    """Run some steps and return their plans."""
     lines = []
     for _ in range(num_steps):
         lines.append(format_plan(oracle.schedule()))
@@ -49,7 +49,7 @@ def run(oracle: Oracle, num_steps: int) -> list[str]:
     return lines
 
 
-def test_admission_and_chunks_wait_for_their_step() -> None:
+def test_admissions_and_chunks_wait_for_the_nth_step() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(A)
     assert run(oracle, 1) == ["A2"]
@@ -57,7 +57,7 @@ def test_admission_and_chunks_wait_for_their_step() -> None:
     assert run(oracle, 8) == ["A1", "A1", "B3 A1", "A1", "A1", "A1 B3", "A1", "A1"]
 
 
-def test_a_load_begins_while_prompts_are_held() -> None:
+def test_a_load_starts_while_prompts_wait() -> None:
     oracle = Oracle(replace(CONFIG, kv_connector=True))
     oracle.submit(A)
     run(oracle, 1)

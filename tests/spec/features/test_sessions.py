@@ -1,4 +1,4 @@
-"""Sessions: what a chunk keeps of the one before, who rests, and who gives blocks back."""
+"""Sessions: KV kept between inputs, idle sessions, reclaim of their blocks, and input fields."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from blockstep.spec.vocabulary import (
 )
 
 CONFIG = Config(num_blocks=20, block_size=2, max_model_len=16)
-RESTING = Status.WAITING_FOR_STREAMING_REQ
+IDLE = Status.WAITING_FOR_STREAMING_REQ
 DRAFTING: dict[str, Any] = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 2}
 AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
 
@@ -75,17 +75,17 @@ def state_of(oracle: Oracle, name: str = "A") -> RequestState:
     return oracle.state.requests[name]
 
 
-def rest(oracle: Oracle, *tokens: int, name: str = "A", **more: Any) -> None:
-    """Let a session of these tokens run its first chunk."""
+def run_first_input(oracle: Oracle, *tokens: int, name: str = "A", **more: Any) -> None:
+    """Submit a session and run it until it is idle."""
     oracle.submit(session(*tokens, name=name, **{"max_tokens": 1, **more}))
     for _ in range(20):
-        if oracle.state.requests[name].status is RESTING:
+        if oracle.state.requests[name].status is IDLE:
             return
         step(oracle)
-    pytest.fail("it did not come to rest")
+    pytest.fail("the session did not become idle")
 
 
-def test_a_session_rests_with_its_blocks_and_goes_on_behind_all_but_its_last_token() -> None:
+def test_an_idle_session_keeps_its_blocks_and_drops_its_last_token() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(session(1, 2, 3))
     step(oracle, 5)
@@ -93,7 +93,7 @@ def test_a_session_rests_with_its_blocks_and_goes_on_behind_all_but_its_last_tok
     (row,) = answer(oracle, 6)
     assert row == OutputRow("A", (6,), FinishReason.LENGTH)
     resting = state_of(oracle)
-    assert (resting.status, resting.num_computed_tokens) == (RESTING, 4)
+    assert (resting.status, resting.num_computed_tokens) == (IDLE, 4)
     assert oracle.state.skipped_waiting == ("A",)
     assert oracle.state.finished_req_ids == ()
     assert oracle.schedule().rows == ()
@@ -126,7 +126,7 @@ def code_of(oracle: Oracle, update: Request) -> RejectCode | None:
     return seen.code
 
 
-def test_what_is_no_session_or_has_ended_is_not_gone_on_with() -> None:
+def test_input_is_rejected_without_a_session_that_accepts_it() -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(Request("B", (1,)))
     assert code_of(oracle, session(1)) is RejectCode.UNKNOWN_REQUEST
@@ -139,8 +139,8 @@ def test_what_is_no_session_or_has_ended_is_not_gone_on_with() -> None:
         oracle.submit(session(1))
 
 
-def test_the_limits_hold_for_the_whole() -> None:
-    """Known tokens count while it rests; before that each chunk counts at its longest."""
+def test_limits_apply_to_all_inputs_together() -> None:
+    """An idle session counts its known tokens; an input that has not run counts its maximum."""
     oracle = Oracle(CONFIG)
     oracle.submit(session(*range(8), max_tokens=8, eos_token_id=99))
     assert code_of(oracle, session(1)) is RejectCode.PROMPT_TOO_LONG, "15 are kept at most"
@@ -157,10 +157,10 @@ def test_the_limits_hold_for_the_whole() -> None:
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_session_keys_are_appended(quirk: bool) -> None:
-    """P3, P6: the token that is left out had completed the first block."""
+    """P3, P6: the dropped last token had completed the first block."""
     quirks = {Quirk.SESSION_KEYS_ARE_APPENDED} if quirk else set()
     oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
-    rest(oracle, 1)
+    run_first_input(oracle, 1)
     oracle.update(session(7, 8, max_tokens=1))
     step(oracle)
     (key,) = state_of(oracle).block_keys[:1]
@@ -172,15 +172,15 @@ def test_session_keys_are_appended(quirk: bool) -> None:
 def test_sessions_keep_max_tokens(quirk: bool) -> None:
     quirks = {Quirk.SESSIONS_KEEP_MAX_TOKENS} if quirk else set()
     oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
-    rest(oracle, 1)
+    run_first_input(oracle, 1)
     oracle.update(session(2, max_tokens=2))
     step(oracle)
-    assert (state_of(oracle).status is RESTING) is quirk
+    assert (state_of(oracle).status is IDLE) is quirk
 
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_sessions_keep_what_is_computed(quirk: bool) -> None:
-    """Two drafts are accepted, and the first is the last token of the chunk."""
+    """Two drafts are accepted, and the first is the last token of the input."""
     quirks = {Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED} if quirk else set()
     oracle = Oracle(replace(CONFIG, **DRAFTING), Profile("some", frozenset(quirks)))
     oracle.submit(session(1, max_tokens=2))
@@ -204,15 +204,15 @@ def test_sessions_keep_placeholders(quirk: bool) -> None:
     oracle.schedule()
     frame = oracle.state.frames[0]
     oracle.apply(Commit(frame.frame_id, (RowTokens("A", (9,)),)))
-    assert state_of(oracle).status is RESTING
+    assert state_of(oracle).status is IDLE
     assert state_of(oracle).num_output_placeholders == quirk
     frame = oracle.state.frames[0]
     outputs = oracle.apply(Commit(frame.frame_id, (RowTokens("A", (3,)),)))
     assert outputs == Outputs((OutputRow("A", (3,)),) if quirk else ())
 
 
-def test_a_session_that_stops_after_it_was_preempted_rests_without_blocks() -> None:
-    """T8: nothing of it is lost, and it stands in one queue."""
+def test_a_session_preempted_in_flight_is_idle_without_blocks() -> None:
+    """T8: its tokens are kept, and it is in one queue only."""
     for more in (AHEAD, {"max_frames_in_flight": 2}):
         for chunks in ((), (session(7, max_tokens=1),)):
             oracle = Oracle(replace(CONFIG, **more))
@@ -224,7 +224,7 @@ def test_a_session_that_stops_after_it_was_preempted_rests_without_blocks() -> N
             answer(oracle, 5)
             assert state_of(oracle).num_computed_tokens == 0
             if not chunks:
-                assert state_of(oracle).status is RESTING
+                assert state_of(oracle).status is IDLE
                 oracle.update(session(7, max_tokens=1))
             (new,) = oracle.schedule().new
             assert new.request.prompt_token_ids == (1, 2, 7)
@@ -233,10 +233,10 @@ def test_a_session_that_stops_after_it_was_preempted_rests_without_blocks() -> N
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_sessions_keep_their_blocks(quirk: bool) -> None:
-    """P10: a newcomer needs what one holds that rests, and nobody runs."""
+    """P10: a new request needs blocks of an idle session, and no request runs."""
     quirks = {Quirk.SESSIONS_KEEP_THEIR_BLOCKS} if quirk else set()
     oracle = Oracle(replace(CONFIG, num_blocks=4), Profile("some", frozenset(quirks)))
-    rest(oracle, 1, 2, 3)
+    run_first_input(oracle, 1, 2, 3)
     oracle.submit(Request("B", (4, 5, 6), max_tokens=1))
     plan = oracle.schedule()
     assert bool(plan.rows) is not quirk
@@ -245,11 +245,11 @@ def test_sessions_keep_their_blocks(quirk: bool) -> None:
     assert plan.preempted_req_ids == ()
 
 
-def test_two_that_wait_with_blocks_do_not_wait_for_each_other() -> None:
-    """Upstream #49439: each lacks what the other holds; the later in line gives way."""
+def test_two_waiting_sessions_with_blocks_do_not_deadlock() -> None:
+    """Upstream #49439: each lacks blocks of the other; those of the later one are reclaimed."""
     oracle = Oracle(replace(CONFIG, num_blocks=5))
-    rest(oracle, 1, 2, 3)
-    rest(oracle, 4, 5, 6, name="B")
+    run_first_input(oracle, 1, 2, 3)
+    run_first_input(oracle, 4, 5, 6, name="B")
     oracle.update(session(7, 8, 9, max_tokens=1))
     oracle.update(session(7, 8, 9, name="B", max_tokens=1))
     (new,) = step(oracle).new
@@ -259,11 +259,11 @@ def test_two_that_wait_with_blocks_do_not_wait_for_each_other() -> None:
     assert (new.request_id, new.num_computed_tokens) == ("B", 2), "a hit on what it had computed"
 
 
-def test_those_that_rest_give_way_before_those_that_wait() -> None:
-    """Of six blocks three sessions hold two each; the first in line lacks one."""
+def test_blocks_of_idle_sessions_are_reclaimed_before_those_of_waiting_ones() -> None:
+    """Three sessions hold all six blocks, and the head of the waiting queue lacks blocks."""
     oracle = Oracle(replace(CONFIG, num_blocks=7))
     for token, name in enumerate("ABC"):
-        rest(oracle, token, token, token, name=name)
+        run_first_input(oracle, token, token, token, name=name)
     oracle.update(session(7, 7, 7, name="C", max_tokens=1))
     oracle.update(session(7, 7, 7, max_tokens=1))
     plan = oracle.schedule()
@@ -273,11 +273,11 @@ def test_those_that_rest_give_way_before_those_that_wait() -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
-def test_of_two_that_rest_the_last_in_line_gives_way(policy: Policy) -> None:
-    """Each of two sessions holds two of four blocks, and a newcomer needs two."""
+def test_blocks_of_the_idle_session_of_lowest_rank_are_reclaimed(policy: Policy) -> None:
+    """Each of two sessions holds two of four blocks, and a new request needs two."""
     oracle = Oracle(replace(CONFIG, num_blocks=5, policy=policy))
-    rest(oracle, 1, 2, 3, priority=2)
-    rest(oracle, 4, 5, 6, name="B", priority=1)
+    run_first_input(oracle, 1, 2, 3, priority=2)
+    run_first_input(oracle, 4, 5, 6, name="B", priority=1)
     oracle.submit(Request("C", (7, 8, 9), max_tokens=1))
     (new,) = oracle.schedule().new
     gives, keeps = "BA" if policy is Policy.FCFS else "AB"
@@ -286,9 +286,9 @@ def test_of_two_that_rest_the_last_in_line_gives_way(policy: Policy) -> None:
     assert len(state_of(oracle, keeps).block_tables[0]) == 2
 
 
-def test_one_that_runs_alone_takes_blocks_before_it_preempts_itself() -> None:
+def test_a_request_that_runs_alone_reclaims_before_it_preempts_itself() -> None:
     oracle = Oracle(replace(CONFIG, num_blocks=4, scheduler_reserve_full_isl=False))
-    rest(oracle, 1, 2, 3)
+    run_first_input(oracle, 1, 2, 3)
     oracle.submit(Request("B", (4,), max_tokens=4))
     for _ in range(4):
         step(oracle, 7)
@@ -297,17 +297,17 @@ def test_one_that_runs_alone_takes_blocks_before_it_preempts_itself() -> None:
     assert state_of(oracle).num_computed_tokens == 0
 
 
-def test_priority_places_a_session_anew_when_its_input_came() -> None:
+def test_new_input_changes_the_rank_of_a_session() -> None:
     oracle = Oracle(replace(CONFIG, policy=Policy.PRIORITY))
-    rest(oracle, 1)
-    rest(oracle, 2, name="B")
+    run_first_input(oracle, 1)
+    run_first_input(oracle, 2, name="B")
     oracle.update(session(3, max_tokens=1, arrival_time=5))
     assert oracle.state.skipped_waiting == ("B", "A")
     assert get_broken_invariants(oracle.state) == ()
 
 
-def test_a_window_that_has_gone_on_and_a_state_behind_drafts_are_computed_again() -> None:
-    """With three plans ahead the window before the token at which it goes on is given back."""
+def test_windows_and_states_past_the_continuation_are_computed_again() -> None:
+    """With three frames ahead, the window has freed blocks that the next input attends to."""
     for num_frames, num_computed in ((2, 2), (3, 0)):
         more = AHEAD | {"max_frames_in_flight": num_frames}
         oracle = Oracle(replace(CONFIG, block_size=1, groups=(full(1), window(1, 2)), **more))
@@ -318,19 +318,19 @@ def test_a_window_that_has_gone_on_and_a_state_behind_drafts_are_computed_again(
         assert state_of(oracle).num_computed_tokens == num_computed
         assert any(state_of(oracle).block_tables) is (num_computed > 0)
     oracle = Oracle(replace(CONFIG, groups=(recurrent(2),)))
-    rest(oracle, 1, 2)
+    run_first_input(oracle, 1, 2)
     assert state_of(oracle).num_computed_tokens == 2
     drafting = DRAFTING | {"num_speculative_tokens": 1}
     oracle = Oracle(replace(CONFIG, groups=(recurrent(2, num_speculative=1),), **drafting))
-    rest(oracle, 1, 2)
+    run_first_input(oracle, 1, 2)
     assert state_of(oracle).num_computed_tokens == 0
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_blocks_of_further_input_name_the_last_item(quirk: bool) -> None:
+def test_keys_of_further_input_have_all_items_of_the_block(quirk: bool) -> None:
     quirks = {Quirk.OUTPUT_BLOCK_KEY_HAS_ONLY_THE_LAST_ITEM} if quirk else set()
     oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
-    rest(oracle, 1, 2)
+    run_first_input(oracle, 1, 2)
     items = (MultiModalItem("cat", 0, 1), MultiModalItem("dog", 1, 1))
     oracle.update(session(3, 4, items=items))
     *_, key = state_of(oracle).block_keys
@@ -342,7 +342,7 @@ def test_sessions_admitted_with_lookahead(quirk: bool) -> None:
     quirks = {Quirk.SESSIONS_ADMITTED_WITH_LOOKAHEAD} if quirk else set()
     more = {"spec_method": SpecMethod.DRAFT_MODEL, "num_speculative_tokens": 2}
     oracle = Oracle(replace(CONFIG, **more), Profile("some", frozenset(quirks)))  # type: ignore[arg-type]
-    rest(oracle, 1, 2)
+    run_first_input(oracle, 1, 2)
     oracle.update(session(3, 4, max_tokens=1))
     (new,) = oracle.schedule().new
     assert len(new.block_ids[0]) == (3 if quirk else 2)
@@ -356,7 +356,7 @@ def test_refused_session_frees_skipped_blocks(quirk: bool) -> None:
     config = replace(CONFIG, num_blocks=11, block_size=1, groups=(full(1), window(1, 2)))
     config = replace(config, scheduler_reserve_full_isl=False, max_frames_in_flight=2)
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
-    rest(oracle, 1, 2)
+    run_first_input(oracle, 1, 2)
     oracle.submit(Request("B", (3, 4), max_tokens=1))
     oracle.schedule()
     oracle.update(session(5, 6, 7, max_tokens=1))
@@ -368,7 +368,10 @@ def test_refused_session_frees_skipped_blocks(quirk: bool) -> None:
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_sessions_keep_their_grammar(quirk: bool) -> None:
-    """P23: each chunk begins the grammar anew; upstream's is complete, and holds nothing more."""
+    """P23: each input starts the grammar from its first state.
+
+    With the quirk the completed grammar stays, and no longer constrains any token.
+    """
     quirks = {Quirk.SESSIONS_KEEP_THEIR_GRAMMAR} if quirk else set()
     oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
     grammar = Grammar((((5, 1),), ()))
@@ -387,8 +390,10 @@ def test_sessions_keep_their_grammar(quirk: bool) -> None:
 def test_reasoning_end_is_searched_in_the_next_input(
     sampled: int, waiting: int, stops: bool
 ) -> None:
-    """P23: upstream looks for the end of reasoning (7) once a waiting chunk has replaced what was
-    sampled last; so it overlooks one that was sampled, and sees one that a client sends."""
+    """P23: with the quirk, the end of reasoning (7) is searched after a waiting input was appended.
+
+    So a sampled one is overlooked, and one in the input of a client counts.
+    """
     kept = {Quirk.SESSIONS_KEEP_THEIR_GRAMMAR}
     config = replace(CONFIG, reasoning_end_token_id=7)
     ended = []
@@ -410,7 +415,7 @@ def test_reasoning_end_is_searched_in_the_next_input(
     assert ended == [sampled == 7, waiting == 7 if stops else sampled == 7]
 
 
-def test_a_repetition_has_a_session_forget_its_last_stop_token() -> None:
+def test_a_repetition_clears_the_last_stop_token_of_a_session() -> None:
     quirks = frozenset({Quirk.SESSION_REPEATS_ITS_STOP_TOKEN})
     oracle = Oracle(CONFIG, Profile("some", quirks))
     twice = RepetitionDetection(max_pattern_size=1, min_pattern_size=1, min_count=2)
@@ -431,14 +436,14 @@ def test_a_repetition_has_a_session_forget_its_last_stop_token() -> None:
 def test_common_prefix_counts_idle_sessions(quirk: bool) -> None:
     quirks = {Quirk.COMMON_PREFIX_COUNTS_IDLE_SESSIONS} if quirk else set()
     oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
-    rest(oracle, 1, 2)
+    run_first_input(oracle, 1, 2)
     oracle.submit(Request("B", (3, 4, 5), max_tokens=1))
     assert oracle.schedule().num_common_prefix_blocks == ((0,) if quirk else (2,))
 
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_separate_queue_for_computed_requests(quirk: bool) -> None:
-    """Of two that wait, the one that has computed something is first, whatever its priority."""
+    """With the quirk, a request with computed tokens is first, whatever its priority."""
     quirks = (
         {Quirk.SINGLE_WAITING_QUEUE, Quirk.SEPARATE_QUEUE_FOR_COMPUTED_REQUESTS} if quirk else set()
     )
@@ -461,7 +466,7 @@ def test_separate_queue_for_computed_requests(quirk: bool) -> None:
 def test_idle_sessions_keep_running_slots(quirk: bool) -> None:
     quirks = {Quirk.IDLE_SESSIONS_KEEP_RUNNING_SLOTS} if quirk else set()
     oracle = Oracle(replace(CONFIG, max_num_seqs=1), Profile("some", frozenset(quirks)))
-    rest(oracle, 1, 2)
+    run_first_input(oracle, 1, 2)
     oracle.submit(Request("B", (3,), max_tokens=1))
     assert [row.request_id for row in step(oracle).new] == ([] if quirk else ["B"])
     assert oracle.abort("A") == ("A",)
@@ -470,19 +475,19 @@ def test_idle_sessions_keep_running_slots(quirk: bool) -> None:
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_session_keeps_blocks_without_check(quirk: bool) -> None:
-    """Where drafts have states, only the worker knows in which block the last one is."""
+    """Only the worker knows which block has the last state, since drafts have states."""
     quirks = {Quirk.SESSION_KEEPS_BLOCKS_WITHOUT_CHECK} if quirk else set()
     config = replace(CONFIG, groups=(recurrent(2, num_speculative=1),), **DRAFTING)
     config = replace(config, num_speculative_tokens=1)
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
-    rest(oracle, 1, 2)
+    run_first_input(oracle, 1, 2)
     assert state_of(oracle).num_computed_tokens == (2 if quirk else 0)
     assert [len(table) for table in state_of(oracle).block_tables] == [2 if quirk else 0]
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_a_row_that_delivers_nothing_is_in_flight_all_the_same(quirk: bool) -> None:
-    """The window of a session that goes on while its old row is in flight."""
+def test_a_row_that_delivers_no_token_still_counts_as_in_flight(quirk: bool) -> None:
+    """The session continues while its old row is in flight; this decides what its window frees."""
     quirks = {Quirk.WINDOW_WAITS_FOR_COMMITS} if quirk else set()
     config = replace(CONFIG, block_size=1, groups=(window(1, 1),), **AHEAD)
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
@@ -497,7 +502,7 @@ def test_a_row_that_delivers_nothing_is_in_flight_all_the_same(quirk: bool) -> N
     assert (table[1] == 0) is not quirk, "the row in flight is of one token"
 
 
-# What a chunk brings.
+# Fields of an input.
 
 CHUNK = Request("S", (4, 5), max_tokens=3, resumable=True)
 ANOTHER: dict[str, dict[str, Any]] = {
@@ -519,18 +524,18 @@ ANOTHER: dict[str, dict[str, Any]] = {
     "job_id": {"job_id": "other"},
     "is_last_step": {"is_last_step": True},
 }
-"""A chunk that differs in one field; `request_id` names the session, `resumable` ends its input."""
+"""Inputs that differ in one field. `request_id` is the session's, `resumable=False` ends it."""
 
 
-def resting_session(**fields: Any) -> Oracle:
-    """A session that has stopped after a token."""
+def make_idle_session(**fields: Any) -> Oracle:
+    """Return an oracle with a session that is idle after one token."""
     oracle = Oracle(Config(num_blocks=20, block_size=2))
     oracle.submit(replace(Request("S", (1, 2, 3), max_tokens=1, resumable=True), **fields))
     oracle.commit(oracle.schedule(), {"S": [7]})
     return oracle
 
 
-def test_every_field_of_a_chunk_is_tried() -> None:
+def test_every_field_of_a_request_has_a_case() -> None:
     names = {part.name for part in dataclasses.fields(Request)}
     assert names == {*ANOTHER, "request_id", "resumable"}
     assert set(SESSION_FIELDS) < names
@@ -538,9 +543,9 @@ def test_every_field_of_a_chunk_is_tried() -> None:
 
 @pytest.mark.parametrize("name", ANOTHER)
 @pytest.mark.parametrize("rests", [True, False])
-def test_every_field_of_a_chunk_is_used_or_refused(name: str, rests: bool) -> None:
-    """None is dropped in silence, isolation by a salt least of all (upstream #57685)."""
-    plain, other = resting_session(), resting_session()
+def test_every_field_of_an_input_is_used_or_rejected(name: str, rests: bool) -> None:
+    """No field is ignored silently, least of all a salt that isolates tenants (upstream #57685)."""
+    plain, other = make_idle_session(), make_idle_session()
     if not rests:
         for oracle in (plain, other):
             oracle.update(CHUNK)
@@ -556,7 +561,7 @@ def test_every_field_of_a_chunk_is_used_or_refused(name: str, rests: bool) -> No
     assert other.state.requests["S"] != plain.state.requests["S"]
 
 
-def test_the_end_of_input_brings_nothing_whatever_its_fields() -> None:
-    oracle = resting_session()
+def test_the_end_of_input_ignores_its_fields() -> None:
+    oracle = make_idle_session()
     oracle.update(replace(CHUNK, resumable=False, cache_salt="other", max_tokens=9))
     assert "S" not in oracle.state.requests

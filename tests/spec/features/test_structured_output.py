@@ -1,4 +1,4 @@
-"""Masks: a frame samples what its grammars allow, and a grammar stands where the outputs led it."""
+"""Structured output: bitmasks, checks of commits and drafts, and the grammar state."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def constrained(name: str = "A", grammar: Grammar = ONE_TWO, **more: object) -> 
 
 
 def begin(config: Config, *requests: Request) -> Oracle:
-    """Requests whose grammars are compiled."""
+    """Submit requests and report that their grammars are compiled."""
     oracle = Oracle(config)
     for request in requests:
         oracle.submit(request)
@@ -85,7 +85,7 @@ def shown(oracle: Oracle, name: str = "A") -> RequestSnapshot:
 # A request with a grammar.
 
 
-def test_a_forbidden_token_is_no_result() -> None:
+def test_a_commit_with_a_forbidden_token_is_rejected() -> None:
     oracle = begin(CONFIG, constrained())
     plan = oracle.schedule()
     before = oracle.state
@@ -95,7 +95,7 @@ def test_a_forbidden_token_is_no_result() -> None:
     oracle.commit(plan, {"A": (1,)})
 
 
-def test_drafts_are_cut_when_they_come() -> None:
+def test_proposed_drafts_are_cut_at_the_first_forbidden_token() -> None:
     oracle = begin(DRAFTING, constrained(), Request("B", (5,)))
     step(oracle, A=(1,), B=(1,))
     assert oracle.propose({"A": (2, 1, 1), "B": (2, 1, 1)}) == ("A", "B")
@@ -137,7 +137,7 @@ def test_a_mask_waits_for_the_tokens_before_it() -> None:
     assert oracle.state.stats.drafts_accepted == 2
 
 
-def test_of_a_row_without_sent_drafts_no_draft_is_accepted() -> None:
+def test_no_draft_is_accepted_if_the_worker_sent_none_for_the_mask() -> None:
     oracle = begin(ASYNC, constrained())
     first, second = oracle.schedule(), oracle.schedule()
     oracle.commit(first, {"A": (1,)})
@@ -149,7 +149,7 @@ def test_of_a_row_without_sent_drafts_no_draft_is_accepted() -> None:
     oracle.commit(second, {"A": (2, 1)})
 
 
-def test_without_a_mask_a_commit_is_held_to_the_grammar_all_the_same() -> None:
+def test_a_commit_is_checked_against_the_grammar_without_a_mask_too() -> None:
     oracle = begin(ASYNC, constrained())
     first, second = oracle.schedule(), oracle.schedule()
     oracle.commit(first, {"A": (1,)})
@@ -158,7 +158,7 @@ def test_without_a_mask_a_commit_is_held_to_the_grammar_all_the_same() -> None:
     oracle.commit(second, {"A": (2, 1)})
 
 
-def test_what_a_mask_is_refused_for() -> None:
+def test_bad_mask_events_are_rejected() -> None:
     oracle = begin(DRAFTING, constrained())
     plan = oracle.schedule()
     for event, code in (
@@ -172,11 +172,11 @@ def test_what_a_mask_is_refused_for() -> None:
     assert oracle.apply(twice) == Rejected(RejectCode.BAD_DRAFTS)
 
 
-# Ends and returns.
+# Failed grammars.
 
 
 @pytest.mark.parametrize("where", ["waits for it", "waits", "runs", "in flight", "preempted"])
-def test_a_grammar_that_fails_ends_its_request_wherever_it_is(where: str) -> None:
+def test_a_failed_grammar_finishes_its_request_in_every_state(where: str) -> None:
     oracle = Oracle(CONFIG)
     oracle.submit(constrained())
     if where != "waits for it":
@@ -193,13 +193,13 @@ def test_a_grammar_that_fails_ends_its_request_wherever_it_is(where: str) -> Non
     assert oracle.num_free_blocks == CONFIG.num_usable_blocks
     if where in ("in flight", "preempted") and plan is not None:
         assert oracle.mask(plan) == ()
-        assert oracle.commit(plan, {"A": (4,)}) == Outputs(), "nobody is held to anything"
+        assert oracle.commit(plan, {"A": (4,)}) == Outputs(), "the row of A is ignored"
     assert oracle.schedule().finished_req_ids == ("A",)
     with pytest.raises(RejectedEvent, match="unknown_request"):
         oracle.grammar_failed("A")
 
 
-def test_a_grammar_of_one_without_cannot_fail() -> None:
+def test_a_failed_grammar_of_an_unstructured_request_is_rejected() -> None:
     oracle = begin(CONFIG, Request("B", (5,)))
     assert oracle.apply(GrammarFailed("B")) == Rejected(RejectCode.NOT_STRUCTURED)
 
@@ -208,7 +208,7 @@ def test_a_grammar_of_one_without_cannot_fail() -> None:
 
 
 def draw_event(draw: Random, state: State) -> object:
-    """Something that may happen; what is sampled is mostly what a mask would allow."""
+    """Return a random event; sampled tokens are mostly those that a mask would allow."""
     names = [*state.requests] or ["A"]
     name = draw.choice(names)
     kind = draw.randrange(12)
@@ -249,7 +249,7 @@ def draw_event(draw: Random, state: State) -> object:
 
 
 def walk(text: TokenIds, prompt: TokenIds, has_reasoning: bool) -> tuple[int, bool]:
-    """The grammar's state and whether reasoning has ended, token by token."""
+    """Return the grammar state and whether reasoning has ended, computed token by token."""
     ended, state = has_reasoning and 7 in prompt, 0
     for token in text:
         if has_reasoning and not ended:
@@ -261,7 +261,7 @@ def walk(text: TokenIds, prompt: TokenIds, has_reasoning: bool) -> tuple[int, bo
 
 @pytest.mark.parametrize("has_reasoning", [False, True])
 @pytest.mark.parametrize("config", [DRAFTING, ASYNC, replace(CONFIG, max_frames_in_flight=3)])
-def test_the_state_of_a_grammar_is_that_of_the_accepted_output(
+def test_the_grammar_state_follows_from_the_accepted_outputs(
     config: Config, has_reasoning: bool
 ) -> None:
     if has_reasoning:
@@ -283,7 +283,7 @@ def test_the_state_of_a_grammar_is_that_of_the_accepted_output(
     assert {(name, True) for name in ("Commit", "Reset", "GrammarFailed")} <= seen
 
 
-def test_a_masks_event_changes_nothing_but_the_drafts_of_its_frame() -> None:
+def test_a_mask_changes_only_the_drafts_of_its_frame() -> None:
     oracle = begin(ASYNC, constrained())
     first, second = oracle.schedule(), oracle.schedule()
     oracle.commit(first, {"A": (1,)})

@@ -1,6 +1,6 @@
-"""Tiers: what is kept below the pool, by scenes and by walks.
+"""Tiers of the store: what each tier keeps, in examples and in random walks.
 
-The walk holds them to a book that knows no tiers: which blocks were given, when each was last used.
+The walk compares them with a model without tiers, which notes what was kept and last used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from blockstep.spec.features.tiers import Names, Tiers, clear, count_held, creat
 TEXTS: tuple[Names, ...] = (("a", "b", "c", "d"), ("a", "b", "x"), ("p", "q"), ("r",), ("a", "y"))
 
 
-def test_what_overflows_goes_down_from_the_end_of_what_was_used_longest_ago() -> None:
+def test_a_full_tier_moves_the_least_recently_used_block_down() -> None:
     tiers = keep(create_tiers((3, 2)), ("a", "b"))
     tiers = keep(tiers, ("p", "q"))
     assert tiers.tiers == (("a", "q", "p"), ("b",))
@@ -23,27 +23,27 @@ def test_what_overflows_goes_down_from_the_end_of_what_was_used_longest_ago() ->
     assert tiers.tiers == (("p", "s", "r"), ("a", "q")), "b is gone: it went down first"
 
 
-def test_a_hit_below_comes_up_and_others_go_down_for_it() -> None:
+def test_blocks_hit_in_a_lower_tier_move_up_and_others_move_down() -> None:
     tiers = Tiers((2, 2), (("q", "p"), ("b", "a")))
     tiers, found = fetch(tiers, ("a", "b", "c"))
     assert found == ("a", "b")
     assert tiers.tiers == (("b", "a"), ("q", "p"))
 
 
-def test_what_has_no_room_above_stays_below() -> None:
+def test_blocks_without_space_in_the_upper_tier_stay_below() -> None:
     tiers = Tiers((1, 3), ((), ("c", "b", "a")))
     tiers, found = fetch(tiers, ("a", "b", "c"))
     assert found == ("a", "b", "c")
     assert tiers.tiers == (("a",), ("c", "b"))
 
 
-def test_a_text_longer_than_a_tier_goes_on_in_the_next_and_ends_where_none_has_room() -> None:
+def test_a_sequence_longer_than_a_tier_is_continued_in_the_next() -> None:
     tiers = keep(create_tiers((1, 0, 2)), ("a", "b", "c", "d"))
     assert tiers.tiers == (("a",), (), ("c", "b"))
     assert count_held(tiers, ("a", "b", "c", "d")) == 3
 
 
-def test_tiers_that_kept_nothing_find_nothing() -> None:
+def test_a_fetch_after_a_clear_finds_no_block() -> None:
     tiers = keep(create_tiers((2, 2)), ("a", "b", "c"))
     assert fetch(clear(tiers), ("a", "b", "c")) == (create_tiers((2, 2)), ())
     assert keep(create_tiers(()), ("a",)) == create_tiers(())
@@ -61,7 +61,7 @@ def test_tiers_that_kept_nothing_find_nothing() -> None:
         max_size=25,
     ),
 )
-def test_walks_agree_with_a_book_without_tiers(
+def test_random_walks_agree_with_a_model_without_tiers(
     capacities: list[int], calls: list[tuple[str, Names, int, frozenset[str]]]
 ) -> None:
     tiers = create_tiers(capacities)
@@ -99,5 +99,5 @@ def test_walks_agree_with_a_book_without_tiers(
 
 
 def fits(tier: Names, capacity: int) -> bool:
-    """Whether a tier has no more than it has room for."""
+    """Return whether the tier is within its capacity."""
     return len(tier) <= capacity

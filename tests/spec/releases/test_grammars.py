@@ -1,4 +1,4 @@
-"""Quirks of grammars: what a release's masks say, and when it sees that reasoning has ended."""
+"""Quirks of grammars: bitmasks of releases, and the token at which they end reasoning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AT_THE_LAST = Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN
 
 
 def begin(config: Config, quirks: set[Quirk], *prompts: tuple[int, ...]) -> Oracle:
-    """A, B and so on with these prompts, their grammars compiled."""
+    """Return an oracle with requests A, B of these prompts, whose grammars are compiled."""
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
     for name, prompt in zip("AB", prompts, strict=False):
         request = Request(name, prompt, 12, structured_output=True, grammar=ONE_TWO)
@@ -57,7 +57,7 @@ def test_mask_has_the_rows_that_sample_now(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_a_frame_that_samples_for_an_automaton_of_others_has_masks(quirk: bool) -> None:
+def test_mask_may_have_rows_in_a_frame_without_structured_output(quirk: bool) -> None:
     config = replace(CONFIG, max_num_batched_tokens=2, max_frames_in_flight=2)
     oracle = Oracle(
         config,
@@ -68,7 +68,7 @@ def test_a_frame_that_samples_for_an_automaton_of_others_has_masks(quirk: bool) 
     oracle.grammar_ready("A")
     oracle.grammar_ready("B")
     first = oracle.schedule()
-    assert not first.has_structured_output_requests, "no row of it is held to a grammar"
+    assert not first.has_structured_output_requests, "no row of the plan has a grammar to follow"
     assert oracle.mask(first) == ()
     oracle.schedule()
     assert [row.request_id for row in oracle.mask(first)] == (["B"] if quirk else [])
@@ -105,7 +105,7 @@ def test_reasoning_ends_at_the_last_token(quirk: bool, other: set[Quirk]) -> Non
 
 
 @pytest.mark.parametrize("quirk", [False, True])
-def test_a_preempted_request_is_read_again_with_its_drafts(quirk: bool) -> None:
+def test_reasoning_of_a_preempted_request_is_searched_from_the_start(quirk: bool) -> None:
     quirks = {WITH_ITS_STEP, AT_THE_LAST} if quirk else set()
     oracle = begin(replace(ASYNC, reasoning_end_token_id=7), quirks, (5,))
     oracle.commit(oracle.schedule(), {"A": (4,)})

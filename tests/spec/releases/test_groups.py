@@ -1,4 +1,4 @@
-"""Quirks of several KV groups: what a release hits, reserves and leaves, beside what is right."""
+"""Quirks of several KV groups: prefix hits, reserved blocks and skipped blocks of releases."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def find(
     lost: Iterable[tuple[int, int]] = (),
     has_head: bool = False,
 ) -> Found:
-    """What a prompt finds of which every full block is published, but for those (group, index).
+    """Return length and block tables of the hit of a prompt; blocks in `lost` are not published.
 
-    Tokens, and the table of each group; the block at an index of a group has the id of both,
-    100 * group + index + 1, so that they are told apart.
+    A block is a pair of group and index. Its id is 100 * group + index + 1, so that ids differ
+    between groups.
     """
     size = min(group.block_size for group in groups)
     config = Config(num_blocks=400, block_size=size, groups=groups)
@@ -54,7 +54,7 @@ def find(
 
 
 def test_draft_head_drop_per_group() -> None:
-    """Upstream #32802: with a second window the head gets back one block after the other."""
+    """Upstream #32802: with a second window, the hit drops one block after the other."""
     two, three = (full(1), window(1, 2)), (full(1), window(1, 2), window(1, 3))
     assert find((), two, 7, has_head=True)[0] == 5
     assert find([Quirk.DRAFT_HEAD_DROP_PER_GROUP], two, 7, has_head=True) == (
@@ -69,8 +69,8 @@ def test_draft_head_drop_per_group() -> None:
         )
 
 
-def test_a_window_hit_is_cut_blindly() -> None:
-    """The fifth token attends to the fourth, which is in the last null block."""
+def test_window_hit_cut_without_check() -> None:
+    """The fifth token attends to the fourth, whose block is null with the quirk."""
     groups = (full(2), window(1, 2))
     right = (4, ((1, 2), (NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 104)))
     assert find((), groups, 7, has_head=True) == right
@@ -80,8 +80,8 @@ def test_a_window_hit_is_cut_blindly() -> None:
     assert find(quirks, alike, 7, has_head=True) == find((), alike, 7, has_head=True)
 
 
-def test_a_first_block_of_an_attention_chunk_is_skipped() -> None:
-    """Nothing is cached; the third token attends to the first two, which nobody computed."""
+def test_first_block_of_an_attention_chunk_is_skipped() -> None:
+    """With the quirk, the third token attends to two tokens that were not computed."""
     lost = [(0, 0), (0, 1)]
     assert find((), (chunks(2, 3),), 5, lost) == NO_HIT
     quirks = [Quirk.FIRST_BLOCK_OF_AN_ATTENTION_CHUNK_IS_SKIPPED]
@@ -98,7 +98,7 @@ def test_a_window_of_one_needs_a_cached_block() -> None:
 
 
 def test_a_window_of_one_holds_a_skipped_block() -> None:
-    """The last block of the hit, which its window is behind already."""
+    """With the quirk, the hit includes its last block, which is outside the window already."""
     groups = (full(1), window(1, 1))
     assert find((), groups, 5)[1][1] == (NULL_BLOCK,) * 4
     assert find([Quirk.WINDOW_OF_ONE_NEEDS_A_CACHED_BLOCK], groups, 5) == find((), groups, 5)
@@ -109,8 +109,8 @@ def test_a_window_of_one_holds_a_skipped_block() -> None:
 @pytest.mark.parametrize(
     ("name", "first"), [("vllm-0.12.0", 1), ("vllm-0.14.0", 0), ("vllm-0.16.0", 0)]
 )
-def test_a_hit_holds_what_it_skips_up_to_0_13(name: str, first: int) -> None:
-    """Of a hit that ends where a window of one token begins, 0.14.0 takes null blocks."""
+def test_hits_hold_skipped_blocks_before_0_14(name: str, first: int) -> None:
+    """The hit ends where a window of 1 token begins; 0.14.0 uses the null block."""
     profile = get_profile(name)
     assert profile is not None
     oracle = Oracle(Config(3, 1, groups=(window(1, 1),)), profile)
@@ -120,7 +120,7 @@ def test_a_hit_holds_what_it_skips_up_to_0_13(name: str, first: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "first"), [("vllm-0.11.0", 1), ("vllm-0.11.1", 0)])
-def test_a_chunk_keeps_a_named_block_in_0_11_0(name: str, first: int) -> None:
+def test_a_chunk_keeps_a_published_block_in_0_11_0(name: str, first: int) -> None:
     profile = get_profile(name)
     assert profile is not None
     oracle = Oracle(Config(3, 1, groups=(chunks(1, 1),)), profile)
@@ -131,7 +131,10 @@ def test_a_chunk_keeps_a_named_block_in_0_11_0(name: str, first: int) -> None:
 
 
 def test_draft_head_cuts_short_windows_twice() -> None:
-    """Of 8 cached tokens 4 are hit; the release cuts 6 to 4, drops a block, and cuts again."""
+    """The hit of 8 cached tokens is 4.
+
+    The release cuts 6 to 4, drops a block, and cuts again.
+    """
     groups, quirks = (full(4), window(2, 6)), [Quirk.DRAFT_HEAD_CUTS_SHORT_WINDOWS_TWICE]
     assert find((), groups, 9, has_head=True) == (4, ((1,), (101, 102)))
     assert find(quirks, groups, 9, has_head=True) == (0, ((), ()))
@@ -150,7 +153,7 @@ def test_only_first_full_attention_group_is_cut() -> None:
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 1), (True, 0)])
 def test_window_reserves_the_full_request(quirk: bool, expected: int) -> None:
-    """Upstream #39734: it holds two blocks of the three at most, and waits for ever."""
+    """Upstream #39734: the request needs 2 of 3 blocks; with the quirk it waits for ever."""
     config = Config(4, 1, max_num_batched_tokens=1, max_model_len=6, groups=(window(1, 2),))
     quirks = {Quirk.WINDOW_RESERVES_THE_FULL_REQUEST} if quirk else set()
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
@@ -160,7 +163,7 @@ def test_window_reserves_the_full_request(quirk: bool, expected: int) -> None:
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 3)])
 def test_window_moves_as_if_drafts_were_accepted(quirk: bool, expected: int) -> None:
-    """Its draft in flight may be rejected: the next token then attends to what is null."""
+    """If the draft in flight is rejected, the next token attends to a null block."""
     config = Config(
         9, 1, max_model_len=9, max_frames_in_flight=3, async_scheduling=True,
         spec_method=SpecMethod.NGRAM, num_speculative_tokens=1, groups=(window(1, 2),),
@@ -176,7 +179,7 @@ def test_window_moves_as_if_drafts_were_accepted(quirk: bool, expected: int) -> 
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, (0, 0, 3)), (True, (0, 2, 3))])
-def test_a_attention_chunk_keeps_a_published_block(quirk: bool, expected: tuple[int, ...]) -> None:
+def test_attention_chunk_keeps_a_published_block(quirk: bool, expected: tuple[int, ...]) -> None:
     config = Config(9, 1, max_model_len=9, groups=(chunks(1, 2),))
     quirks = {Quirk.ATTENTION_CHUNK_KEEPS_A_PUBLISHED_BLOCK} if quirk else set()
     oracle = Oracle(config, Profile("some", frozenset(quirks)))
@@ -187,8 +190,8 @@ def test_a_attention_chunk_keeps_a_published_block(quirk: bool, expected: tuple[
     assert table == expected
 
 
-def test_a_draft_head_block_is_looked_up_once() -> None:
-    """Behind the one token that is left of four, the first window has no block any more."""
+def test_draft_head_block_is_looked_up_once() -> None:
+    """After the hit is cut to 1 token, the first window lacks the block of the draft head."""
     groups, lost = (full(1), window(1, 2), window(1, 3)), [(1, 1), (2, 2)]
     assert find((), groups, 6, lost, has_head=True) == NO_HIT
     quirks = [Quirk.DRAFT_HEAD_BLOCK_IS_LOOKED_UP_ONCE]
@@ -196,7 +199,7 @@ def test_a_draft_head_block_is_looked_up_once() -> None:
     assert find(quirks, groups, 6, lost)[0] == find((), groups, 6, lost)[0] == 5, "without a head"
 
 
-def test_a_draft_head_drops_the_last_prompt_block() -> None:
+def test_draft_head_drops_the_last_prompt_block() -> None:
     groups = (full(2), window(2, 2))
     quirks = [
         Quirk.DRAFT_HEAD_BLOCK_IS_LOOKED_UP_ONCE,
@@ -217,7 +220,13 @@ A_STEP, IN_FLIGHT = Quirk.WINDOW_RESERVES_ONE_STEP, Quirk.WINDOW_RESERVES_STEPS_
             case
             for quirk in (A_STEP, IN_FLIGHT)
             for case in (
-                (quirk, window(1, 2), 1, 1, 3),  # a token before it, one of the step, and a block
+                (
+                    quirk,
+                    window(1, 2),
+                    1,
+                    1,
+                    3,
+                ),  # one token of the window, one of the step, and a block
                 (quirk, window(2, 4), 3, 1, 4),
                 (quirk, chunks(1, 3), 2, 1, 5),  # a chunk, and a step
                 (quirk, full(1), 1, 1, 8),
@@ -231,7 +240,7 @@ A_STEP, IN_FLIGHT = Quirk.WINDOW_RESERVES_ONE_STEP, Quirk.WINDOW_RESERVES_STEPS_
 def test_windows_reserve_steps(
     quirk: Quirk, group: KVGroup, budget: int, num_frames: int, expected: int
 ) -> None:
-    """The least pool in which a prompt of 8 tokens is admitted."""
+    """The smallest pool in which a prompt of 8 tokens is admitted is `expected` blocks."""
     profile = Profile("some", frozenset({quirk}))
     admitted = []
     for num_usable in range(1, 10):
@@ -248,7 +257,7 @@ def test_windows_reserve_steps(
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, (0, 2, 3)), (True, (1, 2, 3))])
 def test_window_waits_for_commits(quirk: bool, expected: tuple[int, ...]) -> None:
-    """No draft: what is in flight is certain, and the first token is behind the window."""
+    """The first token is outside the window, as tokens in flight are certain without drafts."""
     config = Config(
         9, 1, max_num_batched_tokens=1, max_model_len=9, max_frames_in_flight=3,
         async_scheduling=True, groups=(window(1, 2),),

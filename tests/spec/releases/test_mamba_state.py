@@ -1,4 +1,4 @@
-"""Quirks where recurrent groups take from the pool: chunks, fresh states, what is zeroed."""
+"""Quirks of recurrent groups: sizes of chunks, reuse of fresh states, zeroed blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def answer(oracle: Oracle, plan: Plan) -> None:
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, [2, 2, 2, 2, 1]), (True, [])])
 def test_chunk_rounds_down_to_zero(quirk: bool, expected: list[int]) -> None:
-    """Upstream #40707: no step has room for a whole block of the prompt."""
+    """Upstream #40707: the token budget is smaller than a block."""
     config = Config(20, 4, max_num_batched_tokens=2, max_model_len=16, groups=(recurrent(4),))
     oracle = oracle_of(config, *([Quirk.CHUNK_ROUNDS_DOWN_TO_ZERO] if quirk else []))
     oracle.submit(Request("A", tuple(range(9)), max_tokens=1))
@@ -39,7 +39,7 @@ def test_chunk_rounds_down_to_zero(quirk: bool, expected: list[int]) -> None:
 
 
 def test_chunks_round_by_the_smallest_block() -> None:
-    """A window in smaller blocks lets a chunk end where no state of the other group is kept."""
+    """With a window in smaller blocks, a chunk ends where no state of the other group is kept."""
     config = Config(
         40, 1, max_num_batched_tokens=5, max_model_len=16, groups=(recurrent(2), window(1, 2))
     )
@@ -60,7 +60,7 @@ def test_only_full_attention_is_zeroed(quirk: bool, expected: tuple[int, ...]) -
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_blocks_of_withdrawn_rows_are_zeroed(quirk: bool) -> None:
-    """The low one takes a block, and is preempted for the high one behind it."""
+    """`low` takes a block and is then preempted for `high` in the same step."""
     config = Config(
         10, 1, max_model_len=8, policy=Policy.PRIORITY, enable_prefix_caching=False,
         scheduler_reserve_full_isl=False, groups=(full(1), recurrent(8, MambaCacheMode.NONE)),
@@ -82,7 +82,7 @@ def test_blocks_of_withdrawn_rows_are_zeroed(quirk: bool) -> None:
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ()), (True, (1, 2))])
 def test_blocks_of_loads_are_zeroed(quirk: bool, expected: tuple[int, ...]) -> None:
-    """Upstream #48481: of a load that comes later, by the plan that begins it."""
+    """Upstream #48481: the plan that starts an asynchronous load zeroes its blocks."""
     config = Config(9, 2, max_model_len=8, kv_connector=True, groups=(full(2), recurrent(2)))
     oracle = oracle_of(config, *([Quirk.BLOCKS_OF_LOADS_ARE_ZEROED] if quirk else []))
     oracle.submit(Request("A", (1, 2, 3, 4, 5)))
@@ -91,8 +91,8 @@ def test_blocks_of_loads_are_zeroed(quirk: bool, expected: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_load_behind_a_fresh_state_waits_as_well(is_async: bool) -> None:
-    """Though the state of the hit is of no use to it: another one is loaded."""
+def test_a_load_also_waits_for_a_state_of_the_same_step(is_async: bool) -> None:
+    """A load with the quirk waits although it does not use that state: it loads another one."""
     config = Config(20, 2, max_model_len=16, kv_connector=True, groups=(full(2), recurrent(2)))
     for quirks in ((), (Quirk.REQUESTS_WAIT_FOR_STATES_OF_THE_SAME_STEP,)):
         oracle = oracle_of(config, *quirks)
@@ -103,7 +103,7 @@ def test_a_load_behind_a_fresh_state_waits_as_well(is_async: bool) -> None:
 
 
 def run_prompt(oracle: Oracle, name: str, prompt: tuple[int, ...]) -> list[int]:
-    """Tokens of each row until the first output."""
+    """Return the number of tokens of each row until the request finishes."""
     oracle.submit(Request(name, prompt, max_tokens=1))
     amounts: list[int] = []
     while oracle.state.requests and len(amounts) < 9:
@@ -141,10 +141,8 @@ def test_chunks_end_at_checkpoints(
 
 
 @pytest.mark.parametrize(("num_prompt", "expected"), [(1, 3), (2, 1)])
-def test_padding_that_a_block_of_states_would_cut_is_left_out(
-    num_prompt: int, expected: int
-) -> None:
-    """A session goes on with one token, padded with two drafts: with both of them, or none."""
+def test_padding_is_left_out_if_a_state_block_would_cut_it(num_prompt: int, expected: int) -> None:
+    """A session continues with 1 token, padded with two drafts or with none."""
     config = Config(
         40, 4, max_model_len=32, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
         groups=(recurrent(4, num_speculative=2),),
@@ -158,8 +156,8 @@ def test_padding_that_a_block_of_states_would_cut_is_left_out(
     assert [row.num_scheduled_tokens for row in oracle.schedule().rows] == [expected]
 
 
-def test_less_than_a_block_waits_for_a_step_that_has_room_for_one() -> None:
-    """B could have one token beside A, and a whole block in the next step."""
+def test_a_chunk_shorter_than_a_block_waits_for_a_larger_budget() -> None:
+    """B waits with the quirk; otherwise it gets the 1 token that A leaves."""
     config = Config(40, 2, max_num_batched_tokens=3, max_model_len=16, groups=(recurrent(2),))
     for quirk in (False, True):
         oracle = oracle_of(config, *([Quirk.CHUNKS_END_AT_CHECKPOINTS] if quirk else []))
@@ -169,8 +167,11 @@ def test_less_than_a_block_waits_for_a_step_that_has_room_for_one() -> None:
         assert rows == ({"A": 2} if quirk else {"A": 2, "B": 1})
 
 
-def test_a_chunk_ends_where_the_hit_of_one_group_went_on() -> None:
-    """Full attention has six tokens, its state is gone: the next that comes shall find one."""
+def test_a_chunk_ends_where_the_hit_of_one_group_ended() -> None:
+    """Full attention has a hit of 6 tokens, but its state was evicted.
+
+    With the quirk a chunk ends there, so that the next request hits the state.
+    """
     config = Config(30, 2, max_model_len=16, groups=(full(2), recurrent(2)))
     for quirk, expected in ((False, [8, 1]), (True, [6, 2, 1])):
         oracle = oracle_of(config, *([Quirk.CHUNKS_END_AT_CHECKPOINTS] if quirk else []))
