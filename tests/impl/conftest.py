@@ -1,4 +1,4 @@
-"""Says once that the host engine runs as plain Python where numba is switched off."""
+"""Warn once that the host engine runs as plain Python if numba is turned off."""
 
 from __future__ import annotations
 

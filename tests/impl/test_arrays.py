@@ -1,4 +1,4 @@
-"""Plans and answers in arrays: the same as events."""
+"""Plans and commits in arrays: they decide the same as events."""
 
 from __future__ import annotations
 
@@ -157,9 +157,7 @@ def open_engine(max_tokens: int = 60, **fields: Any) -> tuple[HostEngine, ArrayP
         ((1, 2, 3), (1, 1, 2)),
     ],
 )
-def test_an_answer_that_does_not_fit_changes_nothing(
-    tokens: TokenIds, counts: TokenIds | None
-) -> None:
+def test_a_bad_commit_in_arrays_changes_nothing(tokens: TokenIds, counts: TokenIds | None) -> None:
     engine, plan = open_engine()
     before = engine.snapshot()
     lengths = None if counts is None else np.array(counts, np.int32)
@@ -169,7 +167,7 @@ def test_an_answer_that_does_not_fit_changes_nothing(
     assert engine.snapshot() == before
 
 
-def test_frames_are_refused_as_with_events() -> None:
+def test_frames_are_rejected_as_with_events() -> None:
     engine, plan = open_engine()
     full = engine.schedule_arrays()
     assert isinstance(full, Rejected)
@@ -201,7 +199,7 @@ def test_accepted_tokens_must_be_drafts() -> None:
     assert [row.new_token_ids for row in right.build_outputs().rows] == [(1,), (7, 9), (1,)]
 
 
-def test_one_token_each_accepts_no_draft() -> None:
+def test_a_commit_of_one_token_each_accepts_no_draft() -> None:
     engine, plan = open_engine(spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
     engine.commit_arrays(plan.frame_id, np.array([4, 5, 6], np.int32))
     engine.apply(Drafts((RowTokens("b", (7, 8)),)))
@@ -215,7 +213,7 @@ def test_one_token_each_accepts_no_draft() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_many_outputs_are_there_when_asked_for(caching: bool) -> None:
+def test_many_outputs_are_kept(caching: bool) -> None:
     engine, plan = open_engine(
         600, num_blocks=700, enable_prefix_caching=caching, max_model_len=1000
     )
@@ -239,7 +237,7 @@ def test_many_outputs_are_there_when_asked_for(caching: bool) -> None:
         (300, 9, (1, *(62,) * 13)),
     ],
 )
-def test_many_tokens_at_once_push_none_out(
+def test_many_tokens_in_one_commit_overwrite_none(
     block_size: int, num_prompt: int, counts: TokenIds
 ) -> None:
     engine = HostEngine(
@@ -268,7 +266,7 @@ def test_many_tokens_at_once_push_none_out(
     assert request.output_token_ids == tuple(outputs)
 
 
-def test_a_hit_counts_what_came_after_the_preemption() -> None:
+def test_a_hit_counts_tokens_delivered_after_the_preemption() -> None:
     config = Config(
         num_blocks=40, block_size=1, max_num_seqs=2, max_frames_in_flight=3, async_scheduling=True
     )
@@ -286,7 +284,7 @@ def test_a_hit_counts_what_came_after_the_preemption() -> None:
     assert plan.num_computed_tokens.tolist() == [0, 5]
 
 
-def test_a_victim_without_a_row_gives_nothing_back() -> None:
+def test_a_victim_without_a_row_returns_no_budget() -> None:
     requests = [(12, 1), (10, 4), (1, 2), (6, 5), (12, 3), (1, 5), (1, 3)]
     config = Config(
         num_blocks=15,
@@ -314,7 +312,7 @@ def test_a_victim_without_a_row_gives_nothing_back() -> None:
     assert preempted == ["r3"]
 
 
-def test_objects_of_a_plan_are_those_of_its_arrays() -> None:
+def test_objects_of_a_plan_equal_its_arrays() -> None:
     engine = HostEngine(Config(**SMALL))
     for request_id in "ab":
         engine.apply(Submit(Request(request_id, (1, 2, 3, 4), max_tokens=9)))

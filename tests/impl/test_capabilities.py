@@ -1,4 +1,4 @@
-"""Capabilities: what a config asks for, and the problem of a config whose engine lacks it."""
+"""Capabilities: what a config needs, and the problem reported if an engine lacks it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_config_asks_for_what_an_engine_may_lack(name: str) -> None:
+def test_a_missing_capability_is_reported_as_a_config_problem(name: str) -> None:
     config = Config(num_blocks=8, **ASKED[name])
     assert list_needed(PLAIN) == frozenset()
     assert list_needed(config) == {name}

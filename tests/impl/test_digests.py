@@ -1,4 +1,4 @@
-"""Digests: the names of contents are different for different contents, and the same everywhere."""
+"""Digests of block keys: different for different content, and equal on every machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_tokens_are_packed_little_endian() -> None:
     assert pack_tokens(array("i", (1, 2**31 - 1))) == b"\1\0\0\0\xff\xff\xff\x7f"
 
 
-def test_extra_keys_of_different_kinds_stay_apart() -> None:
+def test_extra_keys_of_different_kinds_have_different_bytes() -> None:
     packed = [
         pack_extras(),
         pack_extras(adapter="x"),
@@ -52,14 +52,14 @@ OTHERS = (
 )
 
 
-def test_full_blocks_are_named_by_all_that_determines_their_content() -> None:
+def test_names_of_full_blocks_depend_on_everything_in_the_key() -> None:
     names = name_blocks(ALIKE, 2)
     assert names == name_blocks(Request("b", (1, 2, 3, 4, 5)), 2)
     assert len(names) == 2
     assert len({name_blocks(other, 2)[1] for other in OTHERS} - {names[1]}) == len(OTHERS)
 
 
-def test_names_stay_as_stores_have_them() -> None:
-    """A store keeps blocks under these names: another name would lose all that it has."""
+def test_names_of_blocks_never_change() -> None:
+    """Stores keep blocks under these names; with other names, their content would be lost."""
     first, last = name_blocks(Request("a", (1, 2, 3), adapter="x", cache_salt="s"), 1)[::2]
     assert (first.hex()[:16], last.hex()[:16]) == ("0d11d71142e23bca", "809244dc21ff5bca")

@@ -1,4 +1,4 @@
-"""Followers of a scene: a wrong engine is noticed, and what an engine lacks is said."""
+"""Engines that follow a scene: a divergence is reported, and a missing capability is noted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = Config(num_blocks=20, block_size=2)
 
 
 class WrongAnswer(HostEngine):
-    """Its plans have other ids."""
+    """An engine whose plans have other ids."""
 
     def apply(self, event: Event) -> Observation:
         """Apply an event."""
@@ -33,7 +33,7 @@ class WrongAnswer(HostEngine):
 
 
 class WrongState(HostEngine):
-    """Its free queue lacks a block once something runs."""
+    """An engine whose free queue lacks a block once a request runs."""
 
     def snapshot(self) -> Snapshot:
         """Return the state."""
@@ -51,9 +51,7 @@ def play(oracle: Oracle, name: str = "A") -> None:
 @pytest.mark.parametrize(
     ("engine", "field"), [(WrongAnswer, "frame_id"), (WrongState, "free_queue")]
 )
-def test_an_engine_that_differs_is_named_with_the_field(
-    engine: type[HostEngine], field: str
-) -> None:
+def test_a_divergence_names_the_engine_and_the_field(engine: type[HostEngine], field: str) -> None:
     with following({"right": HostEngine, "wrong": engine}):
         oracle = Oracle(CONFIG)
         with pytest.raises(AssertionError, match=rf"wrong differs after Schedule.*{field}"):
@@ -66,7 +64,7 @@ def test_all_engines_follow_to_the_end() -> None:
     assert [(one.num_compared, one.declined) for one in found] == [(3 * len(ENGINES), {})]
 
 
-def test_an_engine_follows_as_far_as_it_can_and_gives_the_reason() -> None:
+def test_an_engine_stops_following_with_the_missing_capability() -> None:
     with following() as found:
         oracle = Oracle(replace(CONFIG, policy=Policy.PRIORITY))
         play(oracle)
@@ -79,7 +77,7 @@ def test_an_engine_follows_as_far_as_it_can_and_gives_the_reason() -> None:
     assert all("no cap on adapters" in why for why in second.declined.values())
 
 
-def test_no_engine_follows_where_a_test_sets_the_state() -> None:
+def test_engines_stop_following_after_a_test_sets_the_state() -> None:
     with following() as found:
         oracle = Oracle(CONFIG)
         play(oracle)

@@ -1,4 +1,4 @@
-"""Rows made a column at a time are those that their constructors make."""
+"""Rows that are built column by column equal those of their constructors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from blockstep.impl.objects import make_cached_rows, make_output_rows
 from blockstep.spec.vocabulary import CachedRow, OutputRow
 
 
-def test_rows_are_those_of_the_constructors() -> None:
+def test_rows_equal_those_of_the_constructors() -> None:
     columns = (["a", "b"], [((1,),), ((),)], [None, (4, 5)], [3, 4], [1, 0], [1, 2], [(), (7,)])
     made = make_cached_rows(*columns)
     assert made == [

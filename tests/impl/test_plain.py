@@ -1,4 +1,4 @@
-"""The plain engine conforms, and refuses what it lacks."""
+"""The plain engine: it conforms, and rejects what it does not support."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from blockstep.spec.vocabulary import (
 
 ENGINE = "plain_engine:PlainEngine"
 FEATURES = ("forks", "pins", "transfers", "tiers")
-"""What it has beside the core."""
+"""Features that it has besides the core."""
 
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("preset", ["tiny", "small"])
 @pytest.mark.parametrize("feature", [None, *FEATURES])
-def test_it_conforms(preset: str, feature: str | None) -> None:
+def test_the_plain_engine_conforms(preset: str, feature: str | None) -> None:
     wanted = () if feature is None else (feature,)
     unwanted = () if feature else FEATURES
     options = CheckOptions(
@@ -54,12 +54,12 @@ def test_it_conforms(preset: str, feature: str | None) -> None:
         Config(8, max_loras=1),
     ],
 )
-def test_a_config_that_asks_for_more_is_refused(config: Config) -> None:
+def test_a_config_with_an_unsupported_feature_is_rejected(config: Config) -> None:
     with pytest.raises(ConfigError):
         PlainEngine(config)
 
 
-def test_what_it_lacks_is_refused_by_name() -> None:
+def test_events_of_unsupported_features_are_rejected() -> None:
     engine = PlainEngine(Config(8))
     grammar = Grammar(((),))
     asked = (

@@ -1,4 +1,4 @@
-"""What an engine lacks is refused in a sentence; bad input is a table in tests/spec, for all."""
+"""Rejections by engines that lack a feature. Bad input for all engines is tested in tests/spec."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from blockstep.spec.vocabulary import (
 )
 
 
-def test_a_bad_config_is_refused_with_every_reason() -> None:
+def test_a_bad_config_is_rejected_with_every_reason() -> None:
     with pytest.raises(ConfigError) as caught:
         HostEngine(Config(num_blocks=1, block_size=0))
     assert [problem.field for problem in caught.value.problems] == ["num_blocks", "block_size"]
 
 
-def test_it_can_do_everything_that_conformance_asks_for() -> None:
+def test_the_host_engine_has_all_capabilities() -> None:
     assert HostEngine(Config(num_blocks=2)).capabilities() == ALL_CAPABILITIES
 
 
@@ -52,14 +52,14 @@ def test_it_can_do_everything_that_conformance_asks_for() -> None:
         ),
     ],
 )
-def test_a_config_with_what_the_plain_engine_lacks_is_refused(
+def test_the_plain_engine_rejects_configs_with_missing_features(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         PlainEngine(Config(num_blocks=2, **fields))
 
 
-def test_sessions_are_refused_in_a_sentence() -> None:
+def test_the_plain_engine_rejects_sessions_with_a_message() -> None:
     s = PlainEngine(Config(num_blocks=2))
     session = Request("a", (1,), max_tokens=1, resumable=True)
     refused = s.apply(Submit(session))
@@ -71,7 +71,7 @@ def test_sessions_are_refused_in_a_sentence() -> None:
     assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.NOT_RESUMABLE)
 
 
-def test_grammars_are_refused() -> None:
+def test_the_plain_engine_rejects_grammars() -> None:
     s = PlainEngine(Config(num_blocks=2))
     one = Grammar((((1, 0),),))
     constrained = Request("a", (1,), max_tokens=1, structured_output=True, grammar=one)

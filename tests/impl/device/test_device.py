@@ -1,4 +1,4 @@
-"""The device's scheduler: its kernels' source, run by numpy, and interpreted."""
+"""The device scheduler: its kernels decide like the host engine, in numpy and interpreted."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ ASYNCHRONOUS = {
 
 
 def make_held_back(config: Config) -> DeviceEngine:
-    """Its stores are seen only behind the next barrier."""
+    """Return an engine whose stores are visible only after the next barrier."""
     return DeviceEngine(config, HELD_BACK)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small"])
-def test_it_conforms(preset: str) -> None:
+def test_the_device_engine_conforms(preset: str) -> None:
     options = CheckOptions("device", preset=preset, seed=11, max_events=700)
     assert check(options).first is None
 
 
-def test_no_barrier_lacks_where_a_store_is_read() -> None:
+def test_no_barrier_is_missing_between_a_store_and_its_load() -> None:
     options = CheckOptions(f"{__name__}:make_held_back", seed=12, max_events=500)
     assert check(options).first is None
 
@@ -72,7 +72,7 @@ def test_no_barrier_lacks_where_a_store_is_read() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small"])
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
-def test_it_conforms_for_long(preset: str, policy: Policy) -> None:
+def test_the_device_engine_conforms_in_long_runs(preset: str, policy: Policy) -> None:
     options = CheckOptions("device", preset=preset, policy=policy, seed=13, max_events=100_000)
     assert check(options).first is None
 
@@ -126,7 +126,7 @@ else:
 
 
 def play_interpreted(how_long: str) -> None:
-    """numpy and the interpreter leave the same in every tensor, after every launch."""
+    """Check that numpy and the interpreter leave equal tensors after every launch."""
     support = str(Path(kernel_support.__path__[0]).parent)
     paths = os.pathsep.join([support, *filter(None, sys.path)])
     done = subprocess.run(
@@ -146,20 +146,20 @@ def test_numpy_and_the_interpreter_agree_bit_for_bit(what: str) -> None:
 
 
 @pytest.mark.soak
-def test_numpy_and_the_interpreter_agree_for_long() -> None:
+def test_numpy_and_the_interpreter_agree_in_long_runs() -> None:
     pytest.importorskip("triton")
     play_interpreted("long")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")
-def test_a_check_can_have_it_interpreted() -> None:
+def test_a_check_can_run_the_interpreted_engine() -> None:
     pytest.importorskip("triton")
     result = check(CheckOptions("device-interpreted", preset="tiny", episode=3))
     assert result.first is None
     assert result.num_events > 40
 
 
-def test_what_triton_would_compile_is_not_taken_for_interpreted() -> None:
+def test_importing_the_interpreted_engine_needs_triton_interpret() -> None:
     module = "blockstep.impl.device.interpreted"
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -174,8 +174,8 @@ def test_what_triton_would_compile_is_not_taken_for_interpreted() -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
-def test_it_grows_as_it_must(policy: Policy) -> None:
-    """More requests, stops, nodes and commands than there is room for at first."""
+def test_tensors_grow_when_they_are_full(policy: Policy) -> None:
+    """The test has more requests, stop tokens, nodes and commands than fit at first."""
     draw = random.Random(3)
     config = Config(
         num_blocks=40, block_size=3, max_num_seqs=12, max_num_batched_tokens=50, policy=policy
@@ -201,7 +201,7 @@ def test_it_grows_as_it_must(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"policy": Policy.PRIORITY}, ASYNCHRONOUS])
-def test_nothing_is_read_and_written_between_two_barriers(fields: dict[str, Any]) -> None:
+def test_no_two_lanes_race_between_two_barriers(fields: dict[str, Any]) -> None:
     draw, watched = random.Random(6), Watched()
     config = Config(
         num_blocks=12, block_size=2, max_num_seqs=5, max_num_batched_tokens=12, **fields
@@ -246,7 +246,7 @@ def test_the_largest_numbers_of_a_request_do_not_overflow(
 
 @pytest.mark.parametrize("fields", [{}, ASYNCHRONOUS])
 def test_a_plan_has_the_positions_of_its_tokens(fields: dict[str, Any]) -> None:
-    """In the same arrays as the kernel that prepares a step of any other scheduler."""
+    """The arrays equal those of the kernel that prepares steps of other schedulers."""
     torch = pytest.importorskip("torch")
     kernels = importlib.import_module("blockstep.kernels")
     config = Config(num_blocks=30, block_size=2, max_num_batched_tokens=24, **fields)
@@ -270,8 +270,8 @@ def test_a_plan_has_the_positions_of_its_tokens(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"max_frames_in_flight": 3}, ASYNCHRONOUS])
-def test_a_loop_without_a_host_does_the_same(fields: dict[str, Any]) -> None:
-    """One launch per step, in which the host writes nothing but requests and the sampled tokens."""
+def test_a_loop_without_the_host_decides_like_single_steps(fields: dict[str, Any]) -> None:
+    """Each step is one launch; the host writes only requests and sampled tokens."""
     config = Config(num_blocks=8, block_size=2, max_num_batched_tokens=8, **fields)
     numpied = Numpied()  # it makes each kernel once
     alone, stepped, draw = DeviceEngine(config, numpied), DeviceEngine(config), random.Random(8)
@@ -319,7 +319,7 @@ def test_a_loop_without_a_host_does_the_same(fields: dict[str, Any]) -> None:
     assert stepped.stats().preemptions
 
 
-def test_nothing_is_kept_of_contents_that_no_request_needs() -> None:
+def test_nodes_of_unused_block_keys_are_freed() -> None:
     config = Config(num_blocks=8, block_size=2, max_model_len=12)
     engine, other = DeviceEngine(config), HostEngine(config)
     swept, draw = 0, random.Random(5)
@@ -334,7 +334,7 @@ def test_nothing_is_kept_of_contents_that_no_request_needs() -> None:
     assert engine.inbox.dims.nodes == make_dims(config).nodes
 
 
-def test_what_it_lacks_is_refused() -> None:
+def test_a_config_with_unsupported_features_is_rejected() -> None:
     assert DeviceEngine(Config(num_blocks=2)).capabilities() == DEVICE
     with pytest.raises(ConfigError, match=r"max_loras = 1: .* no cap on adapters"):
         DeviceEngine(Config(num_blocks=2, max_loras=1))
@@ -350,7 +350,7 @@ def test_what_it_lacks_is_refused() -> None:
         ),
     ],
 )
-def test_it_agrees_on_every_transition_of_a_small_world(world: str) -> None:
+def test_all_transitions_of_small_worlds_agree_with_the_specification(world: str) -> None:
     app = typer.Typer()
     app.command()(explore_command)
     result = CliRunner().invoke(app, ["--preset", world, "--engine", "device"])
@@ -358,6 +358,6 @@ def test_it_agrees_on_every_transition_of_a_small_world(world: str) -> None:
     assert "device agrees on every event in every state" in " ".join(result.output.split())
 
 
-def test_a_tensor_that_kernels_cannot_reach_is_refused_before_it_is_made() -> None:
+def test_a_tensor_too_large_for_kernels_is_rejected_before_allocation() -> None:
     with pytest.raises(ValueError, match=r"^tokens would have 512 x 5000001 elements, .* fewer"):
         DeviceEngine(Config(num_blocks=1_000, max_num_seqs=512, max_model_len=5_000_000))

@@ -1,4 +1,4 @@
-"""The kernels of a step, compiled for an H100 on any machine: variants, registers, memory."""
+"""Compilation of the step's kernels for an H100: variants, registers, and early compilation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KERNELS = re.findall(r"^def (\w+_kernel)\(", (launch.FOLDER / "step.py").read_te
 
 
 def compile_apart(kernel: str, *names: str) -> list[Compiled]:
-    """Triton may interpret in this process, so the compiler runs in its own."""
+    """Compile in another process, since Triton may interpret in this one."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     support = str(Path(kernel_support.__path__[0]).parent)
     done = subprocess.run(
@@ -43,7 +43,7 @@ def compile_apart(kernel: str, *names: str) -> list[Compiled]:
 
 
 def assert_fits(made: list[Compiled]) -> None:
-    """No register is spilled up to 1,024 rows."""
+    """Check that no kernel spills registers up to 1,024 rows."""
     assert made
     for one in made:
         most = STACK_OF_4096_ROWS if one.call == "4096 rows" else 0
@@ -52,8 +52,8 @@ def assert_fits(made: list[Compiled]) -> None:
         assert one.registers < 255, one
 
 
-def test_every_kind_of_config_runs_kernels_that_are_compiled_here() -> None:
-    """A config changes numbers, and no more than a dozen variants of a kernel exist."""
+def test_every_kind_of_config_uses_kernels_that_are_tested_here() -> None:
+    """Configs change numbers only, so a kernel has at most a dozen variants."""
     compiled = {launch.get_constants(make_gpu_dims(config)) for config in CONFIGS.values()}
     assert len(compiled) <= MOST_VARIANTS
     for config in list_kinds():
@@ -69,7 +69,7 @@ def test_every_kernel_of_1024_rows_fits_an_h100(kernel: str) -> None:
 
 @pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize("kernel", launch.GPU_KERNELS)
-def test_what_an_engine_launches_fits_an_h100_at_both_ends(kernel: str) -> None:
+def test_kernels_of_an_engine_fit_an_h100_at_64_and_4096_rows(kernel: str) -> None:
     """Left to the soak: 256 rows, and the kernels that only a host launches at 64 and 4,096."""
     assert_fits(compile_apart(kernel, "64 rows", "4096 rows"))
 
@@ -89,7 +89,7 @@ def dims() -> Dims:
     return make_gpu_dims(CONFIGS["64 rows"])
 
 
-def test_without_a_gpu_nothing_is_warmed_up(dims: Dims) -> None:
+def test_no_kernel_is_warmed_up_without_a_gpu(dims: Dims) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -1,4 +1,4 @@
-"""Several KV groups in the device's scheduler: full attention and sliding windows."""
+"""Several KV groups in the device scheduler: full attention and sliding windows."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ DRAFT_HEAD = {"spec_method": SpecMethod.EAGLE, "num_speculative_tokens": 1}
 
 
 def make_held_back(config: Config) -> DeviceEngine:
-    """Its stores are seen only behind the next barrier."""
+    """Return an engine whose stores are visible only after the next barrier."""
     return DeviceEngine(config, HELD_BACK)
 
 
 def play(engine: DeviceEngine, other: HostEngine, seed: int, num_requests: int) -> None:
-    """Requests that share prefixes, of which some are aborted; all has ended afterwards."""
+    """Run requests that share prefixes and abort some of them, until all have finished."""
     draw = random.Random(seed)
     starts = [tuple(draw.choices(range(3), k=14)) for _ in range(2)]
     for number in range(num_requests):
@@ -68,14 +68,14 @@ def play(engine: DeviceEngine, other: HostEngine, seed: int, num_requests: int) 
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small"])
-def test_groups_conform(preset: str) -> None:
+def test_the_device_engine_conforms_with_groups(preset: str) -> None:
     options = CheckOptions(
         "device", preset=preset, seed=21, max_events=900, with_features=("groups",)
     )
     assert check(options).first is None
 
 
-def test_no_barrier_of_groups_lacks_where_a_store_is_read() -> None:
+def test_no_barrier_is_missing_in_code_of_groups() -> None:
     engine = f"{__name__}:make_held_back"
     options = CheckOptions(engine, seed=22, max_events=700, with_features=("groups",))
     assert check(options).first is None
@@ -84,7 +84,9 @@ def test_no_barrier_of_groups_lacks_where_a_store_is_read() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small"])
 @pytest.mark.parametrize("others", [(), ("async", "drafts")])
-def test_groups_conform_for_long(preset: str, others: tuple[str, ...]) -> None:
+def test_the_device_engine_conforms_with_groups_in_long_runs(
+    preset: str, others: tuple[str, ...]
+) -> None:
     options = CheckOptions(
         "device", preset=preset, seed=23, max_events=60_000, with_features=("groups", *others)
     )
@@ -94,7 +96,7 @@ def test_groups_conform_for_long(preset: str, others: tuple[str, ...]) -> None:
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("groups", MIXES)
 @pytest.mark.parametrize("fields", [{"policy": Policy.PRIORITY}, ASYNCHRONOUS, DRAFT_HEAD])
-def test_groups_read_and_write_nothing_between_two_barriers(
+def test_no_two_lanes_race_in_code_of_groups(
     groups: tuple[KVGroup, ...], fields: dict[str, Any]
 ) -> None:
     watched = Watched()
@@ -111,7 +113,7 @@ def test_groups_read_and_write_nothing_between_two_barriers(
     assert watched.findings == []
 
 
-def test_groups_of_other_kinds_and_sizes_are_refused_in_a_sentence() -> None:
+def test_groups_of_unsupported_kinds_and_sizes_are_rejected() -> None:
     chunks = KVGroup(GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
     for other in (chunks, KVGroup(GroupKind.FULL, 4)):
         config = Config(num_blocks=40, block_size=2, groups=(FULL, other))
@@ -119,8 +121,8 @@ def test_groups_of_other_kinds_and_sizes_are_refused_in_a_sentence() -> None:
             DeviceEngine(config)
 
 
-def test_a_request_that_never_fits_all_groups_is_refused() -> None:
-    """A window holds a part of a long request, full attention all of it."""
+def test_a_request_that_never_fits_all_groups_is_rejected() -> None:
+    """A window needs blocks for a part of a long request, full attention for all tokens."""
     for groups, fits in (((FULL, NARROW), False), ((NARROW, NARROW), True)):
         config = Config(
             num_blocks=25, block_size=2, max_num_batched_tokens=12, max_model_len=60, groups=groups
@@ -132,7 +134,7 @@ def test_a_request_that_never_fits_all_groups_is_refused() -> None:
             assert answer.code is RejectCode.NEVER_FITS
 
 
-def test_tensors_with_groups_grow() -> None:
+def test_tensors_of_groups_grow_when_they_are_full() -> None:
     config = Config(num_blocks=60, block_size=2, max_num_seqs=12, groups=(FULL, NARROW))
     engine, other, draw = DeviceEngine(config), HostEngine(config), random.Random(3)
     first = engine.inbox.dims

@@ -1,7 +1,7 @@
-"""Mistakes planted in the kernels' source: the lock-step or the memory finds each of them.
+"""Mistakes planted in the kernels' source: the check or the watched memory finds each one.
 
-What a check sees is what the engine decides. What lacks on a GPU only (a barrier, a bound) leaves
-every decision right on a CPU, and only a memory that watches knows of it.
+A check sees what the engine decides. A missing barrier or bound changes no decision on a CPU, so
+only a memory that watches every access can find it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from blockstep.spec.vocabulary import (
 
 BARRIER = "    tl.debug_barrier()\n"
 PLANTED: list[launch.Numpied] = []
-"""The last one is under check."""
+"""The last one is used by the engine that is checked."""
 
 
 def make_planted(config: Config) -> DeviceEngine:
-    """The engine that is under check."""
+    """Return an engine with the latest planted mistake."""
     return DeviceEngine(config, PLANTED[-1])
 
 
 def plant(memory: Memory, module: str, old: str, new: str) -> None:
-    """Change one place of a kernel's source."""
+    """Replace one place in a kernel's source."""
     text = (launch.FOLDER / f"{module}.py").read_text()
     assert text.count(old) == 1, (module, old, text.count(old))
     PLANTED.append(launch.Numpied(memory, {module: text.replace(old, new)}))
@@ -71,7 +71,7 @@ DECISIONS = {
         "running", "        budget += tl.load(s.step_tokens + victim)\n", "",
         "tokens_of_a_preempted_row_are_given_back",
     ),
-    "who is preempted waits behind all others": (
+    "a preempted request waits behind all others": (
         "queues", "place = tl.load(s.front) - 1", "place = tl.load(s.front) + 1_000",
         "queues_keep_their_order",
     ),
@@ -79,7 +79,7 @@ DECISIONS = {
         "running", " + tokens + d.num_lookahead", " + tokens",
         "row_gains_exactly_the_blocks_it_needs",
     ),
-    "somebody is admitted after a preemption": (
+    "a request is admitted after a preemption": (
         "step", " & (tl.load(s.num_preempted) == 0)", "",
         "no_admission_after_a_preemption",
     ),
@@ -92,7 +92,7 @@ DECISIONS = {
         "results", "computed - drafts + counts - 1, mask", "computed, mask",
         "counters_stay_within_what_is_known",
     ),
-    "a promise is kept twice": (
+    "a placeholder is replaced twice": (
         "results", "promised - 1 - drafts, mask=live", "promised - 2 - drafts, mask=live",
         "counters_stay_within_what_is_known",
     ),
@@ -109,7 +109,7 @@ DECISIONS = {
 
 
 SEEDS = {"what a victim had in the step is lost": 1}
-"""Of those that others find late: a few thousand events."""
+"""Seeds for mistakes that the default seed finds only after thousands of events."""
 
 
 @pytest.mark.sampled(one_in=3)
@@ -157,7 +157,7 @@ GROUPED = {
         "groups", "        start += lacking\n", "",
         "written_block_is_in_one_place",
     ),
-    "null blocks are let go": (
+    "null blocks are freed": (
         "pool", "left = tl.load(s.left + line)", "left = 0 * tl.load(s.left + line)",
         "every_block_is_free_or_held",
     ),
@@ -177,7 +177,7 @@ def test_a_wrong_decision_in_groups_is_found(name: str) -> None:
 
 
 def play_some(run: launch.Numpied) -> None:
-    """Hits, evictions, preemptions and a reset, with both policies; far fewer than a check has."""
+    """Run hits, evictions, preemptions and a reset with both policies; shorter than a check."""
     for policy in (Policy.FCFS, Policy.PRIORITY):
         config = Config(
             num_blocks=6, block_size=2, max_num_seqs=3, max_num_batched_tokens=6, policy=policy
@@ -216,7 +216,7 @@ UNORDERED = {
         "running", BARRIER.replace("    ", "        ", 1) + "        tl.store(s.victims",
         "LOAD-STORE make_room",
     ),
-    "who was admitted gets blocks before it is seen to hold its hits": (
+    "a request gets blocks before others see that it holds its hits": (
         "waiting", BARRIER + "    group = 0\n    while group < d.groups:\n        take_blocks",
         "STORE-LOAD admit",
     ),
@@ -227,13 +227,13 @@ UNORDERED = {
 }  # fmt: skip
 
 
-def test_unchanged_kernels_lack_no_barrier() -> None:
+def test_no_barrier_is_missing_in_unchanged_kernels() -> None:
     memory = Watched()
     play_some(launch.Numpied(memory))
     assert memory.findings == []
 
 
-def test_what_a_barrier_orders_alone_is_a_finding_without_it() -> None:
+def test_removing_a_barrier_that_alone_orders_a_pair_is_found() -> None:
     memory = Separating()
     play_some(launch.Numpied(memory))
     assert memory.findings == []
@@ -249,14 +249,17 @@ def test_what_a_barrier_orders_alone_is_a_finding_without_it() -> None:
 
 
 @pytest.mark.soak
-def test_every_barrier_orders_something_alone() -> None:
-    """So none may go. `separate` raises if anything lacks an order with all of them."""
+def test_every_barrier_is_needed() -> None:
+    """Each barrier is the only one that orders some pair of accesses.
+
+    `separate` raises if all barriers together leave a pair without an order.
+    """
     assert set(separate(4_000).needed) == set(list_barriers())
 
 
 @pytest.mark.parametrize(("module", "old", "finding"), UNORDERED.values(), ids=UNORDERED.keys())
 def test_a_missing_barrier_is_found(module: str, old: str, finding: str) -> None:
-    """Each decision is still right: nothing but the memory knows."""
+    """All decisions stay right, so only the watched memory can find it."""
     memory = Watched()
     plant(memory, module, old, old.replace("tl.debug_barrier()", "pass"))
     play_some(PLANTED[-1])

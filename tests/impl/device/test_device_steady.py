@@ -1,4 +1,4 @@
-"""The short way of a step: it decides what the long way decides, and leaves the same state."""
+"""The short path of a device step decides like the long path and leaves the same state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from blockstep.spec.vocabulary import (
 LONG = (launch.FOLDER / "step.py").read_text()
 assert LONG.count("step_steadily(s, d) == 0") == 1
 LONG = LONG.replace("step_steadily(s, d) == 0", "d.rows > 0")
-"""A loop that takes the long way always."""
+"""Source of a loop that always takes the long path."""
 ASYNCHRONOUS = {"async_scheduling": True, "max_frames_in_flight": 2}
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "plain": {},
@@ -55,11 +55,11 @@ NAMED = (
     "query_start_loc", "in_flight", "num_running", "num_free", "is_prefill", "promised", "key",
     "control",
 )  # fmt: skip
-"""Tensors that a host reads behind any step."""
+"""Tensors that a host may read after any step."""
 
 
 def open_loop(run: launch.Numpied, config: Config, lanes: int) -> DeviceEngine:
-    """An engine whose device runs a loop."""
+    """Return an engine whose device runs a loop."""
     engine = DeviceEngine(config, run, lanes=lanes)
     control = engine.inbox.state.control
     control[layout.BUDGET], control[layout.ADMITS] = config.max_num_batched_tokens, 1
@@ -68,7 +68,7 @@ def open_loop(run: launch.Numpied, config: Config, lanes: int) -> DeviceEngine:
 
 
 def look(engine: DeviceEngine) -> Snapshot:
-    """The snapshot of a copy: what is left to later stays so."""
+    """Return the snapshot of a copy, so that postponed work stays postponed."""
     inbox = engine.inbox
     kept = inbox.arrays
     inbox.arrays = layout.State(*(array.copy() for array in kept))
@@ -78,7 +78,7 @@ def look(engine: DeviceEngine) -> Snapshot:
 
 
 def read_plan(engine: DeviceEngine) -> list[Any]:
-    """All that the last plan tells."""
+    """Return all fields of the last plan."""
     s, count = engine.inbox.state, int(engine.inbox.state.num_rows[0])
     place = (int(s.control[layout.PLACE]) - (count > 0)) % engine.inbox.dims.frames
     total = int(s.query_start_loc[count])
@@ -91,7 +91,7 @@ def read_plan(engine: DeviceEngine) -> list[Any]:
 
 
 class Loops:
-    """Two loops that are told the same; the first may go the short way."""
+    """Two loops that get the same events; only the first may take the short path."""
 
     def __init__(self, run: launch.Numpied, config: Config, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -101,7 +101,7 @@ class Loops:
         self.config, self.number, self.counts = config, 0, Counter[str]()
 
     def add(self) -> None:
-        """One more request."""
+        """Submit one more request."""
         draw = self.draw
         kind = draw.randrange(8)
         request = Request(
@@ -136,7 +136,7 @@ class Loops:
                 engine.apply(Abort((name,)))
 
     def step(self) -> None:
-        """A launch of each; then all that can be read is compared."""
+        """Launch one step of each loop and compare everything that a host can read."""
         self.answer()
         self.launch("loop_kernel")
         self.forget()
@@ -154,7 +154,7 @@ class Loops:
             s.answer_tokens[place, :, 0] = tokens[: len(s.run)]
 
     def forget(self) -> None:
-        """The hosts give back the slots of requests that have ended."""
+        """Free the slots of finished requests on both hosts."""
         for engine in self.engines:
             s, requests = engine.inbox.state, engine.inbox.requests
             if engine.inbox.has_commands:
@@ -163,7 +163,7 @@ class Loops:
                 engine.inbox.remove(slot)
 
     def compare(self) -> None:
-        """What a host may read, and the state after all is caught up with."""
+        """Compare what a host may read, and the state after all postponed work is done."""
         first, second = self.engines
         s, other = first.inbox.state, second.inbox.state
         for name in NAMED:
@@ -185,7 +185,7 @@ class Loops:
             engine.inbox.launch(kernel)
 
     def disturb(self) -> None:
-        """What a host may do between two steps, and seldom does."""
+        """Do something that a host may do between two steps, but rarely does."""
         match self.draw.randrange(4):
             case 0:
                 for _ in range(self.draw.randint(1, self.config.max_frames_in_flight)):
@@ -202,7 +202,7 @@ class Loops:
         self.forget()
 
     def play(self, steps: int) -> None:
-        """Arrivals and aborts between runs of steps, some of them long."""
+        """Run steps in series, some of them long, with arrivals and aborts in between."""
         quiet = 0
         for step in range(steps):
             if step % 10 == 0:
@@ -226,7 +226,7 @@ def make_config(fields: Mapping[str, Any]) -> Config:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_short_way_decides_the_same(name: str) -> None:
+def test_the_short_path_decides_like_the_long_path(name: str) -> None:
     loops = Loops(launch.Numpied(Memory()), make_config(CONFIGS[name]), seed=1)
     loops.play(120)
     assert (loops.counts["short"] > 30) == (name not in NEVER_SHORT)
@@ -235,15 +235,15 @@ def test_the_short_way_decides_the_same(name: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_short_way_decides_the_same_for_long(name: str, seed: int) -> None:
+def test_the_short_path_decides_like_the_long_path_in_long_runs(name: str, seed: int) -> None:
     loops = Loops(launch.Numpied(Memory()), make_config(CONFIGS[name]), 100 + seed)
     loops.play(400)
 
 
 def run_short_of_blocks(run: launch.Numpied, admits: int) -> Loops:
-    """Play two requests that need more blocks than there are.
+    """Run two requests that need more blocks than there are.
 
-    Behind the free blocks, the ring has a block that was taken before, as if it had gone round.
+    The ring has blocks that were taken before after its free blocks, as if it had wrapped around.
     """
     loops = Loops(run, make_config({"num_blocks": 12}), seed=1)
     for engine in loops.engines:
@@ -259,7 +259,7 @@ def run_short_of_blocks(run: launch.Numpied, admits: int) -> Loops:
 
 
 def open_admission_late(run: launch.Numpied) -> Loops:
-    """Play a request that waits until the host lets the loops admit again."""
+    """Run a request that waits until the host lets the loops admit again."""
     loops = Loops(run, make_config({}), seed=1)
     loops.submit(Request("first", (1, 2), max_tokens=60))
     loops.step()
@@ -274,7 +274,7 @@ def open_admission_late(run: launch.Numpied) -> Loops:
 
 
 def settle_once(run: launch.Numpied, fields: Mapping[str, Any]) -> Loops:
-    """Play steps after the host has committed a frame and planned none."""
+    """Run steps after the host has committed a frame and planned none."""
     loops = Loops(run, make_config(fields), seed=1)
     for number in range(2):
         loops.submit(Request(f"{number}", (1, 2), max_tokens=60))
@@ -289,25 +289,25 @@ def settle_once(run: launch.Numpied, fields: Mapping[str, Any]) -> Loops:
 
 
 @pytest.mark.parametrize("admits", [0, 1])
-def test_the_long_way_is_taken_when_blocks_run_short(admits: int) -> None:
+def test_the_long_path_is_taken_when_blocks_run_short(admits: int) -> None:
     loops = run_short_of_blocks(launch.Numpied(Memory()), admits)
     assert loops.counts["short"] > 5
     assert loops.engines[0].stats().preemptions
 
 
-def test_the_long_way_is_taken_when_a_waiting_request_can_be_admitted() -> None:
+def test_the_long_path_is_taken_when_a_request_can_be_admitted() -> None:
     loops = open_admission_late(launch.Numpied(Memory()))
     assert loops.counts["short"] > 5
     assert int(loops.engines[0].inbox.state.num_running[0]) == 2
 
 
 @pytest.mark.parametrize("fields", [{}, ASYNCHRONOUS])
-def test_the_long_way_is_taken_after_a_commit_without_a_plan(fields: dict[str, Any]) -> None:
+def test_the_long_path_is_taken_after_a_commit_without_a_plan(fields: dict[str, Any]) -> None:
     assert settle_once(launch.Numpied(Memory()), fields).counts["short"] > 5
 
 
 @pytest.mark.parametrize("name", ["recycled blocks", "asynchronous", "long blocks"])
-def test_the_short_way_lacks_no_barrier(name: str) -> None:
+def test_no_barrier_is_missing_on_the_short_path(name: str) -> None:
     for memory in (Watched(), HeldBack()):
         loops = Loops(launch.Numpied(memory), make_config(CONFIGS[name]), seed=1)
         loops.play(60)
@@ -319,13 +319,13 @@ MISTAKES = {
     "filled blocks are never cached": (
         "steady", "        publish_pending(s, tl.load(s.steady + NUM_PENDING), 1, d)\n", "",
     ),
-    "the long way does not catch up": (
+    "the long path does not catch up": (
         "step", "        catch_up(s, d)\n        commit_oldest", "        commit_oldest",
     ),
     "commands do not catch up": (
         "step", "host's commands.\"\"\"\n    catch_up(s, d)", "host's commands.\"\"\"",
     ),
-    "a settled loop has not caught up": (
+    "the settle kernel does not catch up": (
         "step", "    catch_up(s, d)\n    commit_oldest(s, 1, d)", "    commit_oldest(s, 1, d)",
     ),
     "filled blocks are cached in another order": (
@@ -346,7 +346,7 @@ MISTAKES = {
     "the model length is not seen": (
         "steady", "left = tl.minimum(left, d.max_model_len - computed - 1)", "left += 0",
     ),
-    "a row that promises will end is planned": (
+    "a row that placeholders will finish is planned": (
         "steady", "tl.where(promised > 1, tl.minimum(left, skipped), left)", "left + 0 * skipped",
     ),
     "an end of sequence is not seen": (
@@ -368,7 +368,7 @@ MISTAKES = {
     "a plan with a new row is plain": (
         "steady", " & (tl.load(s.num_continued) == num_rows)", "",
     ),
-    "a prompt that goes on is plain": ("steady", " & (samples == 1)", ""),
+    "a prompt with more chunks counts as a decode": ("steady", " & (samples == 1)", ""),
     "a row that missed a plan is plain": (
         "steady",
         "    special += tl.load(s.plans + first + ROW_MISSED * d.rows, mask=live, other=0)\n", "",
@@ -381,7 +381,7 @@ MISTAKES = {
         "steady", " + (block < 0).to(tl.int32)", "",
     ),
     "a recycled block is still found": ("steady", "(total >> 48) > 0", "(total >> 48) < 0"),
-    "a recycled block is found beside others": (
+    "a recycled block is found among others": (
         "steady", "has_node & ((before >= 0) | (after >= 0))", "has_node & (before == after)",
     ),
     "blocks may run short": ("steady", " & (num_taken <= free)", ""),
@@ -398,7 +398,7 @@ MISTAKES = {
 
 @pytest.mark.sampled(one_in=9)  # some are found by the last of many runs only
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_on_the_short_way_is_found(name: str) -> None:
+def test_a_mistake_on_the_short_path_is_found(name: str) -> None:
     """The runs above find it: a value differs, or an access is out of bounds."""
     module, old, new = MISTAKES[name]
     text = (launch.FOLDER / f"{module}.py").read_text()
@@ -409,7 +409,7 @@ def test_a_mistake_on_the_short_way_is_found(name: str) -> None:
 
 
 def play_all(run: launch.Numpied) -> None:
-    """Play the scenes, then loops of every config that goes the short way."""
+    """Run the scenes, then loops of every config that takes the short path."""
     open_admission_late(run)
     run_short_of_blocks(run, 0)
     run_short_of_blocks(run, 1)

@@ -1,4 +1,4 @@
-"""Four tiny checkpoints, and 64 prompts that share prefixes."""
+"""Fixtures: four tiny checkpoints, and 64 prompts that share prefixes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """A layer with a window, and one without: two KV groups."""
+    """Return a checkpoint with one window layer and one full layer: two KV groups."""
     return make_checkpoint("qwen2", tmp_path_factory.mktemp("windows"))
 
 
 @pytest.fixture(scope="session")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a tokenizer: every byte is a token."""
+    """Return the folder of a model with a tokenizer; every byte is a token."""
     folder = save_model(build_model("qwen3", vocab_size=260), tmp_path_factory.mktemp("speaking"))
     save_tokenizer(folder)
     return folder
@@ -52,9 +52,9 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A draft model beside every family is a soak: a test has it beside one.
+    """Mark storms with a draft model as a soak in all families but the first.
 
-    So are most storms of the last family, which is like the first, but for its windows.
+    Most storms of the last family are a soak too, since it differs from the first only in windows.
     """
     first, *_, last = FAMILIES
     for item in items:

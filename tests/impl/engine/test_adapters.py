@@ -1,4 +1,4 @@
-"""Adapters: each request gets what transformers says with its adapter merged into the weights."""
+"""Adapters: each request gets the tokens of transformers with its adapter merged in."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NUM_PROMPTS = 32
 MARGIN_MIN = 1e-4
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
 CHOSEN = [[None, *ADAPTERS][number * 7 % 5 % 4] for number in range(NUM_PROMPTS)]
-"""The adapter of each prompt: neighbours, which share prefixes, have different ones mostly."""
+"""The adapter of each prompt. Neighbours share prefixes, and mostly have different adapters."""
 TESTED = {("small-pool", 0), ("async-ngram", 2)}
-"""Storms, and most adapters at a time, that are a test; the others are a soak."""
+"""Storms and values of max_loras that are a test; the others are a soak."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def folders(qwen3: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.fixture(scope="module")
 def merged(qwen3: Checkpoint, prompts: list[list[int]]) -> dict[str | None, Expected]:
-    """What the model says to all prompts, as it is and with each adapter."""
+    """Return the model's outputs for all prompts, without an adapter and with each one."""
     made: dict[str | None, Expected] = {None: qwen3.expected}
     for name, adapter in ADAPTERS.items():
         with adapter.merged(qwen3.model) as model:
@@ -51,7 +51,7 @@ def merged(qwen3: Checkpoint, prompts: list[list[int]]) -> dict[str | None, Expe
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """The adapters of each pass, read where inputs are built: no graph may be looked into."""
+    """Return the adapters of each pass, read where inputs are built, since graphs hide them."""
     found: list[set[int]] = []
     build: Any = Batch.build_inputs
 
@@ -102,14 +102,14 @@ def test_each_request_has_its_adapter(
     assert stats.preemptions > 0 or "num_blocks" not in settings
     most = max(len(numbers - {NO_ADAPTER}) for numbers in seen)
     assert min(2, max_loras or 3) <= most <= (max_loras or 3)
-    assert any(len(numbers) > most for numbers in seen)  # somebody without one beside them
+    assert any(len(numbers) > most for numbers in seen)  # and a request without an adapter
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
-def test_other_families_have_adapters(
+def test_adapters_work_in_other_model_families(
     family: str, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    """With biases, without norms of heads, and with windows."""
+    """These families have biases, no norms of heads, or windows."""
     model = build_model(family, **({"attention_bias": True} if family == "llama" else {}))
     folder = save_model(model, tmp_path / "model")
     modules = {"one": ADAPTERS["some"].save(model, tmp_path / "one")}
@@ -136,8 +136,8 @@ def test_no_block_is_shared_between_adapters(
     assert streamed.token_ids == made[2].token_ids[:1]
 
 
-def test_an_adapter_that_overflows_hurts_no_other_request() -> None:
-    """What is computed in columns of others is overwritten, for infinity times 0 is no number."""
+def test_an_adapter_that_overflows_changes_no_other_request() -> None:
+    """Columns of other adapters are overwritten, since infinity times 0 is not a number."""
     columns = Columns(
         down=torch.tensor([[3e38, 3e38], [1.0, 2.0]]),
         up=torch.tensor([[1.0, 1.0], [1.0, 10.0]]),
@@ -150,7 +150,7 @@ def test_an_adapter_that_overflows_hurts_no_other_request() -> None:
 
 
 @pytest.mark.parametrize("adapter", ["other", "", 3, ["some"]])
-def test_an_unknown_adapter_is_refused(
+def test_an_unknown_adapter_is_rejected(
     qwen3: Checkpoint, folders: dict[str, Path], adapter: Any
 ) -> None:
     llm = LLM(qwen3.folder, lora_modules={"some": folders["some"]})
@@ -170,7 +170,7 @@ def test_an_unknown_adapter_is_refused(
         ({"max_loras": -1}, "max_loras"),
     ],
 )
-def test_wrong_settings_are_refused(
+def test_wrong_settings_are_rejected(
     qwen3: Checkpoint, settings: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(SettingsError, match=complaint):

@@ -1,5 +1,7 @@
-"""Branches: several outputs to a prompt are those of as many requests, and beams are those of
-transformers, whatever is done to memory and order."""
+"""Branches: n outputs equal those of n requests, and beams equal those of transformers.
+
+This holds with small pools, drafts and frames in flight.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,13 @@ STORMS: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": 3,
     },
 }
-"""Pools that hold one of the longest requests, and hardly another."""
+"""Pools that hold one of the longest requests and little more."""
 
 
 def search_there(
     checkpoint: Checkpoint, prompt: list[int], params: BeamSearchParams
 ) -> list[tuple[TokenIds, float]]:
-    """What transformers finds, up to and with the end-of-sequence token, and its scores."""
+    """Return the beams of transformers with their scores, up to the end-of-sequence token."""
     found = checkpoint.model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -69,7 +71,7 @@ def search_there(
 
 
 @pytest.mark.parametrize("storm", STORMS)
-def test_beams_are_those_of_transformers(
+def test_beams_equal_those_of_transformers(
     qwen3: Checkpoint, prompts: list[list[int]], storm: str
 ) -> None:
     llm = LLM(qwen3.folder, check=ServingChecker, enable_forks=True, **STORMS[storm])
@@ -94,7 +96,7 @@ def test_beams_are_those_of_transformers(
         BeamSearchParams(2, 5),
     ],
 )
-def test_beams_end_as_those_of_transformers_do(
+def test_beams_finish_like_those_of_transformers(
     request: pytest.FixtureRequest,
     prompts: list[list[int]],
     params: BeamSearchParams,
@@ -109,7 +111,7 @@ def test_beams_end_as_those_of_transformers_do(
 
 
 @pytest.mark.parametrize("storm", STORMS)
-def test_outputs_to_a_prompt_are_those_of_as_many_requests(
+def test_n_outputs_of_a_prompt_equal_those_of_n_requests(
     qwen3: Checkpoint, prompts: list[list[int]], storm: str
 ) -> None:
     asked = [prompt for prompt in prompts if len(prompt) <= 40][:8]
@@ -125,7 +127,7 @@ def test_outputs_to_a_prompt_are_those_of_as_many_requests(
     assert len({it.token_ids for it in together}) > len(asked)
 
 
-def test_an_output_that_ends_at_once_has_others_all_the_same(qwen3: Checkpoint) -> None:
+def test_n_outputs_are_returned_if_the_first_token_is_the_last(qwen3: Checkpoint) -> None:
     llm = LLM(qwen3.folder, check=ServingChecker, enable_forks=True)
     params = SamplingParams(n=3, max_tokens=1, temperature=1.0)
     found = llm.generate([[5, 6, 7]], params)
@@ -133,14 +135,14 @@ def test_an_output_that_ends_at_once_has_others_all_the_same(qwen3: Checkpoint) 
 
 
 def test_branches_share_the_prompt(qwen3: Checkpoint) -> None:
-    """Six texts of forty tokens where there is room for two that share nothing."""
+    """Six outputs of a prompt of 40 tokens fit in a pool for two separate requests."""
     llm = LLM(qwen3.folder, enable_forks=True, **{**SMALL, "num_blocks": 24})
     prompt = [*range(2, 42)]
     llm.generate([prompt], SamplingParams(n=6, max_tokens=4, temperature=1.0, seed=1))
     assert llm.get_stats().preemptions == 0
 
 
-def test_forks_need_their_setting(qwen3: Checkpoint) -> None:
+def test_branches_need_enable_forks(qwen3: Checkpoint) -> None:
     llm = LLM(qwen3.folder)
     with pytest.raises(RequestError, match="enable_forks=True"):
         llm.beam_search([[5]], BeamSearchParams(2))
@@ -161,13 +163,15 @@ def test_forks_need_their_setting(qwen3: Checkpoint) -> None:
         ("ignore_eos", None),
     ],
 )
-def test_params_of_a_search_are_looked_at(name: str, value: object) -> None:
+def test_wrong_beam_search_params_are_rejected(name: str, value: object) -> None:
     with pytest.raises(SettingsError, match=name):
         BeamSearchParams(**{"beam_width": 2, name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("params", [None, {}, SamplingParams()])
-def test_wrong_params_of_a_search_end_no_other_request(qwen3: Checkpoint, params: Any) -> None:
+def test_a_rejected_beam_search_leaves_other_requests_running(
+    qwen3: Checkpoint, params: Any
+) -> None:
     llm = LLM(qwen3.folder, enable_forks=True)
     name = llm.add_request([5, 6], SamplingParams(max_tokens=2))
     with pytest.raises(RequestError, match="must be BeamSearchParams"):
@@ -175,13 +179,13 @@ def test_wrong_params_of_a_search_end_no_other_request(qwen3: Checkpoint, params
     assert llm.is_live(name)
 
 
-def test_a_width_beyond_the_vocabulary_finds_all_tokens(qwen3: Checkpoint) -> None:
+def test_a_beam_width_above_the_vocabulary_size_finds_all_tokens(qwen3: Checkpoint) -> None:
     llm = LLM(qwen3.folder, enable_forks=True)
     (found,) = llm.beam_search([[5]], BeamSearchParams(2**31 - 1, max_tokens=1))
     assert sorted(one.token_ids for one in found) == [(token,) for token in range(128)]
 
 
-def test_a_search_goes_on_until_nothing_better_can_come() -> None:
+def test_a_search_continues_while_a_better_beam_is_possible() -> None:
     search = BeamSearch(BeamSearchParams(2, 3), eos_token_ids=(9,))
     assert search.num_candidates == 4
     (first, second) = search.advance([{1: -0.1, 9: -2.0, 2: -3.0, 3: -4.0}])
@@ -198,10 +202,10 @@ def test_a_search_goes_on_until_nothing_better_can_come() -> None:
     assert search.found[1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_search_ends_where_what_goes_on_is_worse() -> None:
+def test_a_search_ends_when_all_live_beams_are_worse() -> None:
     search = BeamSearch(BeamSearchParams(1, 3, length_penalty=0.0), eos_token_ids=(9,))
     search.advance([{9: -0.5, 1: -1.0}])
     assert search.is_done
     search = BeamSearch(BeamSearchParams(1, 3, length_penalty=3.0), eos_token_ids=(9,))
     search.advance([{9: -2.0, 1: -1.5}])
-    assert not search.is_done, "the likeliest went on, so nothing has ended"
+    assert not search.is_done, "the most likely beam continues, so no beam has finished"

@@ -1,7 +1,7 @@
-"""The parts of a step on the device besides scheduler and model: kernels and their reference.
+"""Kernels of a burst besides scheduler and model: they write what the reference writes.
 
-The reference is what runs on a CPU. `tests/conformance/engines/test_sync_points.py` compares whole
-bursts with the decisions of the host's scheduler.
+The reference is the code that runs on a CPU. `tests/conformance/engines/test_sync_points.py`
+compares whole bursts with the decisions of the host's scheduler.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object
 
 
 def assert_same_rows(one: Padded, other: Padded, block_size: int) -> None:
-    """Compare all that a pass reads: of the tables the blocks of each row's tokens."""
+    """Compare everything that a pass reads; of tables, the blocks of each row's tokens."""
     count = SLOT_MAPPING + len(one.tables)
     assert torch.equal(one.numbers[:count], other.numbers[:count])
     assert torch.equal(one.ints, other.ints)
@@ -78,7 +78,7 @@ def assert_same(one: BurstMemory, other: BurstMemory) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "width", "frames", "groups"), SHAPES)
-def test_rows_of_a_plan_are_written_as_by_the_reference(
+def test_rows_of_a_plan_equal_those_of_the_reference(
     on_kernels: Any, num_rows: int, width: int, frames: int, groups: int
 ) -> None:
     expected = draw_memory(num_rows, width=width, frames=frames, groups=groups)
@@ -100,7 +100,7 @@ def test_rows_of_a_plan_are_written_as_by_the_reference(
 
 @pytest.mark.parametrize(("num_rows", "width", "frames", "groups"), SHAPES)
 @pytest.mark.parametrize("has_next", [False, True])
-def test_tokens_are_taken_as_by_the_reference(
+def test_sampled_tokens_are_stored_as_in_the_reference(
     on_kernels: Any, num_rows: int, width: int, frames: int, groups: int, has_next: bool
 ) -> None:
     expected = draw_memory(num_rows, width=width, frames=frames, groups=groups)
@@ -119,8 +119,8 @@ def test_tokens_are_taken_as_by_the_reference(
     assert_same(memory, expected)
 
 
-def test_a_row_is_fed_by_the_last_pass_that_sampled_for_its_request(on_kernels: Any) -> None:
-    """Two plans, one after the other: both ways give the tokens that the first plan's pass drew."""
+def test_a_row_gets_the_token_of_the_last_pass_that_sampled_for_it(on_kernels: Any) -> None:
+    """Two plans follow each other; both ways give the tokens that the first one's pass drew."""
     memory = draw_memory(4, width=4, frames=3, groups=1)
     state, width = memory.state, 4
     now, following = memory.get_rows(width)
@@ -150,7 +150,7 @@ def test_a_row_is_fed_by_the_last_pass_that_sampled_for_its_request(on_kernels: 
 
 @pytest.mark.parametrize("num_rows", [0, 5, 8])
 @pytest.mark.parametrize("is_last", [False, True])
-def test_the_end_of_a_burst_is_noted_as_by_the_reference(
+def test_the_record_of_a_burst_equals_that_of_the_reference(
     on_kernels: Any, num_rows: int, is_last: bool
 ) -> None:
     expected = draw_memory(num_rows, width=8, frames=2, groups=1)

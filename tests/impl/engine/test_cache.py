@@ -1,4 +1,4 @@
-"""Memory of the cache: what a block takes, and how many there are."""
+"""KV cache memory: size of a block, and number of blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_memory_is_rounded_down_to_blocks() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 99, 199])
-def test_memory_for_less_than_two_blocks_is_refused(size: int) -> None:
+def test_memory_for_less_than_two_blocks_is_rejected(size: int) -> None:
     with pytest.raises(SettingsError, match=f"kv_cache_bytes = {size}: .* give 200 or more"):
         compute_num_blocks(size, 100)
 
@@ -43,8 +43,8 @@ def test_a_draft_model_shares_the_memory(qwen3: Checkpoint) -> None:
     assert llm.config.num_blocks == 5
 
 
-def test_windows_serve_longer_texts_from_the_same_memory(windows: Checkpoint) -> None:
-    """Two layers: in one table a block holds both, in two groups one, and the window's are few."""
+def test_windows_allow_longer_requests_in_the_same_memory(windows: Checkpoint) -> None:
+    """With one table, a block has KV of both layers; with two groups, that of one layer."""
     size: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 8}
     size["kv_cache_bytes"] = 12 * KVShape(2, 2, 16, 4, 4).block_bytes
     one = LLM(windows.folder, **size, disable_hybrid_kv_cache_manager=True)
@@ -67,13 +67,13 @@ def test_a_small_model_does_not_take_all_memory(qwen3: Checkpoint) -> None:
     assert llm.config.num_blocks == 4 * 4 + 1
 
 
-def test_halves_take_half(qwen3: Checkpoint) -> None:
+def test_bfloat16_takes_half_the_memory(qwen3: Checkpoint) -> None:
     block_bytes = KVShape(2, 2, 32, 16, torch.bfloat16.itemsize).block_bytes
     llm = LLM(qwen3.folder, dtype="bfloat16", kv_cache_bytes=10 * block_bytes)
     assert llm.config.num_blocks == 10
 
 
-def test_too_much_for_the_machine_is_refused(
+def test_a_cache_too_large_for_the_machine_is_rejected(
     qwen3: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*shape: object, **more: object) -> None:
@@ -84,6 +84,6 @@ def test_too_much_for_the_machine_is_refused(
         LLM(qwen3.folder, num_blocks=50)
 
 
-def test_the_draft_folder_is_another_one(qwen3: Checkpoint, tmp_path: Path) -> None:
+def test_a_draft_model_without_its_method_is_rejected(qwen3: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="if and only if spec_method is draft_model"):
         LLM(qwen3.folder, draft_model=tmp_path)

@@ -1,4 +1,4 @@
-"""What a folder may hold, and what is refused by name."""
+"""Loading a checkpoint: supported folders, and errors that name what is wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def serve(folder: Path, **settings: Any) -> list[tuple[int, ...]]:
         ("mistral", {"head_dim": 32, "num_key_value_heads": 1}),
     ],
 )
-def test_every_shape_of_a_family_is_computed_as_transformers_does(
+def test_every_shape_of_a_family_gives_the_tokens_of_transformers(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     model = build_model(family, **changes)
@@ -58,7 +58,7 @@ def test_a_sharded_checkpoint_is_the_same_model(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_loaded_as_it_was_saved(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_half_precision_is_loaded_as_saved(dtype: torch.dtype, tmp_path: Path) -> None:
     model = build_model("qwen3").to(dtype)
     llm = LLM(save_model(model, tmp_path))
     (one,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=1, logprobs=1))
@@ -87,7 +87,7 @@ def test_the_older_spelling_of_a_config_is_read(tmp_path: Path) -> None:
     assert serve(tmp_path) == generate(model, PROMPTS, 8).token_ids
 
 
-def test_generation_config_decides_what_ends_a_text(tmp_path: Path) -> None:
+def test_generation_config_has_the_end_of_sequence_tokens(tmp_path: Path) -> None:
     model = build_model("llama")
     save_model(model, tmp_path)
     (whole,) = LLM(tmp_path).generate([PROMPTS[0]], SamplingParams(max_tokens=8, ignore_eos=True))
@@ -99,7 +99,7 @@ def test_generation_config_decides_what_ends_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ends", "expected"), [([1, 5], (1, 5)), (5, (5,)), ([], ()), (None, ())])
-def test_a_config_may_name_several_ends(
+def test_a_config_may_have_several_end_of_sequence_tokens(
     tmp_path: Path, ends: object, expected: tuple[int, ...]
 ) -> None:
     folder = save_model(build_model("llama"), tmp_path)
@@ -108,7 +108,7 @@ def test_a_config_may_name_several_ends(
     assert LLM(folder).model_config.eos_token_ids == expected
 
 
-def test_one_whole_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+def test_a_single_file_is_preferred_to_an_index_as_in_transformers(tmp_path: Path) -> None:
     model = build_model("llama")
     save_model(build_model("llama", initializer_range=0.1), tmp_path, max_shard_size="100KB")
     save_file(
@@ -118,14 +118,14 @@ def test_one_whole_file_goes_before_an_index_as_in_transformers(tmp_path: Path) 
     assert serve(tmp_path) == generate(model, PROMPTS, 8).token_ids
 
 
-def test_a_tied_model_may_hold_its_embedding_twice(tmp_path: Path) -> None:
+def test_a_tied_model_may_store_its_embedding_twice(tmp_path: Path) -> None:
     model = build_model("llama", tie_word_embeddings=True)
     folder = save_model(model, tmp_path)
     change_tensors(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
     assert serve(folder) == generate(model, PROMPTS, 8).token_ids
 
 
-def test_a_window_without_a_size_is_none(tmp_path: Path) -> None:
+def test_a_window_without_a_size_is_ignored(tmp_path: Path) -> None:
     model = build_model("qwen2", use_sliding_window=False)
     folder = save_model(model, tmp_path)
     change_config(folder, use_sliding_window=True, sliding_window=None, max_window_layers=0)
@@ -280,7 +280,9 @@ def test_all_layers_of_mistral_have_the_window_or_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["x", -1, [1, None], {"a": 1}, 2.0, True])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_an_end_that_is_no_token_is_named(folder: Path, name: str, wrong: object) -> None:
+def test_an_end_of_sequence_id_that_is_not_a_token_is_named(
+    folder: Path, name: str, wrong: object
+) -> None:
     (folder / "generation_config.json").write_text("{}")
     path = folder / name
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": wrong}))
@@ -288,7 +290,7 @@ def test_an_end_that_is_no_token_is_named(folder: Path, name: str, wrong: object
         LLM(folder)
 
 
-def test_a_head_that_differs_from_what_it_is_tied_to_is_named(folder: Path) -> None:
+def test_an_output_head_that_differs_from_its_tied_embedding_is_named(folder: Path) -> None:
     change_config(folder, tie_word_embeddings=True)
     with pytest.raises(CheckpointError, match=f"'{HEAD}' is not the embedding"):
         LLM(folder)
@@ -317,25 +319,25 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_folder_without_a_part_is_refused(folder: Path, name: str) -> None:
+def test_a_folder_without_a_required_file_is_rejected(folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=name):
         LLM(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000])
-def test_a_config_that_is_no_json_is_refused(folder: Path, text: str) -> None:
+def test_a_config_that_is_not_json_is_rejected(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config.json: cannot be read as JSON"):
         LLM(folder)
 
 
-def test_no_folder_is_refused(tmp_path: Path) -> None:
+def test_a_missing_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         LLM(tmp_path / "nowhere")
 
 
-def test_weights_that_a_narrow_type_cannot_hold_are_refused(folder: Path) -> None:
+def test_weights_that_overflow_a_narrow_dtype_are_rejected(folder: Path) -> None:
     change_tensors(folder, lambda tensors: tensors[GATE].fill_(1e30))
     with pytest.raises(CheckpointError, match=r"does not fit torch.float16"):
         LLM(folder, dtype="float16")

@@ -1,4 +1,4 @@
-"""The engine says exactly what transformers says, whatever is done to its memory and its order."""
+"""Greedy tokens equal those of transformers, with small pools, drafts and frames in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FULL, WINDOW = GroupKind.FULL, GroupKind.SLIDING_WINDOW
 GROUPS = {"qwen2": [FULL, WINDOW], "mistral": [WINDOW]}
 """KV groups of the families that have windows."""
 MARGIN_MIN = 1e-4
-"""Of logits near 5: a hundred times what float32 sums in another order may differ by."""
+"""Smallest difference of logits near 5: 100 times the error of float32 sums in another order."""
 
 
 def get_draft(checkpoint: Checkpoint, settings: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def test_no_token_is_a_near_tie(checkpoint: Checkpoint) -> None:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", STORMS)
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_those_of_transformers(
     checkpoint: Checkpoint, prompts: list[list[int]], name: str
 ) -> None:
     storm = STORMS[name]
@@ -50,7 +50,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", [name for name in STORMS if "num_blocks" in STORMS[name].settings])
-def test_a_pool_of_a_storm_is_the_smallest(
+def test_the_pool_of_a_storm_is_the_smallest_possible(
     checkpoint: Checkpoint, prompts: list[list[int]], name: str
 ) -> None:
     settings = STORMS[name].get_settings(checkpoint.family)
@@ -65,7 +65,7 @@ def test_a_pool_of_a_storm_is_the_smallest(
 
 @pytest.fixture(scope="module")
 def layered(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Windows and full attention by turns, more of the former."""
+    """Return a checkpoint with two window layers for each full attention layer."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     folder = tmp_path_factory.mktemp("layered")
     return make_checkpoint("qwen2", folder, num_hidden_layers=6, layer_types=kinds)
@@ -76,7 +76,7 @@ def draws(num_prompts: int) -> Any:
 
 
 @pytest.mark.parametrize("num_prompts", [draws(10), draws(64)])
-def test_layers_by_turns_need_several_groups_of_a_kind(
+def test_unequal_numbers_of_layers_give_several_groups_of_a_kind(
     layered: Checkpoint, prompts: list[list[int]], num_prompts: int
 ) -> None:
     assert layered.expected.margin > MARGIN_MIN

@@ -1,4 +1,4 @@
-"""The GPU side of the engine on a stand-in: what it says, when it waits, and what graphs keep."""
+"""The GPU side of the engine on a stand-in: tokens, waits of the host, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def gpu() -> Iterator[GPU]:
 
 @pytest.fixture
 def short(prompts: list[list[int]]) -> list[int]:
-    """Which prompts are served: the five shortest that are no decode already."""
+    """Return the indices of the five shortest prompts of more than one token."""
     by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     return [row for row in by_length if len(prompts[row]) > 1][:5]
 
@@ -78,13 +78,13 @@ def serve(
 
 
 IN_CI = ("one after the other", "one ahead", "n-gram drafts")
-"""The others take a minute on the stand-in, and test_equality.py plays them without it."""
+"""The others take a minute on the stand-in; test_equality.py runs them without it."""
 
 
 @pytest.mark.parametrize(
     "way", [way if way in IN_CI else pytest.param(way, marks=pytest.mark.soak) for way in WAYS]
 )
-def test_it_generates_what_transformers_generates(
+def test_tokens_on_the_stand_in_equal_those_of_transformers(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], way: str
 ) -> None:
     llm, made = serve(
@@ -95,7 +95,7 @@ def test_it_generates_what_transformers_generates(
     # What n-gram drafts follow is more than a token; of a draft model the second pass is a decode.
     assert ("replay" in gpu.events) == (way != "n-gram drafts")
     for layer in llm._runner.model.cache.layers:
-        assert not any(bool(half[0].any()) for half in layer), "somebody wrote to the null block"
+        assert not any(bool(half[0].any()) for half in layer), "a write to the null block"
 
 
 def test_a_graph_has_the_tables_of_every_group(
@@ -124,7 +124,7 @@ def test_steps_on_the_device_have_the_tables_of_every_group(
 
 
 @pytest.mark.parametrize("frames", [1, 2])
-def test_steps_stay_on_the_device_and_are_replayed_as_a_whole(
+def test_steps_on_the_device_are_replayed_as_whole_graphs(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], frames: int
 ) -> None:
     llm = LLM(
@@ -157,7 +157,7 @@ def test_steps_stay_on_the_device_and_are_replayed_as_a_whole(
 
 
 @pytest.mark.parametrize("frames", [1, 2])
-def test_a_burst_of_decodes_waits_once_and_copies_what_is_new(
+def test_a_burst_of_decodes_waits_once_and_copies_only_new_tokens(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], frames: int
 ) -> None:
     llm = LLM(
@@ -172,7 +172,7 @@ def test_a_burst_of_decodes_waits_once_and_copies_what_is_new(
     while resident.num_bursts < 4:  # the next one was launched ahead of the reading of the third
         llm.step()
     whole = sum(array.nbytes for array in resident.engine.inbox.arrays)
-    assert 2 * whole < mirror.num_bytes_sent < 2.1 * whole  # for the capture, and anew behind it
+    assert 2 * whole < mirror.num_bytes_sent < 2.1 * whole  # once for the capture, once after it
     assert mirror.num_bytes_read < whole / 10
     gpu.waits.clear()
     sent, read, bursts = mirror.num_bytes_sent, mirror.num_bytes_read, resident.num_bursts
@@ -202,10 +202,10 @@ def test_a_burst_of_decodes_waits_once_and_copies_what_is_new(
 
 
 @pytest.mark.parametrize("frames", [1, 2])
-def test_bursts_generate_what_the_host_generates_on_a_cpu(
+def test_bursts_generate_the_tokens_of_the_host_on_a_cpu(
     qwen3: Checkpoint, prompts: list[list[int]], short: list[int], tmp_path: Path, frames: int
 ) -> None:
-    """Drawn tokens and adapters, in a pool that is too small for all requests at once."""
+    """Tokens are drawn, requests have adapters, and the pool is too small for all requests."""
     modules = {
         name: ADAPTERS[name].save(qwen3.model, tmp_path / name) for name in ("some", "whole")
     }
@@ -257,7 +257,7 @@ def test_adapters_have_graphs_of_their_own(
     assert [*model.graphs] == [(size, has) for has in (False, True) for size in (8, 4, 2, 1)]
 
 
-def test_it_draws_what_the_cpu_draws(
+def test_drawn_tokens_equal_those_on_the_cpu(
     qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
 ) -> None:
     chosen = [prompts[row] for row in short]
@@ -266,7 +266,7 @@ def test_it_draws_what_the_cpu_draws(
         assert serve(qwen3, chosen, DRAWN, device="cuda", max_frames_in_flight=2)[1] == expected
 
 
-def test_the_host_waits_for_tokens_and_for_nothing_else(
+def test_the_host_waits_only_for_tokens(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
 ) -> None:
     params = [SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, top_k=9, top_p=0.9)] * 5
@@ -276,7 +276,7 @@ def test_the_host_waits_for_tokens_and_for_nothing_else(
     assert gpu.waits == ["synchronize"] * NUM_TOKENS  # once per step: none ended early
 
 
-def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(
+def test_a_step_is_launched_before_the_previous_tokens_are_read(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
 ) -> None:
     llm = LLM(qwen3.folder, device="cuda", **SETTINGS)
@@ -293,17 +293,17 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(
     "settings",
     [{"enable_forks": True}, WAYS["n-gram drafts"], {"device": "cpu"}],
 )
-def test_one_frame_is_in_flight_where_a_second_one_would_only_wait(
+def test_only_one_frame_is_in_flight_if_a_second_would_wait(
     gpu: GPU, qwen3: Checkpoint, settings: dict[str, Any]
 ) -> None:
     settings = {"device": "cuda", **SETTINGS, **settings, "max_frames_in_flight": None}
     assert LLM(qwen3.folder, **settings).config.max_frames_in_flight == 1
 
 
-def test_more_rows_than_the_device_began_with_and_preempted_ones(
+def test_graphs_stay_valid_when_device_tables_grow(
     gpu: GPU, monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint
 ) -> None:
-    """The device's tables grow behind graphs that were captured, and rows change hands."""
+    """More rows run than at the start, and some requests are preempted."""
     monkeypatch.setattr("blockstep.impl.engine.input_batch.NUM_ROWS_FIRST", 4)
     prompts = [[2 + number, 3 * number + 2] for number in range(7)]
     params = SamplingParams(max_tokens=7, ignore_eos=True)
@@ -335,7 +335,7 @@ def test_new_blocks_and_tokens_go_with_one_copy(
     assert made == serve(qwen3, chosen, params, device="cpu")[1]
 
 
-def test_all_graphs_are_captured_at_load_after_a_warm_up_and_in_one_memory(
+def test_all_graphs_are_captured_at_load_after_warm_up_in_one_pool(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int],
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -364,7 +364,7 @@ def test_all_graphs_are_captured_at_load_after_a_warm_up_and_in_one_memory(
 def test_a_step_outside_of_a_burst_has_wider_tables_than_a_graph(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
 ) -> None:
-    """The device's tables are padded to its lanes; the pool is too small for a burst."""
+    """Device tables are padded to its lanes; the pool is too small for a burst."""
     prompt = prompts[short[0]]
     llm = LLM(
         qwen3.folder, device="cuda", scheduler="device", steps_per_fence=30,
@@ -426,7 +426,7 @@ def bring_a_number(forward: Callable[[Model, Inputs], Any]) -> Callable[[Model, 
         (bring_a_number, "capturing: tensor from pageable"),
     ],
 )
-def test_a_wait_inside_of_a_graph_is_refused(
+def test_a_wait_inside_of_a_graph_is_an_error(
     gpu: GPU, monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, plant: Any, found: str
 ) -> None:
     monkeypatch.setattr(Model, "forward", plant(Model.forward))
@@ -451,7 +451,7 @@ def test_a_call_of_another_thread_spoils_a_global_capture(gpu: GPU) -> None:
 
 
 @pytest.mark.parametrize("buffer", ["token_ids", "out_block_tables"])
-def test_a_buffer_that_is_not_filled_shows(
+def test_a_graph_buffer_that_is_not_filled_changes_tokens(
     gpu: GPU, monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, prompts: list[list[int]],
     short: list[int], buffer: str,
 ) -> None:  # fmt: skip
@@ -477,7 +477,7 @@ def test_a_copy_from_pageable_memory_is_noticed(gpu: GPU) -> None:
     assert gpu.waits == ["to from pageable memory", "tolist"]
 
 
-def test_host_and_device_do_not_meet(gpu: GPU) -> None:
+def test_mixing_host_and_device_tensors_is_an_error(gpu: GPU) -> None:
     host = torch.arange(3)
     device = host.to("cuda")
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device: add"):

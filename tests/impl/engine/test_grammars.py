@@ -1,4 +1,4 @@
-"""Grammars of the model engine, held to the library's own answer and to transformers."""
+"""Grammars in the engine: tokens equal those of transformers under the library's masks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def follow_transformers(folder: Path, prompt: list[int], params: SamplingParams) -> list[int]:
-    """The likeliest tokens that the library allows, one by one, by transformers' own logits."""
+    """Return the most likely allowed tokens, one by one, by the logits of transformers."""
     llguidance = import_module("llguidance")
 
     llm = LLM(folder)
@@ -83,7 +83,7 @@ def follow_transformers(folder: Path, prompt: list[int], params: SamplingParams)
 
 @needs_library
 @pytest.mark.parametrize("name", ["regex", "schema"])
-def test_tokens_are_those_of_transformers_under_the_masks_of_the_library(
+def test_tokens_equal_those_of_transformers_under_the_librarys_masks(
     speaking: Path, name: str
 ) -> None:
     llm, params = LLM(speaking), PARAMS[name]
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_transformers_under_the_masks_of_the_library(
 
 @pytest.fixture(scope="module")
 def plainly(speaking: Path) -> list[tuple[int, ...]]:
-    """Outputs of all of them together, a token a step."""
+    """Return the outputs of all prompts together, one token a step."""
     made = LLM(speaking).generate(PROMPTS, list(PARAMS.values()))
     return [one.token_ids for one in made]
 
@@ -123,7 +123,7 @@ def test_drafts_frames_in_flight_and_preemption_change_no_token(
 
 
 @needs_library
-def test_an_output_is_of_its_grammar(speaking: Path) -> None:
+def test_an_output_matches_its_grammar(speaking: Path) -> None:
     texts = [one.text for one in LLM(speaking).generate(PROMPTS, list(PARAMS.values()))]
     assert re.fullmatch("((ab|ba)(ab|ba){2,9}|(ab|ba)+[ab]?)", texts[0])
     assert texts[2] in ("yes", "no", 'a "quote"', "äh")
@@ -143,8 +143,7 @@ def test_a_schema_is_followed_to_its_end(speaking: Path) -> None:
 
 
 @needs_library
-def test_log_probabilities_are_those_of_the_model(speaking: Path) -> None:
-    """They tell what it would have said by itself."""
+def test_log_probabilities_are_computed_before_the_mask(speaking: Path) -> None:
     free, held = (SamplingParams(max_tokens=1, logprobs=2, regex=it) for it in (None, "[xyz]"))
     first, second = LLM(speaking).generate(["Say something."] * 2, [free, held])
     assert first.logprobs is not None
@@ -154,7 +153,7 @@ def test_log_probabilities_are_those_of_the_model(speaking: Path) -> None:
 
 
 @needs_library
-def test_a_request_that_can_go_no_further_ends_with_a_reason(
+def test_a_request_without_an_allowed_token_finishes_with_a_reason(
     speaking: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(speaking)
@@ -178,7 +177,7 @@ def test_a_request_that_can_go_no_further_ends_with_a_reason(
         (SamplingParams(json_schema='{"enum": ["\ud800"]}'), "grammar: .*not JSON"),
     ],
 )
-def test_what_is_no_grammar_is_refused(
+def test_an_invalid_grammar_is_rejected(
     speaking: Path, params: SamplingParams, complaint: str
 ) -> None:
     llm = LLM(speaking)
@@ -189,7 +188,9 @@ def test_what_is_no_grammar_is_refused(
     assert [*llm._live] == [name]
 
 
-def test_what_a_grammar_takes_is_named(speaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_what_a_grammar_requires(
+    speaking: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(RequestError, match=r"no tokenizer\.json"):
         Grammars(None, 10, (1,)).begin(SamplingParams(regex="a"))
     monkeypatch.setattr(module, "find_spec", lambda _: None)
@@ -210,12 +211,12 @@ def test_what_a_grammar_takes_is_named(speaking: Path, monkeypatch: pytest.Monke
         {"regex": "a", "choice": ("a",)},
     ],
 )
-def test_wrong_params_are_refused(fields: dict[str, Any]) -> None:
+def test_wrong_params_are_rejected(fields: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=r"must be|give one of them"):
         SamplingParams(**fields)
 
 
-def test_a_mask_leaves_other_rows_and_its_argument_alone() -> None:
+def test_a_mask_changes_neither_other_rows_nor_its_argument() -> None:
     logits = torch.arange(12.0).reshape(3, 4)
     before = logits.clone()
     masked = mask_logits(logits, [0, 2], [bytes([0b0101, 0]), bytes([0b1000, 0])])

@@ -1,4 +1,4 @@
-"""CUDA graphs: what can be seen of them without a GPU, and the rest with one."""
+"""CUDA graphs: batch sizes and padding, tested without a GPU as far as possible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from blockstep.impl.engine.model import Model
         (130, [1, 2, 4, *range(8, 65, 8), 80, 96, 112, 128, 160]),
     ],
 )
-def test_sizes_reach_every_batch(max_num_seqs: int, sizes: list[int]) -> None:
+def test_graph_sizes_cover_every_batch_size(max_num_seqs: int, sizes: list[int]) -> None:
     assert get_graph_sizes(max_num_seqs) == sizes
     assert sizes[-1] >= max_num_seqs
 
@@ -35,7 +35,7 @@ def with_graphs(model: Model) -> GraphedModel:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "windows"])
-def test_padding_reads_the_null_block_and_writes_nothing(
+def test_padding_rows_read_the_null_block_and_write_nothing(
     request: pytest.FixtureRequest, name: str
 ) -> None:
     folder = request.getfixturevalue(name).folder
@@ -71,7 +71,7 @@ def test_only_batches_up_to_the_largest_size_have_a_graph(qwen3: Checkpoint) -> 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_generates_what_the_cpu_generates(
+def test_a_gpu_generates_the_tokens_of_the_cpu(
     checkpoint: Checkpoint, prompts: list[list[int]]
 ) -> None:
     llm = LLM(checkpoint.folder, device="cuda")

@@ -1,4 +1,4 @@
-"""Which layers share a block table, and which of them share memory."""
+"""KV groups of a model: which layers share a block table, and which share memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def layers_of(groups: tuple[LayerGroup, ...]) -> list[tuple[int | None, tuple[in
         ((F, LONG, LONG - 1), [(F, (0,)), (F, (1,)), (LONG - 1, (2,))]),  # as long as any text
     ],
 )
-def test_groups_have_as_many_layers_as_the_rarest_kind(
+def test_groups_have_as_many_layers_as_the_kind_with_the_fewest(
     model: ModelConfig,
     windows: tuple[int | None, ...],
     expected: list[tuple[int | None, tuple[int, ...]]],

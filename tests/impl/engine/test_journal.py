@@ -1,4 +1,4 @@
-"""The journal of a burst, as the host reads it, and the rows of a padded step in one memory."""
+"""The journal of a burst as the host reads it, and memory of the rows of a padded step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = {2: "a", 5: "b"}
 def make_lines(
     *launches: tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]],
 ) -> np.ndarray:
-    """Lines of launches: rows (slot, tokens, samples, sampled) of the plan; records of the commit.
+    """Return lines of launches: rows (slot, tokens, samples, sampled) and records of commits.
 
     A record is (tokens delivered, verdict); no request has cached tokens.
     """
@@ -34,7 +34,7 @@ def make_lines(
 
 
 def test_two_frames_are_committed_one_plan_late() -> None:
-    """Request a ends by a token that the plan beside its pass did not know: its row is dropped."""
+    """Request a finishes by a token that the next plan did not know: its row there is dropped."""
     both = [(2, 1, 1, 7), (5, 1, 1, 8)]
     lines = make_lines(
         (both, []),
@@ -60,7 +60,7 @@ def test_two_frames_are_committed_one_plan_late() -> None:
         [("b", (11,), FinishReason.LENGTH)],
     ]
     assert reader.ended == [(2, "a"), (5, "b")]
-    assert reader.unreported == {"b"}  # the plan behind the end of a has told of it
+    assert reader.unreported == {"b"}  # the plan after the end of a has reported it
     assert reader.last_names == ("b",)
 
 

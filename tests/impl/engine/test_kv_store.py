@@ -1,4 +1,4 @@
-"""KV store: what engines save and load leaves the tokens what they are."""
+"""KV stores and the engine: saved, loaded, lost and late blocks change no token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ONE = SamplingParams(max_tokens=1)
 
 @dataclass
 class Failing:
-    """A store that loses blocks between a question and a load, or is away for a while."""
+    """A store that loses blocks between a query and a load, or fails for a while."""
 
     inner: KVStore = field(default_factory=HostStore)
     draw: random.Random = field(default_factory=lambda: random.Random(7))
@@ -80,7 +80,10 @@ class Failing:
 def make_llm(
     checkpoint: Checkpoint, store: KVStore | None, late: int | None = None, **more: Any
 ) -> LLM:
-    """`late`: jobs are done so many polls later, each by its turn; None: in a thread."""
+    """Return an engine with a store.
+
+    Its jobs run in a thread, or each is done `late` polls later.
+    """
     settings = {"block_size": 4, "num_blocks": 120, "max_num_seqs": 8, **more}
     settings |= {"disable_hybrid_kv_cache_manager": True}
     llm = LLM(checkpoint.folder, kv_store=store, **settings)
@@ -102,7 +105,10 @@ def serve(
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each step. Counted where inputs are built: a replay calls no `Model.forward`."""
+    """Return the computed tokens of each step, counted where inputs are built.
+
+    A replay of a graph does not call `Model.forward`.
+    """
     counts: list[int] = []
     build: Any = Staging.build
 
@@ -114,7 +120,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_what_one_engine_computes_another_one_loads(qwen3: Checkpoint, computed: list[int]) -> None:
+def test_an_engine_loads_blocks_that_another_one_computed(
+    qwen3: Checkpoint, computed: list[int]
+) -> None:
     store, prompt = HostStore(), list(range(2, 25))
     alone = serve(make_llm(qwen3, None), [prompt])
     serve(make_llm(qwen3, store, kv_role=KVRole.PRODUCER), [prompt], ONE)
@@ -128,7 +136,7 @@ def test_what_one_engine_computes_another_one_loads(qwen3: Checkpoint, computed:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_prompts_of_two_engines_are_answered_as_by_one(
+def test_producer_and_consumer_generate_the_tokens_of_one_engine(
     qwen3: Checkpoint, prompts: list[list[int]], is_async: bool
 ) -> None:
     asked, store = prompts[:NUM_PROMPTS], HostStore()
@@ -156,7 +164,7 @@ STORMS: dict[str, dict[str, Any]] = {
     "draft-model": {"spec_method": "draft_model", "num_speculative_tokens": 2},
 }
 SMALL = 40
-"""Blocks: requests are preempted, and wait for blocks that are still being saved."""
+"""Blocks of a pool where requests are preempted and wait for blocks that are being saved."""
 
 
 TESTED = {("chunks-ahead", "recompute"), ("ahead-later", "fail")}
@@ -171,10 +179,10 @@ TESTED = {("chunks-ahead", "recompute"), ("ahead-later", "fail")}
         for policy in KVLoadFailurePolicy
     ],
 )
-def test_a_store_that_loses_changes_no_token(
+def test_a_store_that_loses_blocks_changes_no_token(
     qwen3: Checkpoint, prompts: list[list[int]], name: str, policy: KVLoadFailurePolicy
 ) -> None:
-    """Blocks lost behind the question, a store that is away, late jobs, a small pool and store."""
+    """Blocks are lost after the query, the store fails, jobs are late, pool and store are small."""
     draw = random.Random(name)
     store = Failing(HostStore(1 << 20), draw, loses=0.3, is_away=0.1)
     more = dict(STORMS[name])
@@ -203,7 +211,7 @@ def test_a_store_that_loses_changes_no_token(
     assert len(snapshot.free_queue) == SMALL - 1
 
 
-def test_adapters_and_salts_never_mix(
+def test_blocks_of_other_adapters_and_salts_are_not_loaded(
     qwen3: Checkpoint, tmp_path: Path, computed: list[int]
 ) -> None:
     folders = {
@@ -212,7 +220,7 @@ def test_adapters_and_salts_never_mix(
     prompt, store = list(range(2, 19)), HostStore()
 
     def ask(modules: dict[str, Path], adapter: str | None, salt: str | None) -> tuple[Any, int]:
-        """The tokens, and how many of the prompt were computed."""
+        """Return the tokens, and how many prompt tokens were computed."""
         llm = make_llm(qwen3, store, lora_modules=modules, max_lora_rank=64)
         computed.clear()
         name = llm.add_request(prompt, PARAMS, adapter=adapter, cache_salt=salt)
@@ -234,7 +242,7 @@ def test_adapters_and_salts_never_mix(
 @pytest.mark.parametrize(
     ("more", "num_computed"), [({}, 1), ({"block_size": 8}, 17), ({"dtype": "bfloat16"}, 17)]
 )
-def test_a_store_of_kv_of_another_shape_finds_nothing(
+def test_blocks_of_another_shape_are_not_found(
     qwen3: Checkpoint, computed: list[int], more: dict[str, Any], num_computed: int
 ) -> None:
     prompt, store = list(range(2, 19)), HostStore()
@@ -244,12 +252,14 @@ def test_a_store_of_kv_of_another_shape_finds_nothing(
     assert computed[0] == num_computed
 
 
-def test_layers_that_forget_are_refused_in_a_sentence(windows: Checkpoint) -> None:
+def test_a_store_with_window_layers_is_rejected(windows: Checkpoint) -> None:
     with pytest.raises(SettingsError, match="give disable_hybrid_kv_cache_manager=True"):
         LLM(windows.folder, kv_store=HostStore(), block_size=4, num_blocks=40)
 
 
-def test_a_window_is_kept_whole_where_asked(windows: Checkpoint, prompts: list[list[int]]) -> None:
+def test_a_store_keeps_whole_windows_without_the_hybrid_manager(
+    windows: Checkpoint, prompts: list[list[int]]
+) -> None:
     store = HostStore()
     for role in (KVRole.PRODUCER, KVRole.CONSUMER):
         made = serve(make_llm(windows, store, kv_role=role), prompts[:4])
@@ -257,12 +267,12 @@ def test_a_window_is_kept_whole_where_asked(windows: Checkpoint, prompts: list[l
 
 
 class Stuck(HostStore):
-    """A store whose loads do not end before it is healed."""
+    """A store whose loads do not end while `is_stuck` is set."""
 
     is_stuck = True
 
     def load(self, names: Sequence[BlockName]) -> list[BlockKV]:
-        assert not self.is_stuck, "done by jobs that wait until it is healed"
+        assert not self.is_stuck, "jobs wait while the store is stuck"
         return super().load(names)
 
 
@@ -285,7 +295,7 @@ def stuck(qwen3: Checkpoint) -> tuple[LLM, Stuck]:
     return llm, store
 
 
-def test_others_are_served_while_a_load_hangs(
+def test_other_requests_run_while_a_load_hangs(
     qwen3: Checkpoint, stuck: tuple[LLM, Stuck], computed: list[int]
 ) -> None:
     llm, store = stuck
@@ -302,7 +312,7 @@ def test_others_are_served_while_a_load_hangs(
     )
 
 
-def test_a_load_that_is_given_up_keeps_its_blocks_until_it_ends(stuck: tuple[LLM, Stuck]) -> None:
+def test_blocks_of_an_aborted_load_are_held_until_it_ends(stuck: tuple[LLM, Stuck]) -> None:
     llm, store = stuck
     hanging = llm.add_request([*range(2, 25)], PARAMS)
     llm.step()
@@ -317,7 +327,7 @@ def test_a_load_that_is_given_up_keeps_its_blocks_until_it_ends(stuck: tuple[LLM
     assert len(llm._scheduler.snapshot().free_queue) == 119
 
 
-def test_what_raises_ends_loads_before_the_next_ones_begin(
+def test_an_exception_ends_loads_before_the_next_ones_start(
     qwen3: Checkpoint, stuck: tuple[LLM, Stuck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, store = stuck
@@ -335,7 +345,7 @@ def test_what_raises_ends_loads_before_the_next_ones_begin(
 
 
 class Unreadable(HostStore):
-    """It says what it has, and gives the first blocks of it at most."""
+    """A store that reports all blocks, but loads only the first `num_readable` of each call."""
 
     num_readable = 2
 
@@ -344,7 +354,7 @@ class Unreadable(HostStore):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_no_request_asks_for_ever_for_what_does_not_come(qwen3: Checkpoint, is_async: bool) -> None:
+def test_a_request_finishes_if_its_loads_always_fail(qwen3: Checkpoint, is_async: bool) -> None:
     store, asked = Unreadable(), [[*range(2, 25)]]
     made = serve(make_llm(qwen3, store, kv_role="kv_producer"), asked)
     for num_readable in (2, 0):
@@ -359,7 +369,7 @@ def test_no_request_asks_for_ever_for_what_does_not_come(qwen3: Checkpoint, is_a
         assert llm.pop_completion(name).token_ids == made[0]
 
 
-def test_what_is_still_announced_is_waited_for(qwen3: Checkpoint, computed: list[int]) -> None:
+def test_a_request_waits_for_announced_blocks(qwen3: Checkpoint, computed: list[int]) -> None:
     store, prompt = HostStore(), list(range(2, 25))
     producer = make_llm(qwen3, store, kv_role="kv_producer")
     first = producer.add_request(prompt, ONE)
@@ -378,7 +388,7 @@ def test_what_is_still_announced_is_waited_for(qwen3: Checkpoint, computed: list
 
 
 @pytest.mark.parametrize("end", ["abort", "raise"])
-def test_what_was_announced_and_does_not_come_is_not_waited_for(
+def test_a_request_does_not_wait_for_blocks_of_a_failed_producer(
     qwen3: Checkpoint, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     store, prompt = HostStore(), list(range(2, 25))
@@ -397,8 +407,10 @@ def test_what_was_announced_and_does_not_come_is_not_waited_for(
     assert serve(consumer, [prompt]) == serve(make_llm(qwen3, None), [prompt])
 
 
-def test_sessions_save_all_that_they_have_generated(qwen3: Checkpoint, computed: list[int]) -> None:
-    """B68: the blocks of tokens that were not known when it began are kept, too."""
+def test_sessions_save_blocks_of_all_generated_tokens(
+    qwen3: Checkpoint, computed: list[int]
+) -> None:
+    """B68: blocks of tokens that were not known at the start of the session are saved too."""
     store = HostStore()
     llm = make_llm(qwen3, store, enable_sessions=True)
     session = llm.open_session([*range(2, 10)], SamplingParams(max_tokens=6, ignore_eos=True))
@@ -420,7 +432,7 @@ def test_sessions_save_all_that_they_have_generated(qwen3: Checkpoint, computed:
 def produce(
     folder: Path, socket: Path, prompts: list[list[int]]
 ) -> Iterator[subprocess.Popen[str]]:
-    """A producer in a process of its own, once it has announced all prompts."""
+    """Run a producer in another process; yield after it has announced all prompts."""
     command = [sys.executable, "-m", "engine_support.producer", str(folder), str(socket)]
     path = os.pathsep.join(sys.path)
     with subprocess.Popen(
@@ -449,10 +461,10 @@ def expect_line(process: subprocess.Popen[str], line: str) -> None:
 CONSUMER: dict[str, Any] = {"kv_role": "kv_consumer", "enable_async_kv_loads": True}
 
 
-def test_a_producer_in_another_process_is_killed_in_the_middle(
+def test_a_consumer_finishes_after_its_producer_was_killed(
     qwen3: Checkpoint, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """What it has saved is loaded, what it had announced is computed."""
+    """Saved blocks are loaded, blocks that were only announced are computed."""
     asked, expected = prompts[:NUM_PROMPTS], qwen3.expected.token_ids[:NUM_PROMPTS]
     store, socket = HostStore(), tmp_path_factory.mktemp("s") / "kv"
     with StoreServer(store, socket), produce(qwen3.folder, socket, asked) as producer:
@@ -472,7 +484,7 @@ def test_a_producer_in_another_process_is_killed_in_the_middle(
 
 
 @pytest.mark.soak
-def test_a_producer_that_is_healed_is_loaded_from_by_all(
+def test_all_prompts_are_loaded_after_a_producer_recovers(
     qwen3: Checkpoint, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     asked, expected = prompts[:NUM_PROMPTS], qwen3.expected.token_ids[:NUM_PROMPTS]
@@ -496,7 +508,7 @@ def test_a_producer_that_is_healed_is_loaded_from_by_all(
     )
 
 
-def test_a_store_that_goes_away_and_comes_back_changes_no_token(
+def test_a_store_that_stops_and_restarts_changes_no_token(
     qwen3: Checkpoint, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     asked, expected = prompts[:NUM_PROMPTS], qwen3.expected.token_ids[:NUM_PROMPTS]
@@ -509,7 +521,7 @@ def test_a_store_that_goes_away_and_comes_back_changes_no_token(
             for _ in range(25):
                 llm.step()
             while not len(store) and (llm.has_unfinished_requests or llm._is_saving(*names)):
-                llm.step()  # it stays until somebody has ended and is kept
+                llm.step()  # the server runs until a finished request is saved
         for _ in range(5):
             llm.step()
     while llm.has_unfinished_requests or llm._is_saving(*names):

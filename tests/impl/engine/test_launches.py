@@ -1,4 +1,4 @@
-"""What a decode launches on a GPU, counted on a stand-in: kernels, and operations of torch."""
+"""Number of launches of a decode, counted on a stand-in for a GPU: kernels and torch operations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ speed_up()
 
 
 class Launches(TorchDispatchMode):  # type: ignore[misc]
-    """Names of what would run on the device, in order; views and allocations do not."""
+    """The names of operations that would run on the device, without views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Launches(TorchDispatchMode):  # type: ignore[misc]
 
 @contextmanager
 def count_launches() -> Iterator[list[str]]:
-    """Inside the `with`, the list grows by each launch."""
+    """Yield a list that each launch inside the `with` extends."""
     launch = standin.launch
 
     def named(call: Any, executor: Any, *args: Any, **named: Any) -> None:
@@ -73,10 +73,13 @@ LAYER_OF_FEW = [
     ("dtype", "layer"), [("float32", LAYER), ("float16", LAYER_OF_FEW)], ids=["nine", "eight"]
 )
 @pytest.mark.parametrize("name", ["qwen3", "windows"])
-def test_a_layer_is_nine_launches_and_eight_for_few_rows_of_16_bits(
+def test_a_layer_is_nine_launches_or_eight_for_few_16_bit_rows(
     request: pytest.FixtureRequest, name: str, dtype: str, layer: list[str]
 ) -> None:
-    """With norms of heads; with biases, and two KV groups. Attention is planned once per window."""
+    """One model has norms of heads, the other has biases and two KV groups.
+
+    Attention is planned once per window.
+    """
     checkpoint: Checkpoint = request.getfixturevalue(name)
     with standin.standin():
         llm = LLM(
@@ -95,7 +98,7 @@ def test_a_layer_is_nine_launches_and_eight_for_few_rows_of_16_bits(
 
 
 def test_a_copy_is_counted() -> None:
-    """A negative control: the mistakes that this is about."""
+    """A negative control: extra copies and conversions are counted."""
     with standin.standin(), count_launches() as names:
         tensor = torch.zeros(2, 4, device="cuda")
         torch.cat((tensor, tensor[:, ::2].contiguous()), dim=1).float().add_(1)
@@ -103,7 +106,7 @@ def test_a_copy_is_counted() -> None:
 
 
 def load(checkpoint: Checkpoint, **settings: Any) -> LLM:
-    """Return an engine of at most four requests, two of which were served."""
+    """Return an engine for at most four requests that has served two."""
     llm = LLM(
         checkpoint.folder, device="cuda", block_size=4, num_blocks=30, max_model_len=84,
         max_num_seqs=4, **settings,
@@ -116,10 +119,10 @@ SAMPLING = ["aten::linear", "scan_kernel", "choose_kernel"]
 
 
 @pytest.mark.parametrize("frames", [1, 2])
-def test_a_step_on_the_device_is_three_launches_besides_the_model(
+def test_a_device_step_is_three_launches_besides_model_and_sampler(
     monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, frames: int
 ) -> None:
-    """With two frames in flight, the first two run during the pass, on a stream of their own."""
+    """With two frames in flight, the first two run during the pass, on another stream."""
     with standin.standin():
         llm = load(qwen3, scheduler="device", max_frames_in_flight=frames)
         resident = llm._resident
@@ -149,10 +152,10 @@ def test_a_burst_ends_with_two_launches_per_frame(
     assert names == [*first, *SAMPLING, "tokens_kernel", *end, *end]
 
 
-def test_a_decode_of_the_host_is_two_launches_besides_the_model(
+def test_a_host_decode_is_two_launches_besides_the_model(
     monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint
 ) -> None:
-    """And two copies: of numbers to the device, and of tokens to the host."""
+    """The step also has two copies: of numbers to the device, and of tokens to the host."""
     replay, names = standin.Graph.replay, list[str]()
 
     def named(graph: standin.Graph) -> None:

@@ -1,4 +1,4 @@
-"""The engine as a user meets it."""
+"""The LLM class: generate, stream, abort, interrupts, stop strings, and rejected input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EIGHT = SamplingParams(max_tokens=8)
 # Generate and stream.
 
 
-def test_one_prompt_or_several(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+def test_generate_takes_one_prompt_or_several(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
     llm = LLM(qwen3.folder)
     (alone,) = llm.generate(prompts[0], EIGHT)
     together = llm.generate(prompts[:3], EIGHT)
@@ -71,7 +71,7 @@ def test_text_is_that_of_the_tokenizer(speaking: Path) -> None:
     assert one.text == llm.tokenizer.decode(list(one.token_ids))
 
 
-def test_giving_a_stream_up_aborts_its_request(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+def test_closing_a_stream_aborts_its_request(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
     llm = LLM(qwen3.folder)
     stream = llm.stream(prompts[0], SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
@@ -80,7 +80,7 @@ def test_giving_a_stream_up_aborts_its_request(qwen3: Checkpoint, prompts: list[
     assert llm.step() == []
 
 
-def test_two_streams_lose_nothing_to_each_other(
+def test_interleaved_streams_get_all_of_their_tokens(
     qwen3: Checkpoint, prompts: list[list[int]]
 ) -> None:
     llm = LLM(qwen3.folder)
@@ -110,7 +110,7 @@ def test_threads_may_share_a_model(qwen3: Checkpoint, prompts: list[list[int]]) 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("place", ["_choose", "_settle", "_accept"])
-def test_an_interrupt_ends_what_runs_and_nothing_else(
+def test_an_interrupt_aborts_only_the_running_call(
     monkeypatch: pytest.MonkeyPatch,
     qwen3: Checkpoint,
     prompts: list[list[int]],
@@ -144,7 +144,7 @@ def test_an_interrupt_ends_what_runs_and_nothing_else(
 
 
 @pytest.mark.parametrize("event", [Submit, Abort])
-def test_an_interrupt_between_two_sides_leaves_no_request_on_one(
+def test_an_interrupt_leaves_engine_and_scheduler_consistent(
     monkeypatch: pytest.MonkeyPatch,
     qwen3: Checkpoint,
     prompts: list[list[int]],
@@ -190,7 +190,7 @@ def test_numbers_that_overflow_are_reported(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_abort_ends_one_request_and_no_other(
+def test_abort_finishes_one_request_and_no_other(
     qwen3: Checkpoint, prompts: list[list[int]], depth: int
 ) -> None:
     llm = LLM(qwen3.folder, max_frames_in_flight=depth)
@@ -221,7 +221,7 @@ def test_abort_ends_one_request_and_no_other(
         ((5,), "5 is not a request's id"),
     ],
 )
-def test_an_abort_ends_what_it_names_and_nothing_else(
+def test_abort_accepts_repeated_and_unknown_ids(
     qwen3: Checkpoint, prompts: list[list[int]], names: tuple[Any, ...], message: str | None
 ) -> None:
     llm = LLM(qwen3.folder)
@@ -240,10 +240,10 @@ def test_an_abort_ends_what_it_names_and_nothing_else(
 
 @pytest.mark.parametrize("how", ["abort", "failure"])
 @pytest.mark.parametrize("scheduler", ["host", "device"])
-def test_a_stream_that_others_end_reports_that(
+def test_a_stream_reports_an_abort_or_failure_by_another_caller(
     monkeypatch: pytest.MonkeyPatch, speaking: Path, scheduler: str, how: str
 ) -> None:
-    """Also the text that was held back, as a possible beginning of a stop string, is given."""
+    """It also yields text that was held back as a possible start of a stop string."""
     llm = LLM(speaking, scheduler=scheduler, steps_per_fence=2)
     free = SamplingParams(max_tokens=40, ignore_eos=True)
     (whole,) = llm.generate("abc", free)
@@ -273,7 +273,9 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_requests_can_come_while_others_run(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+def test_requests_can_be_added_while_others_run(
+    qwen3: Checkpoint, prompts: list[list[int]]
+) -> None:
     llm = LLM(qwen3.folder, max_num_seqs=4)
     names = []
     for prompt in prompts[:24]:
@@ -297,7 +299,7 @@ def test_a_lower_priority_is_served_first(qwen3: Checkpoint, prompts: list[list[
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_a_plan_that_only_preempts_is_progress(qwen3: Checkpoint, ahead: int) -> None:
-    """The first in line gives its own blocks up, and nobody behind it is looked at in that step."""
+    """The request that lacks blocks preempts itself, and the step admits no other request."""
     llm = LLM(
         qwen3.folder, policy="priority", block_size=4, num_blocks=5, max_model_len=16,
         max_frames_in_flight=ahead, check=ServingChecker,
@@ -315,7 +317,7 @@ def test_a_plan_that_only_preempts_is_progress(qwen3: Checkpoint, ahead: int) ->
     assert llm.get_stats().preemptions > 0
 
 
-def test_more_requests_than_the_batch_began_with(
+def test_the_batch_grows_with_the_number_of_requests(
     qwen3: Checkpoint, prompts: list[list[int]]
 ) -> None:
     llm = LLM(qwen3.folder)
@@ -361,7 +363,7 @@ def test_a_stop_token_ends_the_output(qwen3: Checkpoint, prompts: list[list[int]
     assert cut.finish_reason is FinishReason.STOP
 
 
-def test_no_token_counts_behind_a_stop_string(speaking: Path) -> None:
+def test_tokens_after_a_stop_string_are_dropped(speaking: Path) -> None:
     plain = LLM(speaking)
     llm = LLM(speaking, spec_method="draft_model", num_speculative_tokens=5, draft_model=speaking)
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)
@@ -378,7 +380,7 @@ def test_no_token_counts_behind_a_stop_string(speaking: Path) -> None:
     assert llm.get_stats().drafts_accepted > 0
 
 
-def test_a_stop_token_is_no_text(speaking: Path) -> None:
+def test_a_stop_token_is_not_part_of_the_text(speaking: Path) -> None:
     llm = LLM(speaking)
     (whole,) = llm.generate("abc", EIGHT)
     stop = whole.token_ids[5]
@@ -391,7 +393,7 @@ def test_a_stop_token_is_no_text(speaking: Path) -> None:
     assert "".join(chunk.text for chunk in llm.stream("abc", params)) == cut.text
 
 
-def test_the_length_of_the_model_ends_the_output(qwen3: Checkpoint) -> None:
+def test_max_model_len_ends_the_output(qwen3: Checkpoint) -> None:
     llm = LLM(qwen3.folder, max_model_len=12)
     (one,) = llm.generate([2, 3, 4], SamplingParams(max_tokens=99, ignore_eos=True))
     assert len(one.token_ids) == 9
@@ -403,7 +405,7 @@ def test_the_length_of_the_model_ends_the_output(qwen3: Checkpoint) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["none", "draft_model"])
-def test_logprobs_are_those_of_transformers(
+def test_logprobs_equal_those_of_transformers(
     checkpoint: Checkpoint, prompts: list[list[int]], method: str, depth: int
 ) -> None:
     settings: dict[str, Any] = {"spec_method": method, "max_frames_in_flight": depth}
@@ -440,7 +442,7 @@ def test_cached_tokens_are_counted(qwen3: Checkpoint) -> None:
 # What is refused.
 
 
-def test_a_prompt_longer_than_the_cache_is_refused(
+def test_a_prompt_longer_than_the_cache_is_rejected(
     qwen3: Checkpoint, prompts: list[list[int]]
 ) -> None:
     llm = LLM(qwen3.folder, block_size=4, num_blocks=5, max_model_len=64)
@@ -450,13 +452,13 @@ def test_a_prompt_longer_than_the_cache_is_refused(
     assert len(llm.generate([2, 3, 4], EIGHT)) == 1
 
 
-def test_a_prompt_longer_than_the_model_is_refused(qwen3: Checkpoint) -> None:
+def test_a_prompt_longer_than_max_model_len_is_rejected(qwen3: Checkpoint) -> None:
     llm = LLM(qwen3.folder, max_model_len=16)
     with pytest.raises(RequestError, match=r"prompt of 16 tokens: .*max_model_len"):
         llm.generate(list(range(2, 18)), EIGHT)
 
 
-def test_a_bad_prompt_takes_the_others_back(qwen3: Checkpoint) -> None:
+def test_a_bad_prompt_withdraws_the_other_prompts_of_the_call(qwen3: Checkpoint) -> None:
     llm = LLM(qwen3.folder)
     with pytest.raises(RequestError, match="token 128: the model has tokens 0 to 127"):
         llm.generate([[2, 3], [2, 128]], EIGHT)
@@ -485,7 +487,7 @@ def test_a_bad_prompt_takes_the_others_back(qwen3: Checkpoint) -> None:
         ([2], SamplingParams(stop=("x",)), "stop: the model has no tokenizer.json"),
     ],
 )
-def test_a_wrong_request_is_refused(
+def test_a_wrong_request_is_rejected(
     qwen3: Checkpoint, prompt: Any, params: SamplingParams, message: str
 ) -> None:
     llm = LLM(qwen3.folder)
@@ -494,12 +496,12 @@ def test_a_wrong_request_is_refused(
     assert not llm.has_unfinished_requests
 
 
-def test_half_a_surrogate_pair_is_refused(speaking: Path) -> None:
+def test_half_a_surrogate_pair_is_rejected(speaking: Path) -> None:
     with pytest.raises(RequestError, match=r"prompt 'a.*': is not Unicode text"):
         LLM(speaking).generate("a\ud800")
 
 
-def test_params_must_fit_the_prompts(qwen3: Checkpoint) -> None:
+def test_the_number_of_params_must_equal_that_of_prompts(qwen3: Checkpoint) -> None:
     with pytest.raises(RequestError, match="2 prompts and 1 params"):
         LLM(qwen3.folder).generate([[2], [3]], [EIGHT])
 
@@ -528,7 +530,7 @@ def test_params_must_fit_the_prompts(qwen3: Checkpoint) -> None:
         ({"kv_store": "/run/me/kv"}, "kv_store = '/run/me/kv': must have the methods"),
     ],
 )
-def test_impossible_settings_are_refused_before_weights_are_read(
+def test_impossible_settings_are_rejected_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, settings: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr("blockstep.impl.engine.loading.load_weights", None)
@@ -537,13 +539,13 @@ def test_impossible_settings_are_refused_before_weights_are_read(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused(qwen3: Checkpoint) -> None:
+def test_cuda_without_a_gpu_is_rejected(qwen3: Checkpoint) -> None:
     with pytest.raises(SettingsError, match="torch sees no GPU here; use cpu"):
         LLM(qwen3.folder, device="cuda")
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_gpu_without_triton_is_refused(
+def test_a_gpu_without_triton_is_rejected(
     monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, device: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

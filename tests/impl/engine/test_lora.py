@@ -1,4 +1,4 @@
-"""LoRA folders: what is read of them, and what is refused, by its name."""
+"""Loading LoRA folders: factors and scales, and errors that name what is not supported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load(folder: Path, shape: ModelConfig, rank: int = 16, dtype: str = "float32
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_factors_are_those_of_the_file(
+def test_factors_equal_those_in_the_file(
     model: Any, shape: ModelConfig, tmp_path: Path, name: str
 ) -> None:
     adapter = ADAPTERS[name]
@@ -64,7 +64,9 @@ def test_scales_are_multiplied_in_before_rounding(
     assert not read.equal(up.bfloat16() * scale)
 
 
-def test_columns_add_what_each_adapter_adds(model: Any, shape: ModelConfig, tmp_path: Path) -> None:
+def test_stacked_columns_add_the_output_of_each_rows_adapter(
+    model: Any, shape: ModelConfig, tmp_path: Path
+) -> None:
     loras = [load(one.save(model, tmp_path / name), shape) for name, one in ADAPTERS.items()]
     stacked = stack_adapters(loras, shape.num_layers, get_modules(shape))
     assert [sorted(layer) for layer in stacked] == [sorted(FUSED)] * 2
@@ -84,7 +86,7 @@ def test_columns_add_what_each_adapter_adds(model: Any, shape: ModelConfig, tmp_
     assert not output[3].any()  # "patterned" has nothing in the first layer
 
 
-def test_all_linear_and_excluded_modules_are_what_peft_means(
+def test_all_linear_and_exclude_modules_select_modules_like_peft(
     model: Any, shape: ModelConfig, tmp_path: Path
 ) -> None:
     excluded = ["up_proj", "0.mlp.down_proj", "proj"]  # whole names only: the last is none
@@ -138,7 +140,7 @@ def with_fields(**fields: Any) -> Change:
         (with_fields(r=2), r"is of shape \(3, 64\), adapter_config.json asks for \(2, 64\)"),
     ],
 )
-def test_what_is_not_understood_is_refused(
+def test_unsupported_config_fields_are_rejected(
     folder: Path, shape: ModelConfig, change: Change, complaint: str
 ) -> None:
     path = folder / "adapter_config.json"
@@ -156,7 +158,7 @@ def test_what_is_not_understood_is_refused(
         (lambda tensor: tensor.int(), "must be a float"),
     ],
 )
-def test_a_wrong_tensor_is_refused(
+def test_a_wrong_tensor_is_rejected(
     folder: Path, shape: ModelConfig, change: Callable[[Any], Any], complaint: str
 ) -> None:
     path = folder / "adapter_model.safetensors"
@@ -178,7 +180,7 @@ def test_a_missing_file_is_named(folder: Path, shape: ModelConfig) -> None:
         load(folder / "nowhere", shape)
 
 
-def test_an_unknown_tensor_is_refused(folder: Path, shape: ModelConfig) -> None:
+def test_an_unknown_tensor_is_rejected(folder: Path, shape: ModelConfig) -> None:
     path = folder / "adapter_model.safetensors"
     save_file({**load_file(path), "base_model.model.lm_head.lora_A.weight": torch.ones(1)}, path)
     with pytest.raises(CheckpointError, match=r"lm_head.lora_A.weight' is not one of this arch"):

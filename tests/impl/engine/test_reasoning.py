@@ -1,4 +1,4 @@
-"""Reasoning: a grammar holds from the token behind the one that ends it, drafts or none."""
+"""Reasoning: a grammar applies after the token that ends reasoning, with and without drafts."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ TESTED = ("draft", "async-ngram", "short")
 
 @pytest.fixture(scope="module")
 def free(speaking: Path) -> list[tuple[int, ...]]:
-    """What the model says by itself."""
+    """Return the outputs of the model without a grammar."""
     return [one.token_ids for one in LLM(speaking).generate(PROMPTS, FREE)]
 
 
 @pytest.fixture(scope="module")
 def marker(free: list[tuple[int, ...]]) -> int:
-    """A token that the model says by itself, after a while, to the first prompt."""
+    """Return a token that the model generates after a while for the first prompt."""
     return next(token for place, token in enumerate(free[0]) if free[0].index(token) == place > 3)
 
 
 @pytest.fixture(scope="module")
 def expected(speaking: Path, marker: int) -> list[list[int]]:
-    """The likeliest tokens by transformers' own logits; behind the marker, of those allowed."""
+    """Return the most likely tokens by the logits of transformers, masked after the marker."""
     library: Any = import_module("llguidance")
     tokenizer = LLM(speaking).tokenizer
     assert tokenizer is not None
@@ -75,7 +75,7 @@ def expected(speaking: Path, marker: int) -> list[list[int]]:
     return made
 
 
-def test_the_marker_parts_an_output(
+def test_the_expected_output_follows_the_grammar_after_the_marker(
     free: list[tuple[int, ...]], expected: list[list[int]], marker: int
 ) -> None:
     place = free[0].index(marker) + 1
@@ -88,7 +88,7 @@ def test_the_marker_parts_an_output(
     "name",
     [pytest.param(name, marks=[pytest.mark.soak] * (name not in TESTED)) for name in SETTINGS],
 )
-def test_a_grammar_holds_behind_the_end_of_reasoning(
+def test_a_grammar_applies_after_the_end_of_reasoning(
     speaking: Path, expected: list[list[int]], marker: int, name: str
 ) -> None:
     settings: dict[str, Any] = {"num_blocks": 60, **SETTINGS[name]}
@@ -114,7 +114,7 @@ def test_reasoning_may_have_ended_in_the_prompt(speaking: Path, marker: int) -> 
     assert session.receive().text in ("yes", "no", "never")
 
 
-def test_a_session_that_has_reasoned_need_not_do_so_again(speaking: Path, marker: int) -> None:
+def test_a_session_reasons_only_before_its_first_answer(speaking: Path, marker: int) -> None:
     llm = LLM(speaking, reasoning_end_token=marker, enable_sessions=True, num_blocks=60)
     session = llm.open_session(PROMPTS[0], CHOICE)
     session.send("Sure?", CHOICE)
@@ -123,13 +123,13 @@ def test_a_session_that_has_reasoned_need_not_do_so_again(speaking: Path, marker
     assert second.text in ("yes", "no", "never")
 
 
-def test_a_grammar_may_hold_while_the_model_reasons(speaking: Path, marker: int) -> None:
+def test_a_grammar_can_apply_during_reasoning(speaking: Path, marker: int) -> None:
     llm = LLM(speaking, reasoning_end_token=marker, enable_in_reasoning=True, num_blocks=60)
     (made,) = llm.generate(PROMPTS[0], CHOICE)
     assert made.text in ("yes", "no", "never")
 
 
-def test_the_token_may_be_a_text(speaking: Path) -> None:
+def test_the_end_of_reasoning_may_be_given_as_text_or_id(speaking: Path) -> None:
     llm = LLM(speaking, reasoning_end_token="<a>", num_blocks=60)
     assert llm.config.reasoning_end_token_id == 2
     assert LLM(speaking, reasoning_end_token=0, num_blocks=60).config.reasoning_end_token_id == 0
@@ -146,7 +146,7 @@ def test_the_token_may_be_a_text(speaking: Path) -> None:
         ({"reasoning_end_token": 2, "enable_in_reasoning": 1}, "enable_in_reasoning = 1: must be"),
     ],
 )
-def test_wrong_settings_are_refused(
+def test_wrong_settings_are_rejected(
     speaking: Path, settings: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(SettingsError, match=complaint):
@@ -214,7 +214,7 @@ def test_masks_and_drafts_around_the_end_of_reasoning(
     assert inner.read == [5, END, 1]
 
 
-def test_a_prompt_is_read_each_time_anew() -> None:
+def test_each_prompt_is_searched_from_its_start() -> None:
     matcher = Matcher(Inner(), (1,), END)
     matcher.read_prompt([3, END, 4])
     assert matcher.get_masks([]) == [b"\0"]

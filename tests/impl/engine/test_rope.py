@@ -1,4 +1,4 @@
-"""The angles of every variant are those of transformers."""
+"""Rotary embeddings: the angles of every variant equal those of transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_angles_are_those_of_transformers(name: str) -> None:
+def test_angles_equal_those_of_transformers(name: str) -> None:
     config = LlamaConfig(**SHAPE, head_dim=32, rope_parameters=VARIANTS[name])
     theirs = LlamaRotaryEmbedding(config)
     positions = torch.arange(200)[None]
@@ -55,9 +55,7 @@ def test_angles_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "yarn", "linear"])
-def test_a_model_with_a_variant_generates_what_transformers_generates(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_model_with_a_variant_generates_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     prompts = make_prompts()[:8]
     model = build_model("llama", rope_parameters=VARIANTS[name])
     llm = LLM(save_model(model, tmp_path))
@@ -65,7 +63,7 @@ def test_a_model_with_a_variant_generates_what_transformers_generates(
     assert made == generate(model, prompts, 8).token_ids
 
 
-def test_the_older_spelling_means_the_same() -> None:
+def test_the_older_config_spelling_gives_the_same_angles() -> None:
     newer = Fields(Path("config.json"), {"rope_parameters": LLAMA3})
     older_numbers = {**LLAMA3, "type": LLAMA3["rope_type"]}
     del older_numbers["rope_type"], older_numbers["rope_theta"]
@@ -107,19 +105,19 @@ def test_repeated_and_misplaced_settings_are_read_as_transformers_reads_them(
     assert rope.attention_factor == pytest.approx(theirs.attention_scaling)
 
 
-def test_linear_reaches_as_far_as_it_was_stretched(tmp_path: Path) -> None:
+def test_linear_scaling_multiplies_the_maximum_length(tmp_path: Path) -> None:
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     llm = LLM(save_model(build_model("llama", rope_parameters=linear), tmp_path))
     assert llm.config.max_model_len == 512
 
 
-def test_yarn_reaches_as_far_as_it_was_stretched(tmp_path: Path) -> None:
+def test_yarn_gives_the_original_length_times_the_factor(tmp_path: Path) -> None:
     stretched = {**YARN, "factor": 8.0}
     llm = LLM(save_model(build_model("llama", rope_parameters=stretched), tmp_path))
     assert llm.config.max_model_len == 512
 
 
-def test_dynamic_angles_end_where_they_would_begin_to_move(tmp_path: Path) -> None:
+def test_dynamic_scaling_ends_at_the_original_length(tmp_path: Path) -> None:
     folder = save_model(build_model("llama", rope_parameters=VARIANTS["dynamic"]), tmp_path)
     assert LLM(folder).config.max_model_len == 256
     with pytest.raises(SettingsError, match="made for 256 positions"):

@@ -1,4 +1,4 @@
-"""Tokens are drawn as asked for, and from nothing but logits, seed and place."""
+"""The sampler: tokens follow the requested distribution and depend on logits, seed and position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from blockstep.impl.engine.sampler import NO_TOKEN, Draw, get_columns, get_logpr
 from blockstep.kernels.sampling import compute_log_weights
 
 CHI_SQUARE_999 = {9: 27.88, 15: 37.70}
-"""Exceeded by one true sample in a thousand, by degrees of freedom."""
+"""Chi-square values that a right sampler exceeds once in 1,000, by degrees of freedom."""
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -35,7 +35,7 @@ def make_logits(num_rows: int = 1, vocab_size: int = 16, seed: int = 0) -> Any:
 
 
 def get_probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """What each row is drawn from."""
+    """Return the distribution from which each row is drawn."""
     columns = get_columns([Draw(one, 0, 0) for one in params], "cpu")
     del columns["seeds"], columns["indices"]
     return compute_log_weights(logits, **columns).softmax(-1)
@@ -60,8 +60,8 @@ def get_probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) ->
         SamplingParams(temperature=1.5, top_p=0.6, min_p=0.3),
     ],
 )
-def test_probabilities_are_those_of_the_cuts_of_transformers(params: SamplingParams) -> None:
-    """In the order of vLLM, whose names they have: min_p, top_k, top_p."""
+def test_probabilities_equal_those_after_the_cuts_of_transformers(params: SamplingParams) -> None:
+    """The cuts are applied in the order of vLLM: min_p, top_k, top_p."""
     logits = make_logits(8, 64)
     scores = TemperatureLogitsWarper(params.temperature)(None, logits)
     if params.min_p:
@@ -75,7 +75,7 @@ def test_probabilities_are_those_of_the_cuts_of_transformers(params: SamplingPar
     torch.testing.assert_close(probs, scores.softmax(-1), rtol=1e-5, atol=1e-6)
 
 
-def test_tokens_as_likely_as_the_last_of_top_k_stay() -> None:
+def test_tokens_tied_with_the_last_of_top_k_are_kept() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0]])
     probs = get_probabilities(logits, [SamplingParams(temperature=1.0, top_k=2)])
     assert (probs > 0).tolist() == [[False, True, True, True, True]]
@@ -84,7 +84,7 @@ def test_tokens_as_likely_as_the_last_of_top_k_stay() -> None:
 # Draws.
 
 
-def test_the_columns_are_the_draws() -> None:
+def test_columns_have_the_params_of_each_row() -> None:
     params = [
         SamplingParams(),
         SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125),
@@ -126,7 +126,7 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     assert set(tokens.tolist()) == set(logits[0].topk(4).indices.tolist())
 
 
-def test_without_temperature_the_likeliest_token_is_taken() -> None:
+def test_temperature_0_takes_the_most_likely_token() -> None:
     logits = make_logits(6, 16)
     greedy, drawn = SamplingParams(), SamplingParams(temperature=3.0)
     draws = [Draw(greedy if row % 2 else drawn, 1, row) for row in range(6)]
@@ -136,7 +136,7 @@ def test_without_temperature_the_likeliest_token_is_taken() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-38, 9e-6])
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}])
-def test_a_temperature_of_nearly_nothing_takes_the_likeliest(
+def test_a_tiny_temperature_takes_the_most_likely_token(
     temperature: float, cuts: dict[str, Any]
 ) -> None:
     logits = make_logits(6, 16)
@@ -146,13 +146,13 @@ def test_a_temperature_of_nearly_nothing_takes_the_likeliest(
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e30])
-def test_the_ends_of_the_temperatures_are_drawn_from(temperature: float) -> None:
+def test_probabilities_are_finite_at_extreme_temperatures(temperature: float) -> None:
     probs = get_probabilities(make_logits(6, 16), [SamplingParams(temperature=temperature)] * 6)
     assert torch.isfinite(probs).all()
     torch.testing.assert_close(probs.sum(-1), torch.ones(6))
 
 
-def test_the_likeliest_stays_however_small_top_p_is() -> None:
+def test_the_most_likely_token_is_kept_with_the_smallest_top_p() -> None:
     logits = make_logits(1, 16)
     probs = get_probabilities(logits, [SamplingParams(temperature=1.0, top_p=1e-300)])
     assert probs.argmax() == logits.argmax()
@@ -161,7 +161,7 @@ def test_the_likeliest_stays_however_small_top_p_is() -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nothing_is_chosen_from_numbers_that_overflowed(
+def test_no_token_is_chosen_from_logits_that_overflowed(
     params: SamplingParams, value: float
 ) -> None:
     logits = make_logits(3, 16)
@@ -173,7 +173,7 @@ def test_nothing_is_chosen_from_numbers_that_overflowed(
     assert tokens[2] not in (5, NO_TOKEN)
 
 
-def test_logprobs_are_of_the_models_own_distribution() -> None:
+def test_logprobs_are_those_of_the_unchanged_logits() -> None:
     logits = make_logits(2, 16)
     rows = get_logprobs(logits, torch.tensor([3, 4]), 2)
     for row, token in ((0, 3), (1, 4)):
@@ -203,7 +203,7 @@ def generate(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -
         {"spec_method": "draft_model", "num_speculative_tokens": 3, "max_frames_in_flight": 2},
     ],
 )
-def test_a_seed_gives_the_same_text_in_any_company(
+def test_a_seed_gives_the_same_tokens_whatever_else_runs(
     qwen3: Checkpoint, prompts: list[list[int]], settings: dict[str, Any]
 ) -> None:
     (alone,) = generate(LLM(qwen3.folder), [prompts[5]], [DRAWN])
@@ -218,7 +218,7 @@ def test_a_seed_gives_the_same_text_in_any_company(
         assert stats.drafts_scheduled > stats.drafts_accepted
 
 
-def test_a_draft_model_draws_as_the_model_would(
+def test_all_drafts_are_accepted_if_the_draft_model_is_the_model(
     qwen3: Checkpoint, prompts: list[list[int]]
 ) -> None:
     llm = LLM(
@@ -233,7 +233,7 @@ def test_a_draft_model_draws_as_the_model_would(
     assert stats.drafts_accepted == stats.drafts_scheduled > 0
 
 
-def test_other_seeds_give_other_texts(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+def test_other_seeds_give_other_tokens(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
     params = [replace(DRAWN, seed=number) for number in range(8)]
     texts = generate(LLM(qwen3.folder), [prompts[5]] * 8, params)
     assert len(set(texts)) == 8
@@ -301,6 +301,6 @@ def test_tokens_have_the_distribution_of_the_model(
         {"logprobs": -1},
     ],
 )
-def test_wrong_params_are_refused_by_name(wrong: dict[str, Any]) -> None:
+def test_wrong_params_are_rejected_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=f"{next(iter(wrong))} = "):
         SamplingParams(**wrong)

@@ -1,4 +1,4 @@
-"""Sessions: each answer is what transformers says to all that was kept, and the input behind it."""
+"""Sessions in the engine: answers equal those of transformers to the kept text and the input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Turns = list[list[list[int]]]
 
 
 def make_inputs(prompts: list[list[int]]) -> Turns:
-    """By input: that of each session. The first ones share prefixes."""
+    """Return, by input, the prompts of all sessions. The first ones share prefixes."""
     draw = random.Random(5)
     first = [prompt[:24] for prompt in prompts[:NUM_SESSIONS]]
     more = [
@@ -49,7 +49,7 @@ def inputs(prompts: list[list[int]]) -> Turns:
 
 @pytest.fixture(scope="module")
 def answers(qwen3: Checkpoint, inputs: Turns) -> list[list[tuple[int, ...]]]:
-    """By input: what transformers says to each session."""
+    """Return, by input, the answers of transformers to each session."""
     made: list[list[tuple[int, ...]]] = []
     kept: list[list[int]] = [[] for _ in range(NUM_SESSIONS)]
     for of_all in inputs:
@@ -62,18 +62,18 @@ def answers(qwen3: Checkpoint, inputs: Turns) -> list[list[tuple[int, ...]]]:
 
 
 def cut(tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Up to the first token that stops it."""
+    """Return the tokens up to the first stop token."""
     end = next((number for number, token in enumerate(tokens, 1) if token in STOPS), len(tokens))
     return tokens[:end]
 
 
-def test_answers_differ_in_how_they_end(answers: list[list[tuple[int, ...]]]) -> None:
+def test_answers_finish_in_different_ways(answers: list[list[tuple[int, ...]]]) -> None:
     for of_all in answers:
         assert {tokens[-1] in STOPS for tokens in of_all} == {True, False}
 
 
 def talk(llm: LLM, inputs: Turns, draw: random.Random) -> list[list[tuple[int, ...]]]:
-    """Sessions side by side: some send everything at once, others wait for each answer."""
+    """Run sessions side by side: some send all inputs at once, others wait for each answer."""
     sessions: list[Session] = []
     is_eager: list[bool] = []
     received: list[list[tuple[int, ...]]] = [[] for _ in inputs[0]]
@@ -110,7 +110,7 @@ def talk(llm: LLM, inputs: Turns, draw: random.Random) -> list[list[tuple[int, .
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] * (name not in TESTED)) for name in STORMS]
 )
-def test_answers_are_those_of_transformers(
+def test_answers_equal_those_of_transformers(
     qwen3: Checkpoint, inputs: Turns, answers: list[list[tuple[int, ...]]], name: str
 ) -> None:
     settings: dict[str, Any] = STORMS[name].get_settings(qwen3.family)
@@ -136,7 +136,7 @@ def llm(qwen3: Checkpoint) -> LLM:
 
 
 def generate_alone(llm: LLM, prompt: list[int], **params: Any) -> tuple[int, ...]:
-    """What a request of its own gets."""
+    """Return the output of a single request with this prompt."""
     (made,) = llm.generate(prompt, SamplingParams(**params))
     return made.token_ids
 
@@ -156,8 +156,10 @@ def test_an_answer_has_the_prompt_it_answers(llm: LLM) -> None:
     assert second.token_ids == generate_alone(llm, list(second.prompt_token_ids), max_tokens=4)
 
 
-def test_only_further_input_is_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted where inputs are built: on a GPU a replay calls no `Model.forward`."""
+def test_only_tokens_of_further_input_are_computed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted where inputs are built, since a replay on a GPU does not call `Model.forward`."""
     counts: list[int] = []
     build: Any = Staging.build
 
@@ -173,7 +175,7 @@ def test_only_further_input_is_computed(llm: LLM, monkeypatch: pytest.MonkeyPatc
     assert counts == [5, 1, 1, 2, 1, 1]
 
 
-def test_what_a_session_has_generated_is_a_prefix_for_others(llm: LLM) -> None:
+def test_tokens_of_a_session_are_prefix_hits_for_others(llm: LLM) -> None:
     session = llm.open_session([2, 3, 4, 5, 6], SamplingParams(max_tokens=4))
     generated = session.receive().token_ids
     (made,) = llm.generate([2, 3, 4, 5, 6, *generated[:-1], 9], SamplingParams(max_tokens=1))
@@ -182,7 +184,7 @@ def test_what_a_session_has_generated_is_a_prefix_for_others(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_each_input_is_answered_as_it_asks(qwen3: Checkpoint, ahead: int) -> None:
+def test_each_input_has_its_own_params(qwen3: Checkpoint, ahead: int) -> None:
     llm = LLM(
         qwen3.folder, check=ServingChecker, enable_sessions=True, block_size=4, num_blocks=30,
         max_frames_in_flight=ahead,
@@ -206,7 +208,7 @@ def test_each_input_is_answered_as_it_asks(qwen3: Checkpoint, ahead: int) -> Non
     assert session.receive().logprobs is None
 
 
-def test_a_session_has_its_adapter_throughout(qwen3: Checkpoint, tmp_path: Path) -> None:
+def test_a_session_keeps_its_adapter(qwen3: Checkpoint, tmp_path: Path) -> None:
     modules = {"some": ADAPTERS["some"].save(qwen3.model, tmp_path / "some")}
     llm = LLM(
         qwen3.folder, check=ServingChecker, enable_sessions=True, block_size=4, num_blocks=30,
@@ -222,7 +224,7 @@ def test_a_session_has_its_adapter_throughout(qwen3: Checkpoint, tmp_path: Path)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_an_aborted_session_keeps_what_it_had_generated(qwen3: Checkpoint, ahead: int) -> None:
+def test_an_aborted_session_returns_its_generated_tokens(qwen3: Checkpoint, ahead: int) -> None:
     llm = LLM(
         qwen3.folder, check=ServingChecker, enable_sessions=True, block_size=4, num_blocks=13,
         max_model_len=40, max_frames_in_flight=ahead,
@@ -248,7 +250,7 @@ def test_an_aborted_session_keeps_what_it_had_generated(qwen3: Checkpoint, ahead
     assert generate_alone(llm, [2, 3, 4], max_tokens=12, ignore_eos=True) == whole
 
 
-def test_a_stream_of_an_aborted_session_gets_what_there_is(llm: LLM) -> None:
+def test_a_stream_of_an_aborted_session_yields_generated_tokens(llm: LLM) -> None:
     session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=9, ignore_eos=True))
     streamed = session.stream()
     first = next(streamed)
@@ -270,7 +272,7 @@ def test_an_input_has_one_answer(llm: LLM) -> None:
     assert not llm.has_unfinished_requests
 
 
-def test_a_stream_that_was_given_up_goes_on(llm: LLM) -> None:
+def test_a_session_continues_after_a_stream_was_closed(llm: LLM) -> None:
     session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=4, ignore_eos=True))
     expected = generate_alone(llm, [2, 3, 4], max_tokens=4, ignore_eos=True)
     first = next(session.stream())
@@ -292,7 +294,7 @@ def test_a_stream_that_was_given_up_goes_on(llm: LLM) -> None:
     assert len(session.receive().token_ids) == 4  # whole, whatever was streamed of it
 
 
-def test_a_closed_session_answers_what_was_sent(llm: LLM) -> None:
+def test_a_closed_session_answers_inputs_sent_before(llm: LLM) -> None:
     session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=3))
     session.send([5])
     session.close()
@@ -309,7 +311,7 @@ def test_a_closed_session_answers_what_was_sent(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("end", [Session.close, Session.abort])
-def test_a_session_that_rests_ends_at_once_and_generates_no_more(
+def test_closing_an_idle_session_finishes_it_at_once(
     llm: LLM, end: Callable[[Session], None]
 ) -> None:
     session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=3))
@@ -329,8 +331,8 @@ def test_a_session_takes_one_row_of_the_batch(llm: LLM) -> None:
     assert len(llm._runner.batch.arrays.token_ids) == NUM_ROWS_FIRST
 
 
-def test_a_session_that_rests_gives_way_and_goes_on(llm: LLM) -> None:
-    """Three of them fill the pool; who needs all of it is served, and then they go on."""
+def test_an_idle_session_continues_after_its_blocks_were_reclaimed(llm: LLM) -> None:
+    """Three sessions fill the pool, a request that needs all blocks runs, then they continue."""
     params = SamplingParams(max_tokens=4)
     sessions = [llm.open_session([number] * 9, params) for number in (2, 3, 4)]
     first = [session.receive() for session in sessions]
@@ -346,9 +348,7 @@ def test_a_session_that_rests_gives_way_and_goes_on(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("is_resting", [True, False])
-def test_what_would_never_fit_is_refused_and_the_session_goes_on(
-    llm: LLM, is_resting: bool
-) -> None:
+def test_a_session_continues_after_an_input_that_never_fits(llm: LLM, is_resting: bool) -> None:
     session = llm.open_session([2] * 9, SamplingParams(max_tokens=4))
     if is_resting:
         session.receive()
@@ -364,7 +364,7 @@ def test_what_would_never_fit_is_refused_and_the_session_goes_on(
     assert answers[-1].prompt_token_ids[-1] == 3
 
 
-def test_what_sessions_cannot_do_is_refused(qwen3: Checkpoint, speaking: Path) -> None:
+def test_unsupported_session_params_are_rejected(qwen3: Checkpoint, speaking: Path) -> None:
     with pytest.raises(RequestError, match="enable_sessions=True"):
         LLM(qwen3.folder).open_session([2, 3])
     llm = LLM(speaking, enable_sessions=True)
@@ -377,7 +377,7 @@ def test_what_sessions_cannot_do_is_refused(qwen3: Checkpoint, speaking: Path) -
         LLM(qwen3.folder, enable_sessions=3)
 
 
-def test_an_interrupt_ends_sessions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_aborts_sessions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     resting = llm.open_session([2, 3], SamplingParams(max_tokens=2))
     resting.receive()
     running = llm.open_session([4, 5], SamplingParams(max_tokens=5))
@@ -398,8 +398,8 @@ def test_an_interrupt_ends_sessions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
         assert session.receive().token_ids[:1] == answer.token_ids
 
 
-def test_a_session_speaks(speaking: Path) -> None:
-    """A text that goes on has no token that begins one, and half a character waits for the rest."""
+def test_a_session_takes_and_returns_text(speaking: Path) -> None:
+    """Further input has no begin-of-text token, and half a character waits for the rest."""
     llm = LLM(speaking, enable_sessions=True, num_blocks=40)
     tokenizer = llm.tokenizer
     assert tokenizer is not None
@@ -421,7 +421,7 @@ def test_a_session_speaks(speaking: Path) -> None:
 
 @pytest.mark.skipif(find_spec("llguidance") is None, reason="needs the extra [grammars]")
 @pytest.mark.parametrize("settings", [{}, {"max_frames_in_flight": 2, "spec_method": "ngram"}])
-def test_each_input_has_a_grammar_of_its_own(speaking: Path, settings: dict[str, Any]) -> None:
+def test_each_input_has_its_own_grammar(speaking: Path, settings: dict[str, Any]) -> None:
     if settings:
         settings = {**settings, "num_speculative_tokens": 3}
     llm = LLM(

@@ -1,4 +1,4 @@
-"""Drafts: where they come from, and that a wrong one leaves no trace."""
+"""Drafts in the engine: proposers, rejected drafts, and draft models."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from blockstep.impl.engine.speculation import OnPass, find_continuation
         ([1], ()),
     ],
 )
-def test_an_ngram_is_continued_as_before(tokens: list[int], drafts: tuple[int, ...]) -> None:
+def test_an_ngram_is_continued_like_its_last_occurrence(
+    tokens: list[int], drafts: tuple[int, ...]
+) -> None:
     assert find_continuation(np.array(tokens), 3) == drafts
 
 
 class WrongProposer:
-    """Proposes tokens that the model will not choose: one more than it chose last."""
+    """Proposes tokens that the model will not choose: its last token plus one."""
 
     def propose(self, batch: Batch, step: Sequence[StepRow], on_pass: OnPass) -> None:
         for scheduled in step:
@@ -41,7 +43,7 @@ class WrongProposer:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_rejected_drafts_leave_no_trace(
+def test_rejected_drafts_change_no_token(
     checkpoint: Checkpoint, prompts: list[list[int]], depth: int
 ) -> None:
     llm = LLM(
@@ -59,7 +61,7 @@ def test_rejected_drafts_leave_no_trace(
     assert stats.drafts_accepted < stats.drafts_scheduled / 10
 
 
-def test_a_model_that_drafts_for_itself_is_always_right(
+def test_all_drafts_of_the_model_itself_are_accepted(
     checkpoint: Checkpoint, prompts: list[list[int]]
 ) -> None:
     llm = LLM(
@@ -88,7 +90,9 @@ def test_a_smaller_model_of_another_family_can_draft(
     assert [one.token_ids for one in completions] == qwen3.expected.token_ids[:8]
 
 
-def test_a_draft_model_with_another_vocabulary_is_refused(qwen3: Checkpoint, tmp_path: Any) -> None:
+def test_a_draft_model_with_another_vocabulary_is_rejected(
+    qwen3: Checkpoint, tmp_path: Any
+) -> None:
     other = save_model(build_model("llama", vocab_size=64), tmp_path)
     with pytest.raises(SettingsError, match="draft_model: has 64 tokens and the model 128"):
         LLM(qwen3.folder, spec_method="draft_model", num_speculative_tokens=2, draft_model=other)
@@ -104,7 +108,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(qwen3: Checkpoint, tmp
         ({"spec_method": "medusa"}, "spec_method = 'medusa': must be one of none, ngram"),
     ],
 )
-def test_contradictions_are_refused(
+def test_contradictory_settings_are_rejected(
     qwen3: Checkpoint, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SettingsError, match=message):

@@ -1,4 +1,4 @@
-"""Steps in arrays and steps in objects: the same chunks and completions, and who takes which."""
+"""Steps in arrays and in objects: equal tokens, and the choice between both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Serve = Callable[[LLM], tuple[list[list[Chunk]], list[Completion]]]
 
 
 def compare(folder: Path, serve: Serve, **settings: Any) -> LLM:
-    """Serve in arrays and in objects by the same scheduler; both must say the same."""
+    """Serve in arrays and in objects with the same scheduler; both outputs must be equal."""
     arrays, objects = LLM(folder, **settings), LLM(folder, **settings)
     objects._arrays = None
     chunks, completions = serve(arrays)
@@ -43,7 +43,7 @@ def compare(folder: Path, serve: Serve, **settings: Any) -> LLM:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_arrays_generate_what_objects_generate(
+def test_arrays_and_objects_generate_equal_tokens(
     qwen3: Checkpoint, prompts: list[list[int]], depth: int
 ) -> None:
     def serve(llm: LLM) -> tuple[list[list[Chunk]], list[Completion]]:
@@ -65,9 +65,11 @@ def test_arrays_generate_what_objects_generate(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_requests_of_all_kinds_side_by_side(speaking: Path, depth: int) -> None:
-    """Drawn, with log probabilities, stop strings and grammars, streamed and aborted: requests that
-    need objects come and go, so steps of both kinds follow each other."""
+def test_requests_of_all_kinds_run_together(speaking: Path, depth: int) -> None:
+    """Requests are drawn, with log probabilities, stop strings and grammars, streamed and aborted.
+
+    Requests that need objects arrive and finish, so steps of both kinds follow each other.
+    """
     pytest.importorskip("llguidance")
     plain = SamplingParams(max_tokens=12, ignore_eos=True)
     drawn = replace(plain, temperature=0.9, seed=3)
@@ -95,7 +97,7 @@ def test_requests_of_all_kinds_side_by_side(speaking: Path, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_request_that_is_aborted_keeps_what_it_has(
+def test_an_aborted_request_keeps_its_tokens(
     qwen3: Checkpoint, prompts: list[list[int]], depth: int
 ) -> None:
     llm = LLM(qwen3.folder, max_frames_in_flight=depth)
@@ -110,8 +112,8 @@ def test_a_request_that_is_aborted_keeps_what_it_has(
     assert made.token_ids == llm.generate(prompts[1], params)[0].token_ids[:4]
 
 
-def test_text_of_generate_is_read_at_the_end(speaking: Path) -> None:
-    """Other clients see its chunks: all of its text is in the last one."""
+def test_text_of_generate_is_decoded_at_the_end(speaking: Path) -> None:
+    """All of the text is in the last chunk, which other clients see."""
     llm, params = LLM(speaking), SamplingParams(max_tokens=8, ignore_eos=True)
     (whole,) = llm.generate("abc", params)
     name = llm.add_request("abc", params)
@@ -133,7 +135,7 @@ def test_text_of_generate_is_read_at_the_end(speaking: Path) -> None:
     assert aborted.text == llm.tokenizer.decode(list(aborted.token_ids))
 
 
-def test_no_object_is_made_for_a_row_that_only_goes_on(
+def test_no_object_is_created_for_a_row_that_only_continues(
     monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, prompts: list[list[int]]
 ) -> None:
     llm = LLM(qwen3.folder)
@@ -157,8 +159,10 @@ def test_no_object_is_made_for_a_row_that_only_goes_on(
 def test_more_running_requests_cost_no_more_calls(
     monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, depth: int
 ) -> None:
-    """Calls of Python and C functions in twelve steps, block boundaries among them; the reference
-    of attention goes from row to row, and so the forward pass is stubbed."""
+    """Python and C calls in twelve steps are counted, block boundaries included.
+
+    The reference of attention loops over rows, so the forward pass is stubbed.
+    """
     hidden = torch.zeros(200, 64)
     monkeypatch.setattr(Model, "forward", lambda self, inputs: hidden[: len(inputs.token_ids)])
 
@@ -197,7 +201,7 @@ def test_more_running_requests_cost_no_more_calls(
         ({}, SamplingParams(regex="[ab]+"), False),
     ],
 )
-def test_what_is_served_decides_how_a_step_is_planned(
+def test_requests_decide_whether_a_step_is_planned_in_arrays(
     monkeypatch: pytest.MonkeyPatch,
     speaking: Path,
     settings: dict[str, Any],

@@ -1,4 +1,4 @@
-"""Store: what it keeps and what goes; blocks come back as they went, in one process and in two."""
+"""KV stores: which blocks are kept and evicted, locally and in another process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["host", "remote"])
 def store(request: pytest.FixtureRequest, path: Path) -> Iterator[KVStore]:
-    """Room for four blocks; the same holds on the other side of a socket."""
+    """Return a store for four blocks, in this process or on the other side of a socket."""
     host = HostStore(4 * NUM_BYTES)
     if request.param == "host":
         yield host
@@ -69,7 +69,7 @@ def test_leading_blocks_are_counted_and_loaded(store: KVStore) -> None:
     assert store.load(names(4, 1)) == []
 
 
-def test_what_is_used_together_goes_from_its_end(store: KVStore) -> None:
+def test_blocks_used_together_are_evicted_from_the_last(store: KVStore) -> None:
     save(store, 1, 2, 3)
     save(store, 4)
     save(store, 5)
@@ -79,8 +79,8 @@ def test_what_is_used_together_goes_from_its_end(store: KVStore) -> None:
     assert [store.count(names(one)) for one in (1, 2, 4, 5)] == [1, 1, 0, 0]
 
 
-def test_nothing_goes_to_make_room_for_more_of_the_same_call(store: KVStore) -> None:
-    """B69: neither what is new in it, nor what was there before."""
+def test_a_save_evicts_no_block_of_the_same_call(store: KVStore) -> None:
+    """B69: neither new blocks of the call nor those that were stored before are evicted."""
     save(store, 1, 2)
     save(store, 3)
     save(store, 1, 2, 4, 5, 6, first=2)
@@ -88,7 +88,7 @@ def test_nothing_goes_to_make_room_for_more_of_the_same_call(store: KVStore) -> 
     assert store.count(names(3)) == store.count(names(6)) == 0
 
 
-def test_what_was_announced_is_waited_for(store: KVStore) -> None:
+def test_count_is_none_while_announced_blocks_are_missing(store: KVStore) -> None:
     save(store, 1)
     store.expect(names(1, 2, 3), is_coming=True)
     assert store.count(names(1, 2)) is None
@@ -100,7 +100,7 @@ def test_what_was_announced_is_waited_for(store: KVStore) -> None:
     assert store.count(names(1, 2, 3)) == 2
 
 
-def test_two_may_announce_the_same(store: KVStore) -> None:
+def test_two_clients_may_announce_the_same_block(store: KVStore) -> None:
     for _ in range(2):
         store.expect(names(1), is_coming=True)
     store.expect(names(1), is_coming=False)
@@ -109,7 +109,7 @@ def test_two_may_announce_the_same(store: KVStore) -> None:
     assert store.count(names(1)) == 0
 
 
-def test_all_can_be_forgotten() -> None:
+def test_clear_removes_all_blocks() -> None:
     store = HostStore(4 * NUM_BYTES)
     save(store, 1, 2)
     assert (len(store), store.num_bytes) == (2, 2 * NUM_BYTES)
@@ -119,7 +119,7 @@ def test_all_can_be_forgotten() -> None:
     assert len(store) == 4
 
 
-def test_a_disconnected_client_is_not_waited_for(path: Path) -> None:
+def test_announcements_end_when_their_client_disconnects(path: Path) -> None:
     host = HostStore()
     with StoreServer(host, path):
         one, other = RemoteStore(path), RemoteStore(path)
@@ -139,10 +139,10 @@ def wait_until(is_so: object) -> None:
         if is_so():
             return
         threading.Event().wait(0.01)
-    pytest.fail("it does not come about")
+    pytest.fail("the condition does not become true")
 
 
-def test_a_store_that_is_gone_is_an_error_and_may_come_back(path: Path) -> None:
+def test_a_stopped_store_is_an_error_until_it_restarts(path: Path) -> None:
     host = HostStore()
     store = RemoteStore(path)
     with pytest.raises(StoreError, match=f"the store at {path}"):
@@ -167,7 +167,7 @@ def reaches(store: KVStore) -> bool:
     return True
 
 
-def test_a_store_that_does_not_answer_is_an_error_in_time(path: Path) -> None:
+def test_a_store_that_does_not_answer_times_out(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind(str(path))
         silent.listen()
@@ -178,7 +178,7 @@ def test_a_store_that_does_not_answer_is_an_error_in_time(path: Path) -> None:
             store.load(names(1))
 
 
-def test_nonsense_ends_its_own_connection_only(path: Path) -> None:
+def test_malformed_messages_close_only_their_connection(path: Path) -> None:
     with StoreServer(HostStore(), path):
         for nonsense in (b"\0\0\0\1\0\0\0\0x", b"\0\0\0\2\0\0\0\0[]"):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
@@ -210,7 +210,7 @@ def make_cache(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Paged
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_of_all_caches_come_back_as_they_were(
+def test_loaded_blocks_of_all_caches_equal_the_saved_ones(
     config: ModelConfig, path: Path, dtype: torch.dtype
 ) -> None:
     caches = [make_cache(config, dtype), make_cache(config, dtype)]
@@ -230,7 +230,7 @@ def test_blocks_of_all_caches_come_back_as_they_were(
         assert torch.equal(cache.kv[:, :, untouched], old[:, :, untouched])
 
 
-def test_what_was_read_is_a_copy(config: ModelConfig) -> None:
+def test_read_blocks_are_copies(config: ModelConfig) -> None:
     cache = make_cache(config)
     mover = Mover([cache])
     (read,) = mover.read([3])
@@ -239,7 +239,7 @@ def test_what_was_read_is_a_copy(config: ModelConfig) -> None:
     mover.write([], [])
 
 
-def test_work_in_a_thread_is_reported_in_its_order() -> None:
+def test_jobs_in_a_thread_are_reported_in_order() -> None:
     jobs, events, may_end = ThreadJobs(), [], threading.Event()
     jobs.add(lambda: may_end.wait(5), lambda _: events.append("slow"))
     jobs.add(lambda: "quick", events.append)
@@ -251,7 +251,7 @@ def test_work_in_a_thread_is_reported_in_its_order() -> None:
     assert events == ["slow", "quick"]
 
 
-def test_work_that_is_late_is_done_by_the_poll_that_reports_it() -> None:
+def test_a_late_job_runs_in_the_poll_that_reports_it() -> None:
     jobs, events = LateJobs(2), []
     jobs.add(lambda: events.append("done"), lambda _: events.append("reported"))
     jobs.poll()
@@ -263,7 +263,7 @@ def test_work_that_is_late_is_done_by_the_poll_that_reports_it() -> None:
 
 
 @pytest.mark.parametrize("jobs", [LateJobs(1), ThreadJobs()])
-def test_forgotten_work_is_neither_done_nor_reported(jobs: Jobs) -> None:
+def test_a_discarded_job_neither_runs_nor_is_reported(jobs: Jobs) -> None:
     begun, may_end, events = threading.Event(), threading.Event(), []
 
     def work() -> None:
@@ -282,7 +282,7 @@ def test_forgotten_work_is_neither_done_nor_reported(jobs: Jobs) -> None:
     assert len(jobs) == 0
 
 
-def test_other_weights_are_another_model(
+def test_other_weights_give_another_model_identity(
     qwen3: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def copy(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Defects of stores that were released, planted in ours: what one may rely on finds each."""
+"""Defects of released stores, planted in ours: a check of the rules for stores finds each one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def make_block(tag: int) -> BlockKV:
 
 
 def name_text(tokens: Sequence[int]) -> list[BlockName]:
-    """Of a text, one token a block: each name has those before it."""
+    """Return the block keys of `text`, one token a block: each key includes those before it."""
     return [bytes(tokens[: end + 1]) for end in range(len(tokens))]
 
 
-def check_promises(store: HostStore, seed: int, num_calls: int = 200) -> None:
-    """Texts with common beginnings are saved and loaded; there is room for six blocks."""
+def check_rules(store: HostStore, seed: int, num_calls: int = 200) -> None:
+    """Save and load texts that share prefixes, with space for six blocks."""
     draw, tags = random.Random(seed), dict[BlockName, int]()
     for call in range(num_calls):
         names = name_text([draw.randrange(2) for _ in range(draw.randint(1, 9))])
@@ -45,12 +45,12 @@ def check_promises(store: HostStore, seed: int, num_calls: int = 200) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_one_may_rely_on(seed: int) -> None:
-    check_promises(HostStore(NUM_KEPT * BLOCK_BYTES), seed)
+def test_our_store_follows_the_rules(seed: int) -> None:
+    check_rules(HostStore(NUM_KEPT * BLOCK_BYTES), seed)
 
 
 class EvictsWhatItKeeps(HostStore):
-    """Room for the last blocks of a call is made where the first ones are (upstream #35846)."""
+    """Evicts the first blocks of a call to make space for its last (upstream #35846)."""
 
     def _make_room(self, num_bytes: int, kept: set[BlockName]) -> bool:
         del kept
@@ -58,7 +58,7 @@ class EvictsWhatItKeeps(HostStore):
 
 
 class KeepsOnlyWhatIsNew(HostStore):
-    """A wrong fix: what was there before a call goes, and what follows upon it is of no use."""
+    """A wrong fix: evicts stored blocks of the call, so that later ones are useless."""
 
     def _make_room(self, num_bytes: int, kept: set[BlockName]) -> bool:
         return super()._make_room(num_bytes, kept - self._before)
@@ -69,7 +69,7 @@ class KeepsOnlyWhatIsNew(HostStore):
 
 
 class NewestGoesFirst(HostStore):
-    """Another one: the block that came last makes room, and it is of the same call."""
+    """Another wrong fix: evicts the newest block, which is of the same call."""
 
     def _make_room(self, num_bytes: int, kept: set[BlockName]) -> bool:
         for name in reversed(self._blocks):
@@ -79,7 +79,7 @@ class NewestGoesFirst(HostStore):
 
 
 class SkipsAhead(HostStore):
-    """It goes on behind as many blocks as were asked for, though some were never kept (#36052)."""
+    """Skips as many blocks as were asked for, even if some were never stored (#36052)."""
 
     def save(self, names: Sequence[BlockName], first: int, blocks: Sequence[BlockKV]) -> None:
         seen: int = self.__dict__.setdefault("seen", {}).get(names[0], first)
@@ -94,4 +94,4 @@ class SkipsAhead(HostStore):
 )
 def test_each_defect_is_found(planted: type[HostStore], seed: int) -> None:
     with pytest.raises(AssertionError, match="is kept, from the first on"):
-        check_promises(planted(NUM_KEPT * BLOCK_BYTES), seed)
+        check_rules(planted(NUM_KEPT * BLOCK_BYTES), seed)

@@ -1,4 +1,4 @@
-"""Text as it comes: characters whole, stop strings cut, nothing ever taken back."""
+"""Incremental text: whole characters, cut stop strings, and no text that is withdrawn later."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ def feed(tokenizer: Tokenizer, text: str, *stop: str) -> tuple[list[str], Detoke
     return [*pieces, detokenizer.finish()], detokenizer
 
 
-def test_pieces_make_up_the_text(tokenizer: Tokenizer) -> None:
+def test_pieces_join_to_the_whole_text(tokenizer: Tokenizer) -> None:
     pieces, _ = feed(tokenizer, "hello world")
     assert pieces == [*"hello world", ""]
 
 
-def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer) -> None:
+def test_a_character_of_several_tokens_is_returned_whole(tokenizer: Tokenizer) -> None:
     pieces, _ = feed(tokenizer, "ä€😀")
     assert [piece for piece in pieces if piece] == ["ä", "€", "😀"]
 
 
-def test_a_broken_character_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
+def test_a_broken_character_is_returned_at_the_end(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, ())
     tokens = tokenizer.encode("a€").ids[:-1]
     assert append_all(detokenizer, tokens) == "a"
     assert detokenizer.finish() == tokenizer.decode(tokens)[1:]
 
 
-def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_not_part_of_the_text(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, ())
     assert append_all(detokenizer, [*tokenizer.encode("ab").ids, 1]) + detokenizer.finish() == "ab"
 
 
-def test_what_may_be_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+def test_a_possible_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
     pieces, detokenizer = feed(tokenizer, "xENxEN", "END")
     assert pieces == ["x", "", "", "ENx", "", "", "EN"]
     assert not detokenizer.stopped
@@ -79,7 +79,7 @@ def test_a_stop_string_may_be_found_when_the_text_ends(tokenizer: Tokenizer) -> 
     assert detokenizer.stopped
 
 
-def test_a_text_goes_on_from_its_prompt() -> None:
+def test_a_text_continues_its_prompt() -> None:
     tokenizer = make_llama_tokenizer()
     prompt, tokens = tokenizer.encode("b a").ids, tokenizer.encode("a b").ids
     assert tokenizer.decode(tokens) == "a b"
@@ -89,7 +89,7 @@ def test_a_text_goes_on_from_its_prompt() -> None:
     assert append_all(Detokenizer(tokenizer, (), [1, *tokenizer.encode("€").ids]), tokens) == " a b"
 
 
-def test_bytes_that_make_no_character_are_shown_and_end_nothing() -> None:
+def test_invalid_bytes_are_returned_and_do_not_end_the_text() -> None:
     tokenizer = make_llama_tokenizer()
     newline, byte, c, a = map(tokenizer.get_vocab().__getitem__, ("<0x0A>", "<0xE2>", "c", "▁a"))
     assert tokenizer.decode([newline, byte, c]) == "\ufffd\ufffdc"
@@ -100,7 +100,7 @@ def test_bytes_that_make_no_character_are_shown_and_end_nothing() -> None:
     assert detokenizer.finish() == "\ufffd"
 
 
-def test_what_a_file_was_trained_with_cuts_and_fills_no_prompt(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path)
     expected = tokenizer.encode("abcdef").ids
     tokenizer.enable_truncation(4)
@@ -115,7 +115,7 @@ def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
 
 
-def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer.json: cannot be read as a tokenizer"):
         load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Tiers beside the model: whose KV is saved comes back by the store; tokens are what they are."""
+"""Tiers in the engine: KV of victims is saved and loaded, and tokens do not change."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ STORMS: dict[str, dict[str, Any]] = {
 
 
 class Spoilt(TieredStore):
-    """Somebody changes its files."""
+    """A store whose files are changed from outside."""
 
     def spoil(self, draw: random.Random) -> int:
-        """Change a byte in half of its files; how many."""
+        """Change a byte in half of the store's files. Return how many were changed."""
         assert self._files is not None
         files = sorted(self._files.folder.glob("*.kv"))
         chosen = draw.sample(files, (len(files) + 1) // 2)
@@ -64,7 +64,7 @@ class Spoilt(TieredStore):
 
 @pytest.fixture
 def swapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each victim whose KV is saved."""
+    """Return the number of tokens of each victim whose KV is saved."""
     saved: list[int] = []
     swap = Connector.swap
 
@@ -81,7 +81,7 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_swap_storm_changes_no_token(
     qwen3: Checkpoint, prompts: list[list[int]], tmp_path: Path, swapped: list[int], name: str
 ) -> None:
-    """The smallest pool, tiers that overflow, late jobs, files that are spoilt on the way."""
+    """The pool is the smallest, tiers overflow, jobs are late, and files are changed meanwhile."""
     draw = random.Random(name)
     more = dict(STORMS[name])
     if name == "draft-model":
@@ -119,7 +119,7 @@ def test_a_swap_storm_changes_no_token(
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["blockstep-kv-store"]
 
 
-def test_a_workload_larger_than_the_cache_comes_up_from_both_tiers(
+def test_a_workload_larger_than_the_cache_is_loaded_from_both_tiers(
     qwen3: Checkpoint, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     asked, expected = prompts[:NUM_PROMPTS], qwen3.expected.token_ids[:NUM_PROMPTS]
@@ -140,7 +140,7 @@ def test_a_workload_larger_than_the_cache_comes_up_from_both_tiers(
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_a_store_that_is_spoilt_changes_no_token(
+def test_a_store_with_changed_files_changes_no_token(
     qwen3: Checkpoint, prompts: list[list[int]], tmp_path: Path, when: str
 ) -> None:
     asked, expected = prompts[:NUM_PROMPTS], qwen3.expected.token_ids[:NUM_PROMPTS]
@@ -162,7 +162,7 @@ def test_a_store_that_is_spoilt_changes_no_token(
 SPEEDS = SwapSpeeds(Link(10**9), Link(10**9), Prefill(1_000))
 
 
-def test_from_where_on_victims_are_saved_comes_from_what_was_measured(qwen3: Checkpoint) -> None:
+def test_the_shortest_saved_victim_follows_from_measured_costs(qwen3: Checkpoint) -> None:
     def ask(**more: Any) -> int:
         return LLM(qwen3.folder, kv_store=HostStore(), **SMALL, **more).config.swap_min_tokens
 
@@ -185,7 +185,7 @@ def test_from_where_on_victims_are_saved_comes_from_what_was_measured(qwen3: Che
         ({"admission_high_blocks": 40}, "admission_high_blocks"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
+def test_impossible_tier_settings_are_rejected(
     qwen3: Checkpoint, more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SettingsError, match=message):

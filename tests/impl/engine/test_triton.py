@@ -1,4 +1,4 @@
-"""The engine on the Triton kernels: interpreted without a GPU, compiled with one."""
+"""The engine with the Triton kernels: interpreted without a GPU, compiled with one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if DEVICE == "cpu":
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_tokens_are_the_same_on_triton(
+def test_triton_kernels_generate_the_same_tokens(
     qwen3: Checkpoint, prompts: list[list[int]], num_drafts: int
 ) -> None:
-    """A prefill in chunks, a prefix hit, a decode, and drafts verified."""
+    """The run has a chunked prefill, a prefix hit, a decode, and verified drafts."""
     chosen = sorted(range(64), key=lambda row: len(prompts[row]))[:3]
     llm = LLM(
         qwen3.folder,

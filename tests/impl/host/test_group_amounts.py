@@ -1,5 +1,7 @@
-"""What a KV group holds at most, leaves and lacks: the compiled functions have the figures of the
-specification, kind by kind, wherever blocks, windows, chunks and drafts end."""
+"""Block counts of KV groups: compiled functions return the figures of the specification.
+
+All kinds are tried with all ends of blocks, windows, chunks and drafts.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,12 @@ CONFIGS = [
     replace(DRAFTS, max_num_batched_tokens=4, max_frames_in_flight=3, async_scheduling=True),
     replace(DRAFTS, max_num_batched_tokens=2, max_frames_in_flight=2, async_scheduling=True),
 ]
-"""Rows bounded by the budget or by the threshold; drafts in flight, or none, or cut by a row."""
+"""Rows limited by the budget or the threshold; with and without drafts in flight."""
 KINDS = (GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL, GroupKind.RECURRENT)
 
 
 def draw_groups(kind: GroupKind) -> Iterator[KVGroup]:
-    """Groups of one kind, of all small sizes."""
+    """Yield groups of one kind, of all small sizes."""
     for size in (1, 2, 3, 4):
         match kind:
             case GroupKind.SLIDING_WINDOW:
@@ -70,7 +72,7 @@ def list_table(state: Any) -> tuple[BlockId, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_group_holds_at_most_what_the_specification_charges(kind: GroupKind) -> None:
+def test_the_maximum_of_held_blocks_equals_the_specification(kind: GroupKind) -> None:
     for config, group in product(CONFIGS, draw_groups(kind)):
         groups = c.make_groups(replace(config, groups=(group,)))
         reach, doubt = kinds.compute_max_reach(config), kinds.compute_max_unverified(config)
@@ -80,12 +82,12 @@ def test_a_group_holds_at_most_what_the_specification_charges(kind: GroupKind) -
 
 
 WALKS = [[*range(row, 14, row)] for row in (1, 2, 3, 5)] + [[6, 4, 7, 5, 6, 11], [5, 1, 2, 9]]
-"""Ends of the rows of one request; one goes back where drafts were rejected."""
+"""Ends of the rows of one request; it decreases after rejected drafts."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_table_grows_as_in_the_specification(kind: GroupKind) -> None:
-    """Step by step, with and without slots for a proposer behind each."""
+def test_block_tables_grow_as_in_the_specification(kind: GroupKind) -> None:
+    """Each step is tried with and without lookahead slots."""
     functions = load_as_python().groups
     for group, walk, ahead in product(draw_groups(kind), WALKS, (0, 1)):
         state = make_state(group)
@@ -107,7 +109,7 @@ def test_a_table_grows_as_in_the_specification(kind: GroupKind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_group_leaves_what_the_specification_skips(kind: GroupKind) -> None:
+def test_skipped_blocks_equal_those_of_the_specification(kind: GroupKind) -> None:
     functions = load_as_python().groups
     for group, computed, in_doubt in product(draw_groups(kind), SLOTS, (0, 1, 2)):
         state, doubt = make_state(group), min(in_doubt, computed)

@@ -1,4 +1,4 @@
-"""The host engine where only it can fail: growth, leaks, copies, and life without numba."""
+"""The host engine: growth of arrays, leaks, copies, commits in arrays, and life without numba."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ from blockstep.spec.vocabulary import (
 )
 
 
-def test_numba_is_here_so_the_suite_tests_machine_code() -> None:
+def test_numba_is_installed_unless_turned_off() -> None:
     assert IS_COMPILED or "NUMBA_DISABLE_JIT" in os.environ
 
 
 @pytest.mark.parametrize(("preset", "depth"), [("tiny", 4), ("small", 4), ("small", 1)])
-def test_it_conforms(preset: str, depth: int) -> None:
+def test_the_host_engine_conforms(preset: str, depth: int) -> None:
     options = CheckOptions("host", preset=preset, seed=11, max_events=8_000, max_depth=depth)
     assert check(options).first is None
 
@@ -73,7 +73,7 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("way", WITHOUT)
-def test_it_conforms_without_numba(way: str) -> None:
+def test_the_host_engine_conforms_without_numba(way: str) -> None:
     code = f"""{WITHOUT[way]}
 from blockstep.conformance.search.check import CheckOptions, check
 from blockstep.impl.host import IS_COMPILED
@@ -112,11 +112,10 @@ VARIED: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("fields", VARIED, ids=["plain", "priority", "groups"])
-def test_it_grows_as_it_must_and_leaks_nothing(
+def test_arrays_grow_and_leak_nothing(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More requests, batch rows, nodes, extras and longer tables than fit at first; all
-    come back."""
+    """Requests, rows, nodes, extras and tables exceed their first sizes, and all are freed."""
     monkeypatch.setattr(state_of_engine, "TABLE_ENTRIES", 300)
     monkeypatch.setattr(state_of_engine, "TABLE_BLOCKS", 1)
     draw = random.Random(3)
@@ -189,7 +188,7 @@ def test_planted_mistakes_are_caught(name: str) -> None:
     assert played.first is not None
 
 
-def test_extras_that_no_request_needs_are_given_out_again() -> None:
+def test_unused_extras_are_reused() -> None:
     engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     for number in range(300):
         engine.apply(Submit(Request("a", (1, 2, 3), cache_salt=f"salt {number}")))
@@ -203,7 +202,7 @@ def pickle_and_back(engine: HostEngine) -> HostEngine:
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle_and_back])
-def test_a_copy_has_a_life_of_its_own(how: Callable[[HostEngine], HostEngine]) -> None:
+def test_a_copy_is_independent_of_the_original(how: Callable[[HostEngine], HostEngine]) -> None:
     engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     engine.apply(Submit(Request("a", (1, 2, 3), max_tokens=5)))
     plan = engine.schedule_arrays()
@@ -226,7 +225,7 @@ def test_each_row_of_a_request_begins_with_a_cache_line() -> None:
         assert rows.ctypes.data % LINE_BYTES == rows.strides[0] % LINE_BYTES == 0
 
 
-def test_places_of_a_state_are_those_of_its_arrays() -> None:
+def test_places_of_a_state_are_the_addresses_of_its_arrays() -> None:
     state = HostEngine(Config(num_blocks=4)).requests.state
     places = state.places
     assert state.places is places
@@ -236,7 +235,7 @@ def test_places_of_a_state_are_those_of_its_arrays() -> None:
         assert other.places[0] == other.scalars.ctypes.data != places[0]
 
 
-def test_requests_that_end_together_have_reasons_of_their_own() -> None:
+def test_requests_that_finish_together_have_their_own_reasons() -> None:
     engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     for name, request in {
         "a": Request("a", (1, 2, 3), stop_token_ids=(8, 9)),
@@ -262,7 +261,7 @@ def test_requests_that_end_together_have_reasons_of_their_own() -> None:
     assert after.request_ids == ["c"]
 
 
-def test_tokens_of_any_integer_type_and_layout_are_taken() -> None:
+def test_tokens_of_any_integer_type_and_layout_are_accepted() -> None:
     engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     for name in "ab":
         engine.apply(Submit(Request(name, (1, 2, 3), max_tokens=5)))
@@ -275,7 +274,7 @@ def test_tokens_of_any_integer_type_and_layout_are_taken() -> None:
     assert request.output_token_ids == (5, 7)
 
 
-def test_what_a_frame_keeps_cannot_be_written_to() -> None:
+def test_arrays_that_a_frame_keeps_are_read_only() -> None:
     engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     engine.apply(Submit(Request("a", (1, 2, 3), max_tokens=5)))
     plan = engine.schedule_arrays()
@@ -285,7 +284,7 @@ def test_what_a_frame_keeps_cannot_be_written_to() -> None:
             array[0] = 10**6
 
 
-def test_events_of_commits_in_arrays_are_kept_until_they_are_taken() -> None:
+def test_kv_events_of_commits_in_arrays_are_kept_until_read() -> None:
     config = Config(num_blocks=20, block_size=2, max_model_len=20, enable_kv_cache_events=True)
     engine, other = HostEngine(config), Oracle(config)
     expected: list[KVEvent] = []
@@ -305,7 +304,7 @@ def test_events_of_commits_in_arrays_are_kept_until_they_are_taken() -> None:
     assert engine.snapshot() == other.snapshot()
 
 
-def test_a_commit_in_arrays_is_held_to_grammars() -> None:
+def test_a_commit_in_arrays_is_checked_against_grammars() -> None:
     engine = HostEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
     grammar = Grammar((((5, 0),),))
     request = Request("a", (1, 2, 3), max_tokens=6, structured_output=True, grammar=grammar)
@@ -336,7 +335,7 @@ def test_labels_compare_like_ids(seed: int) -> None:
         assert len(set(known.values())) == len(known)
 
 
-def test_extras_are_those_of_the_specification() -> None:
+def test_extras_equal_those_of_the_specification() -> None:
     items = (MultiModalItem("p", 0, 3), MultiModalItem("q", 3, 4), MultiModalItem("p", 9, 1))
     tokens = tuple(range(12))
     request = Request(
@@ -358,8 +357,8 @@ def test_extras_are_those_of_the_specification() -> None:
     assert len(set(numbers)) == 6
 
 
-def test_branches_of_one_block_have_a_batch_row_each() -> None:
-    """More requests hold blocks than there are blocks, where branches share one."""
+def test_branches_that_share_one_block_have_their_own_batch_rows() -> None:
+    """More requests hold blocks than there are blocks."""
     config = Config(num_blocks=3, block_size=8, max_model_len=8, max_num_seqs=1, enable_forks=True)
     engine, other, draw = HostEngine(config), Oracle(config), random.Random(0)
     apply_alike(engine, other, Submit(Request("a", (1, 2, 3), max_tokens=4)))

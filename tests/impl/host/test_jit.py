@@ -1,4 +1,4 @@
-"""The first engine compiles, and says how far it is where that takes long; imports do not."""
+"""Compilation of the host engine: by the first engine, not on import, and with progress shown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAKE = "from blockstep.spec.vocabulary import Config\nHostEngine(Config(num_bloc
 
 
 class Named:
-    """A function that is compiled at once."""
+    """Stands in for a function, which compiles at once."""
 
     def __init__(self, is_interrupted: bool = False) -> None:
         self.signatures: list[object] = []
@@ -47,14 +47,14 @@ class Named:
 
 
 def make_entry(kind: str, is_interrupted: bool = False) -> jit.Entry:
-    """Return an entry that is compiled at once."""
+    """Return an entry whose function compiles at once."""
     entry = jit.Entry.__new__(jit.Entry)
     entry.kinds, entry.outer = (kind,), Named(is_interrupted)
     return entry
 
 
 @pytest.mark.parametrize("num_kept", [0, 1, 2])
-def test_progress_is_shown_unless_all_is_kept(
+def test_progress_is_shown_unless_all_functions_are_cached(
     num_kept: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -71,7 +71,7 @@ def test_progress_is_shown_unless_all_is_kept(
     assert [line for line in lines if "2 of 2 functions compiled" in line] == lines[2:]
 
 
-def test_an_interrupted_compilation_is_gone_on_with(
+def test_an_interrupted_compilation_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = [make_entry("int"), make_entry("bool", is_interrupted=True)]

@@ -1,4 +1,4 @@
-"""Sessions beside others: programs that went wrong once, against the specification."""
+"""Sessions with other features: programs that once diverged, compared with the specification."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def play(config: Config, *events: Event) -> None:
         assert engine.snapshot() == oracle.snapshot()
 
 
-def test_a_request_takes_no_more_from_sessions_than_its_window_lacks() -> None:
+def test_a_request_reclaims_only_the_blocks_that_its_window_lacks() -> None:
     groups = (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=3),)
     config = Config(num_blocks=6, block_size=2, max_num_batched_tokens=4, groups=groups)
     play(
@@ -51,7 +51,7 @@ def test_a_request_takes_no_more_from_sessions_than_its_window_lacks() -> None:
     )
 
 
-def test_blocks_of_resting_sessions_are_no_common_prefix() -> None:
+def test_blocks_of_idle_sessions_are_not_a_common_prefix() -> None:
     config = Config(num_blocks=20, block_size=2, max_model_len=16)
     play(
         config,
@@ -66,7 +66,7 @@ def test_blocks_of_resting_sessions_are_no_common_prefix() -> None:
 
 @pytest.mark.parametrize("between", [0, 1])
 def test_items_of_two_inputs_may_become_adjacent(between: int) -> None:
-    """The first input has room for two outputs, and may stop at the first, which is dropped."""
+    """The first input may stop at its first of two outputs, which is then dropped."""
     config = Config(
         num_blocks=20, block_size=1, max_model_len=64, enable_prefix_caching=False,
         spec_method=SpecMethod.EAGLE, num_speculative_tokens=1, encoder_compute_budget=4,

@@ -1,8 +1,8 @@
-"""Machine code and the same source as Python decide alike, and as the specification decides.
+"""Compiled code, the same source as Python, and the specification make the same decisions.
 
-Programs are drawn for each manager, and each of them uses the feature of the manager. A function
-that means one thing in machine code and another in Python (overflow, division, an array written
-beyond its end) or a manager that writes to an array unseen by machine code would show here.
+Programs are drawn for each manager and use its feature. A difference shows where machine code and
+Python differ (overflow, division, writes beyond an array), or where a manager writes to an array
+that compiled code does not see.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MANAGERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "cadence": (("cadence", "async"),),
     "rejections": (("hostile",),),
 }
-"""For each manager, features of programs that reach it."""
+"""Features of programs that reach each manager."""
 DRAWN = [(manager, number) for manager, drawn in MANAGERS.items() for number in range(len(drawn))]
 
 
@@ -43,7 +43,7 @@ def play(manager: str, number: int, num_events: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
-def test_each_manager_decides_alike_with_and_without_machine_code(manager: str) -> None:
+def test_each_manager_decides_alike_compiled_and_as_python(manager: str) -> None:
     for number in range(len(MANAGERS[manager])):
         play(manager, number, 80, seed=number)
 
@@ -58,5 +58,5 @@ def test_an_array_that_differs_is_noticed() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("manager", "number"), DRAWN)
-def test_each_manager_decides_alike_for_long(manager: str, number: int) -> None:
+def test_each_manager_decides_alike_in_long_runs(manager: str, number: int) -> None:
     play(manager, number, 10_000, seed=5)

@@ -1,4 +1,4 @@
-"""Without numba the engine runs as Python, says so once, and is not measured."""
+"""The host engine without numba: it runs as Python, warns once, and is not measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOW = "it runs as Python: pip install 'blockstep[compiled]'"
 
 
 @pytest.mark.parametrize("way", WITHOUT)
-def test_without_numba_it_warns_once_and_is_not_measured(way: str) -> None:
+def test_the_engine_warns_once_without_numba_and_is_not_measured(way: str) -> None:
     code = f"""{WITHOUT[way]}
 import warnings
 from blockstep.spec.vocabulary import Config
@@ -48,7 +48,7 @@ else:
 
 
 @pytest.mark.parametrize("command", ["scheduler", "profile"])
-def test_what_is_slow_is_not_measured(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_engine_is_not_measured(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostEngine, "slow_because", SLOW)
     with pytest.raises(UsageError, match=r"'host' is not measured: it runs as Python"):
         open_side("host", Config(num_blocks=8))

@@ -1,4 +1,4 @@
-"""Estimators: what they give follows from what tools have taken, by figures worked by hand."""
+"""Estimators of pin times: their estimates follow from tool times, by figures worked by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from blockstep.spec.vocabulary import (
 
 
 def take(rule: Estimator, job: str, tool: str | None, begin: int, ticks: int) -> int:
-    """A tool runs for so long; what was given as the turn before it ended."""
+    """Run a tool for `ticks`. Return the estimate given when the turn before it ended."""
     given = rule.end(TurnEnd(job, tool, num_tokens=400, num_blocks=25), begin)
     rule.arrive(job, begin + ticks)
     assert given.job_id == job
@@ -39,7 +39,7 @@ def take(rule: Estimator, job: str, tool: str | None, begin: int, ticks: int) ->
 # The rule of the seed.
 
 
-def test_a_job_is_kept_until_its_tools_take_longer_than_the_threshold() -> None:
+def test_a_job_is_pinned_while_its_mean_tool_time_is_below_the_threshold() -> None:
     rule = FixedRule(threshold=2_000)
     assert rule.arrive("j", 0) == PinEstimate("j", 2_000)
     assert take(rule, "j", "t", begin=100, ticks=1_000) == 2_000
@@ -50,14 +50,14 @@ def test_a_job_is_kept_until_its_tools_take_longer_than_the_threshold() -> None:
     assert take(rule, "k", "t", begin=20_000, ticks=1) == 0
 
 
-def test_a_mean_at_the_threshold_is_waited_for() -> None:
+def test_a_job_is_pinned_if_its_mean_is_at_the_threshold() -> None:
     rule = FixedRule(threshold=2_000, ttl=10_000)
     take(rule, "j", None, begin=0, ticks=2_000)
     assert take(rule, "j", None, begin=5_000, ticks=2_001) == 10_000
     assert take(rule, "j", None, begin=9_000, ticks=1) == 0
 
 
-def test_a_turn_that_comes_early_is_no_time_of_a_tool() -> None:
+def test_a_turn_that_arrives_early_is_not_a_tool_time() -> None:
     rule = FixedRule(threshold=2)
     rule.arrive("j", 0)
     rule.arrive("j", 50)
@@ -67,7 +67,7 @@ def test_a_turn_that_comes_early_is_no_time_of_a_tool() -> None:
     assert rule.end(TurnEnd("j"), 100) == PinEstimate("j", 2)
 
 
-def test_of_jobs_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_job_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimator, "MAX_JOBS", 2)
     rule = FixedRule(threshold=10)
     for job in "jkl":
@@ -89,20 +89,22 @@ def test_of_jobs_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
         (0, 0.1, 0, "what gains nothing does not wait"),
     ],
 )
-def test_the_best_time_is_the_one_with_the_most_gain_beside_its_cost(
+def test_the_best_time_has_the_largest_gain_minus_cost(
     gain: float, cost: float, best: int, why: str
 ) -> None:
-    """Of 100, 200, 300 and 1000 ticks. E[min(T, t)] is 100, 175, 225, 400 at these times."""
+    """E[min(T, t)] of 100, 200, 300 and 1000 ticks is 100, 175, 225, 400 at these times."""
     assert find_best_time([1_000, 200, 100, 300], gain, cost) == best, why
 
 
-def test_without_times_nothing_is_waited_for() -> None:
+def test_the_best_time_without_samples_is_0() -> None:
     assert find_best_time([], 9.0, 0.1) == 0
 
 
-def test_each_tool_has_times_of_its_own_and_an_unknown_one_those_of_all() -> None:
-    """A turn keeps a tenth of the pool, which costs a tenth of a tick, for 400 tokens at half a
-    tick: a gain of 200."""
+def test_a_tool_has_its_own_times_and_an_unknown_tool_those_of_all() -> None:
+    """A turn keeps a tenth of the pool, which costs a tenth of a tick per tick.
+
+    A hit of its 400 tokens gains 200 ticks, half a tick for each.
+    """
     rule = ToolTimes(250, ticks_per_token=0.5, unknown=77, longest=5_000, num_enough=2)
     assert rule.arrive("j", 0) == PinEstimate("j", 77)
     given = [
@@ -125,8 +127,8 @@ def test_each_tool_has_times_of_its_own_and_an_unknown_one_those_of_all() -> Non
     ]
 
 
-def test_what_next_turns_do_not_find_gains_nothing() -> None:
-    """Of 400 tokens 100 and 60 are found: a gain of 40 instead of 200, and 100 ticks cost 10."""
+def test_only_tokens_that_next_turns_hit_count_as_gain() -> None:
+    """Hits of 100 and 60 of 400 tokens gain 40 ticks instead of 200; 100 ticks cost 10."""
     rule = ToolTimes(250, ticks_per_token=0.5, num_enough=2)
     turn = TurnEnd("j", "t", num_tokens=400, num_blocks=25)
     given = []
@@ -140,22 +142,22 @@ def test_what_next_turns_do_not_find_gains_nothing() -> None:
 @pytest.mark.parametrize(
     ("num_found", "ttl"), [(400, 900), (200, 900), (100, 500), (1, 5), (0, 1), (None, 77)]
 )
-def test_a_turn_in_line_has_as_long_as_what_it_finds_is_worth(
+def test_the_estimate_of_a_waiting_turn_is_the_value_of_its_hit(
     num_found: int | None, ttl: int
 ) -> None:
-    """A tenth of the pool is worth ten ticks for each that the tokens take, a half for one."""
+    """Ten ticks of a tenth of the pool cost one tick; computing a token takes half a tick."""
     rule = ToolTimes(250, ticks_per_token=0.5, unknown=77, longest=900)
     rule.end(TurnEnd("j", "t", num_tokens=400, num_blocks=25), 0)
     assert rule.arrive("j", 10, num_found) == PinEstimate("j", ttl)
 
 
-def test_no_estimate_is_longer_than_the_longest() -> None:
+def test_no_estimate_exceeds_the_limit() -> None:
     rule = ToolTimes(10**6, ticks_per_token=9.0, longest=50, num_enough=1)
     take(rule, "j", "t", begin=0, ticks=1_000)
     assert take(rule, "j", "t", begin=2_000, ticks=1_000) == 50
 
 
-def test_old_times_and_further_tools_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_times_and_tools_beyond_the_limit_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimator, "MAX_TOOLS", 1)
     rule = ToolTimes(250, ticks_per_token=0.5, num_enough=1)
     for _ in range(estimator.MAX_TIMES):
@@ -168,8 +170,8 @@ def test_old_times_and_further_tools_are_left_out(monkeypatch: pytest.MonkeyPatc
     assert take(rule, "j", "new", begin=0, ticks=1) == 11  # of all together
 
 
-def test_what_is_answered_keeps_the_blocks_of_a_turn_that_waits() -> None:
-    """Through an engine: a pin outlasts the line, and ends with what was found at its end."""
+def test_a_new_estimate_keeps_the_pin_of_a_waiting_turn() -> None:
+    """The first pin would end at 50; the estimate for the waiting turn extends it."""
     rule = ToolTimes(8, ticks_per_token=50.0, unknown=40, longest=900)
     # Four tokens are worth 200 ticks, and a fourth of the pool for 800 costs as much.
     engine = HostEngine(Config(num_blocks=9, block_size=2, policy=Policy.CONTINUUM, max_num_seqs=1))

@@ -1,4 +1,4 @@
-"""Meter: samples are what happened, once each, at the times that the caller gave."""
+"""Meter: each sample is counted once, at the time that the caller gave."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ A = Request("A", (1, 2, 3, 4, 5), max_tokens=3)
 
 
 class Metered:
-    """An engine with a meter, and a clock that the test turns."""
+    """An engine with a meter and a clock that the test sets."""
 
     def __init__(self, config: Config = CONFIG) -> None:
         self.engine, self.meter = HostEngine(config), Meter(config)
@@ -77,7 +77,7 @@ class Metered:
         self.do(Commit(plan.frame_id, tuple(rows)), committed)
 
 
-def test_a_life_is_measured_from_its_own_times() -> None:
+def test_times_of_a_request_are_measured_from_its_own_events() -> None:
     metered = Metered()
     metered.do(Submit(A), 1.0)
     metered.step(2.0, 4.0)
@@ -102,7 +102,7 @@ def test_a_life_is_measured_from_its_own_times() -> None:
     assert metered.counted["request_success", "length"] == 1
 
 
-def test_hits_are_counted_apart_from_what_is_computed() -> None:
+def test_cached_and_computed_prompt_tokens_are_counted_separately() -> None:
     metered = Metered()
     for name in "AB":
         metered.do(Submit(replace(A, request_id=name, max_tokens=1)), 0.0)
@@ -114,7 +114,7 @@ def test_hits_are_counted_apart_from_what_is_computed() -> None:
     assert metered.counted["prefix_cache_hits", ""] == 4
 
 
-def test_gauges_show_the_state_and_why_requests_wait() -> None:
+def test_gauges_show_the_state_and_the_waiting_reasons() -> None:
     metered = Metered()
     for name in "ABC":
         metered.do(Submit(replace(A, request_id=name)), 0.0)
@@ -130,7 +130,7 @@ def test_gauges_show_the_state_and_why_requests_wait() -> None:
     assert metered.shown["kv_cache_usage_perc", ""] == 4 / 8  # B shares two blocks of A
 
 
-def test_usage_shows_what_pins_alone_hold() -> None:
+def test_pinned_blocks_that_no_request_holds_are_shown() -> None:
     metered = Metered(replace(CONFIG, policy=Policy.CONTINUUM))
     turn = replace(A, max_tokens=1, job_id="j")
     for name, job in (("A", "j"), ("B", "k")):
@@ -145,7 +145,7 @@ def test_usage_shows_what_pins_alone_hold() -> None:
     assert metered.shown["kv_cache_pinned_perc", ""] == 0
 
 
-def test_an_aborted_request_is_counted_without_times_that_were_not() -> None:
+def test_an_aborted_request_has_no_times_of_steps_it_did_not_reach() -> None:
     metered = Metered()
     metered.do(Submit(A), 0.0)
     metered.do(Abort(("A", "nobody")), 3.0)
@@ -154,7 +154,7 @@ def test_an_aborted_request_is_counted_without_times_that_were_not() -> None:
     assert "request_queue_time_seconds" not in metered.seen
 
 
-def test_reasons_are_computed_when_they_are_asked_for() -> None:
+def test_waiting_reasons_are_computed_on_demand() -> None:
     metered = Metered(replace(CONFIG, groups=(KVGroup(GroupKind.FULL, 2),)))
     metered.do(Submit(A), 0.0)
     assert metered.shown["num_requests_waiting", ""] == 1
@@ -167,7 +167,7 @@ def test_reasons_are_computed_when_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_a_store_brings_is_counted_apart(is_async: bool) -> None:
+def test_externally_cached_tokens_are_counted_separately(is_async: bool) -> None:
     metered = Metered(replace(CONFIG, kv_connector=True, num_blocks=12))
     metered.do(
         Submit(replace(A, request_id="first", prompt_token_ids=(1, 2, 9), max_tokens=1)), 0.0
@@ -187,7 +187,7 @@ def test_what_a_store_brings_is_counted_apart(is_async: bool) -> None:
     assert metered.counted["prompt_tokens_cached", ""] == 4
 
 
-def test_what_never_came_is_no_transfer() -> None:
+def test_a_failed_load_is_not_counted_as_transferred() -> None:
     policy = KVLoadFailurePolicy.RECOMPUTE
     metered = Metered(
         replace(CONFIG, kv_connector=True, num_blocks=12, kv_load_failure_policy=policy)
@@ -230,7 +230,7 @@ def test_a_session_is_counted_when_it_ends() -> None:
     assert metered.meter.explain(metered.engine.snapshot())[0].value == 0
 
 
-def test_a_branch_is_a_request_of_its_own_and_its_prompt_counts_with_its_parent() -> None:
+def test_a_branch_counts_as_a_request_without_prompt_tokens() -> None:
     metered = Metered(replace(CONFIG, enable_forks=True))
     metered.do(Submit(A), 1.0)
     metered.step(2.0, 3.0)
@@ -248,7 +248,7 @@ def test_a_branch_is_a_request_of_its_own_and_its_prompt_counts_with_its_parent(
     assert sorted(metered.seen["request_generation_tokens"]) == [2.0, 3.0]
 
 
-def test_prometheus_shows_them_under_the_names_of_the_release() -> None:
+def test_prometheus_exports_samples_under_vllm_names() -> None:
     client: Any = pytest.importorskip("prometheus_client")
     export: Any = pytest.importorskip("blockstep.impl.serving.export")
     registry = client.CollectorRegistry()

@@ -1,4 +1,4 @@
-"""Sockets: batches over ZeroMQ, and a consumer that lost some."""
+"""Sockets: batches of KV events over ZeroMQ, and recovery of a consumer that lost some."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sockets: Any = pytest.importorskip("blockstep.impl.serving.sockets")
 
 @pytest.fixture
 def places(tmp_path: Path) -> tuple[str, str]:
-    """Where the stream is, and where one asks."""
+    """Return the addresses of the stream and of the replay endpoint."""
     return f"ipc://{tmp_path}/stream", f"ipc://{tmp_path}/replay"
 
 
@@ -53,7 +53,7 @@ BATCHES = [
 
 
 def follow(subscriber: Any, count: int) -> None:
-    """Wait until so many batches have come in."""
+    """Wait until `count` batches have arrived."""
     seen, end = 0, time.monotonic() + 5
     while seen < count and time.monotonic() < end:
         seen += subscriber.poll(0.2)
@@ -61,7 +61,10 @@ def follow(subscriber: Any, count: int) -> None:
 
 
 def connected(subscriber: Any, publisher: Any) -> None:
-    """A stream has no welcome: wait until what is sent arrives, and begin with a snapshot."""
+    """Connect a subscriber.
+
+    A stream sends no greeting, so wait until a batch arrives and begin with a snapshot.
+    """
     end = time.monotonic() + 5
     while time.monotonic() < end:
         publisher.publish(batch(store(1)))
@@ -75,7 +78,7 @@ def connected(subscriber: Any, publisher: Any) -> None:
 
 
 def wait(publisher: Any) -> bool:
-    """Answer whoever asks within a second."""
+    """Answer the first query within a second. Return whether there was one."""
     end = time.monotonic() + 1
     while time.monotonic() < end:
         if publisher.answer(0.0):
@@ -84,14 +87,14 @@ def wait(publisher: Any) -> bool:
     return False
 
 
-def test_batches_arrive_and_a_loss_is_healed(places: tuple[str, str]) -> None:
+def test_batches_arrive_and_a_lost_one_is_replayed(places: tuple[str, str]) -> None:
     with sockets.Publisher(*places) as publisher, sockets.Subscriber(*places) as subscriber:
         connected(subscriber, publisher)
         before = subscriber.mirror.list_findable()
         publisher.publish(BATCHES[0])
         follow(subscriber, 1)
         assert subscriber.mirror.count(2) == 1
-        publisher.journal.append(BATCHES[1])  # lost on its way
+        publisher.journal.append(BATCHES[1])  # it is not sent
         publisher.publish(BATCHES[2])
         follow(subscriber, 1)
         assert not subscriber.mirror.is_whole
@@ -102,7 +105,7 @@ def test_batches_arrive_and_a_loss_is_healed(places: tuple[str, str]) -> None:
         assert subscriber.mirror.list_findable() == {1: before[1] + 1, 2: 1, 3: 1}
 
 
-def test_a_subscriber_too_late_for_what_is_kept_begins_with_a_snapshot(
+def test_a_late_subscriber_begins_with_a_snapshot(
     places: tuple[str, str],
 ) -> None:
     with sockets.Publisher(*places, num_kept=2) as publisher:
@@ -119,8 +122,10 @@ def test_a_subscriber_too_late_for_what_is_kept_begins_with_a_snapshot(
 
 
 @pytest.mark.parametrize("form", list(Form))
-def test_an_answer_has_a_topic_where_events_are_maps(places: tuple[str, str], form: Form) -> None:
-    """As its release has it, in both."""
+def test_replay_answers_have_a_topic_if_events_are_maps(
+    places: tuple[str, str], form: Form
+) -> None:
+    """Both forms are those of the release that writes them."""
     topic, payload = ([], BATCHES[0]) if form is Form.ARRAYS else ([b"kv"], batch(to_map(store(1))))
     client = zmq.Context.instance().socket(zmq.DEALER)
     try:
@@ -140,15 +145,15 @@ def test_an_answer_has_a_topic_where_events_are_maps(places: tuple[str, str], fo
         client.close(linger=0)
 
 
-def test_no_publisher_answers(places: tuple[str, str]) -> None:
+def test_a_query_without_a_publisher_times_out(places: tuple[str, str]) -> None:
     with sockets.Subscriber(*places, timeout_s=0.05) as subscriber:
         subscriber.ask_for_missing()
         with pytest.raises(TimeoutError, match="replay endpoint"):
             subscriber.heal()
 
 
-def test_the_publisher_of_the_release_is_followed(places: tuple[str, str]) -> None:
-    """Live, and what was lost by asking again: its own publisher, unmodified."""
+def test_a_subscriber_follows_the_publisher_of_a_release(places: tuple[str, str]) -> None:
+    """The unmodified publisher of vLLM sends live batches and replays lost ones."""
     release = pytest.importorskip("vllm.distributed.kv_events")
     theirs = release.ZmqEventPublisher(0, *places)
     stored = {"block_size": 1, "lora_id": None, "medium": "GPU", "lora_name": None}
@@ -163,7 +168,7 @@ def test_the_publisher_of_the_release_is_followed(places: tuple[str, str]) -> No
     try:
         for name in range(5):
             publish(name)
-        time.sleep(0.5)  # nobody listens yet
+        time.sleep(0.5)  # no subscriber listens yet
         with sockets.Subscriber(*places, timeout_s=5) as subscriber:
             end = time.monotonic() + 5
             while not subscriber.poll(0.2) and time.monotonic() < end:
@@ -177,8 +182,8 @@ def test_the_publisher_of_the_release_is_followed(places: tuple[str, str]) -> No
         theirs.shutdown()
 
 
-def test_what_we_publish_is_read_as_the_release_reads_it(places: tuple[str, str]) -> None:
-    """By its own classes, and the frames that its subscribers take apart."""
+def test_a_release_can_read_our_stream(places: tuple[str, str]) -> None:
+    """The frames are split as its subscribers do, and decoded with its own classes."""
     release = pytest.importorskip("vllm.distributed.kv_events")
     is_array = release.BlockRemoved.__struct_config__.array_like
     sent = BATCHES[0] if is_array else batch(to_map(store(1, 2)))

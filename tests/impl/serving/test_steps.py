@@ -1,4 +1,4 @@
-"""Steps: records of a plan say what was before it, what was found, and what was decided."""
+"""Step traces: records of the state before a plan, of prefix hits, and of the decision."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ B = Request("B", (1, 2, 3, 4, 6, 7), max_tokens=2)
 
 
 class Traced:
-    """An engine, and all records of its steps."""
+    """An engine and all records of its steps."""
 
     def __init__(self, config: Config = CONFIG) -> None:
         self.engine, self.trace = HostEngine(config), StepTrace(config, "shelf")
         self.records: list[StepRecord] = []
 
     def do(self, *events: Event) -> list[StepRecord]:
-        """The records of some events."""
+        """Return the records of some events."""
         records: list[StepRecord] = []
         for event in events:
             before = self.engine.snapshot()
@@ -61,7 +61,7 @@ class Traced:
         return self.do(Commit(self.plan.frame_id, tuple(rows)))
 
 
-def test_a_step_is_traced_by_what_was_before_found_and_decided() -> None:
+def test_a_step_has_records_of_state_hits_and_decision() -> None:
     traced = Traced()
     assert traced.do(Submit(A)) == []
     seen, hit, decision = traced.do(Schedule())
@@ -81,7 +81,7 @@ def test_a_step_is_traced_by_what_was_before_found_and_decided() -> None:
 
 
 def begin_branch() -> Traced:
-    """A has an output, and a branch of it waits."""
+    """Return a trace where A has an output and a branch of A waits."""
     traced = Traced(replace(CONFIG, num_blocks=9, enable_forks=True))
     traced.do(Submit(A), Schedule())
     traced.answer()
@@ -89,7 +89,7 @@ def begin_branch() -> Traced:
     return traced
 
 
-def test_a_branch_goes_on_behind_what_it_shares_which_is_no_hit() -> None:
+def test_blocks_that_a_branch_shares_are_not_traced_as_a_hit() -> None:
     seen, decision = begin_branch().do(Schedule())
     assert isinstance(seen, StepSnapshot)
     assert seen.waiting == ["C"]
@@ -97,7 +97,7 @@ def test_a_branch_goes_on_behind_what_it_shares_which_is_no_hit() -> None:
     assert decision.scheduled_new_req_ids == ["C"]
 
 
-def test_a_branch_that_has_lost_what_it_shared_is_traced_like_others() -> None:
+def test_a_branch_without_shared_blocks_is_traced_like_others() -> None:
     traced = begin_branch()
     traced.do(Reset(reset_running_requests=True))
     hits = [one for one in traced.do(Schedule()) if isinstance(one, PrefixCacheEvent)]
@@ -107,7 +107,7 @@ def test_a_branch_that_has_lost_what_it_shared_is_traced_like_others() -> None:
     ]
 
 
-def test_a_hit_is_traced_of_admitted_and_not_of_running_requests() -> None:
+def test_hits_are_traced_of_admitted_requests_only() -> None:
     traced = Traced()
     traced.do(Submit(A), Schedule())
     assert traced.answer() == []
@@ -120,7 +120,7 @@ def test_a_hit_is_traced_of_admitted_and_not_of_running_requests() -> None:
     assert decision == StepDecision(1, ["B"], [], ["A"], [], {"A": 1, "B": 2}, 3)
 
 
-def test_a_resumed_request_brings_its_outputs() -> None:
+def test_outputs_of_a_resumed_request_count_in_its_hit_record() -> None:
     traced = Traced(Config(num_blocks=6, block_size=2, max_num_seqs=2, max_num_batched_tokens=12))
     first = Request("A", (1, 2, 3, 4), max_tokens=6)
     traced.do(Submit(first), Submit(Request("B", (5, 6, 7), max_tokens=6)), Schedule())
@@ -139,7 +139,7 @@ def test_a_resumed_request_brings_its_outputs() -> None:
     assert decision.scheduled_resumed_req_ids == ["B"]
 
 
-def test_a_load_is_traced_with_its_store_also_of_a_parked_request() -> None:
+def test_synchronous_and_asynchronous_loads_are_traced_with_the_store() -> None:
     config = Config(num_blocks=9, block_size=2, kv_connector=True)
     traced = Traced(config)
     traced.do(Submit(A), KVOffer("A", 4), Submit(B), KVOffer("B", 4, is_async=True))
@@ -152,13 +152,13 @@ def test_a_load_is_traced_with_its_store_also_of_a_parked_request() -> None:
     assert decision.scheduled_new_req_ids == ["A"]
 
 
-def test_what_is_refused_is_no_step() -> None:
+def test_a_rejected_schedule_has_no_record() -> None:
     traced = Traced()
     traced.do(Submit(A), Schedule())
     assert traced.do(Schedule()) == []
 
 
-def test_lines_are_read_back_and_conform(tmp_path: Path) -> None:
+def test_written_records_are_read_back_and_conform(tmp_path: Path) -> None:
     traced = Traced()
     traced.do(Submit(A), Submit(B), Schedule())
     for _ in range(4):

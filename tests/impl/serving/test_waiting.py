@@ -1,4 +1,4 @@
-"""Waiting: the reason that is told of a request is the one that keeps it from running."""
+"""Waiting reasons: the reported reason is the one that keeps a request from running."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ AHEAD = {"async_scheduling": True, "max_frames_in_flight": 2}
 
 
 class Run:
-    """An engine, and what its clients have asked of it."""
+    """An engine, and the requests of its clients."""
 
     def __init__(self, config: Config = CONFIG) -> None:
         self.config = config
@@ -84,7 +84,7 @@ class Run:
         }
 
 
-def test_a_request_with_room_is_next_and_others_are_behind() -> None:
+def test_the_first_request_that_fits_is_next_and_others_are_behind() -> None:
     run = Run()
     run.submit("A", 1, 2, 3)
     run.submit("B", 1, 2, 3)
@@ -94,7 +94,7 @@ def test_a_request_with_room_is_next_and_others_are_behind() -> None:
     assert run.why() == {"C": "seats"}
 
 
-def test_a_pause_holds_all() -> None:
+def test_all_requests_are_paused_during_a_pause() -> None:
     run = Run()
     run.submit("A", 1, structured_output=True)
     run.submit("B", 1)
@@ -103,7 +103,7 @@ def test_a_pause_holds_all() -> None:
     assert run.why() == {"A": "paused", "B": "paused"}
 
 
-def test_while_blocks_are_short_no_request_is_admitted() -> None:
+def test_the_reason_is_closed_while_admission_is_closed() -> None:
     run = Run(replace(CONFIG, admission_low_blocks=3, admission_high_blocks=6))
     run.submit("A", *range(11), max_tokens=2)
     run.schedule()
@@ -116,7 +116,7 @@ def test_while_blocks_are_short_no_request_is_admitted() -> None:
     assert run.schedule().new
 
 
-def test_others_wait_behind_a_warm_request_and_pins_give_way_to_one_without_room() -> None:
+def test_a_request_with_a_pin_is_next_and_others_reclaim_pins() -> None:
     run = Run(replace(CONFIG, policy=Policy.CONTINUUM, max_num_seqs=1))
     run.submit("A", *range(9), max_tokens=1, job_id="j")
     run.engine.apply(PinEstimate("j", 4))
@@ -141,14 +141,14 @@ def test_others_wait_behind_a_warm_request_and_pins_give_way_to_one_without_room
     assert run.why() == {"E": "next"}
 
 
-def test_a_grammar_that_is_ready_is_no_reason() -> None:
+def test_a_request_with_a_compiled_grammar_is_next() -> None:
     run = Run()
     run.submit("A", 1, structured_output=True)
     run.engine.apply(GrammarReady("A"))
     assert run.why() == {"A": "next"}
 
 
-def test_blocks_lack_for_a_chunk_or_for_the_whole() -> None:
+def test_blocks_are_short_for_the_prompt_or_for_its_first_chunk() -> None:
     run = Run(replace(CONFIG, max_num_batched_tokens=4))
     run.submit("A", *range(11))
     for _ in range(3):
@@ -166,7 +166,7 @@ def test_blocks_lack_for_a_chunk_or_for_the_whole() -> None:
     assert tight.why() == {"B": "capacity"}
 
 
-def test_a_hit_that_others_hold_needs_no_room() -> None:
+def test_blocks_of_a_hit_that_others_hold_need_no_free_blocks() -> None:
     run = Run(replace(CONFIG, num_blocks=8))
     run.submit("A", *range(11))
     run.schedule()
@@ -177,7 +177,7 @@ def test_a_hit_that_others_hold_needs_no_room() -> None:
     assert run.why() == {"B": "capacity"}
 
 
-def test_an_adapter_is_one_too_many() -> None:
+def test_a_request_waits_for_a_lora_slot() -> None:
     run = Run(replace(CONFIG, max_loras=1, max_num_seqs=4))
     run.submit("A", 1, adapter="x")
     run.schedule()
@@ -186,7 +186,7 @@ def test_an_adapter_is_one_too_many() -> None:
     assert run.why() == {"B": "adapter", "C": "next"}
 
 
-def test_a_session_rests_until_input_comes() -> None:
+def test_an_idle_session_waits_for_input() -> None:
     run = Run()
     run.submit("A", 1, 2, 3, max_tokens=1, resumable=True)
     run.schedule()
@@ -219,7 +219,7 @@ STORE: Any = {
 }
 
 
-def test_a_load_that_is_under_way_is_waited_for() -> None:
+def test_a_request_waits_for_its_offer_and_its_load() -> None:
     run = Run(replace(CONFIG, **STORE))
     run.submit("A", *range(7))
     run.engine.apply(KVOffer("A", None))
@@ -227,7 +227,7 @@ def test_a_load_that_is_under_way_is_waited_for() -> None:
     run.submit("B", 1)
     assert run.why() == {"A": "store", "B": "next"}
     run.requests["A"] = replace(run.requests["A"], skip_reading_prefix_cache=True)
-    assert run.why() == {"A": "next", "B": "behind"}  # A skips the cache, and so the store
+    assert run.why() == {"A": "next", "B": "behind"}  # A skips the prefix cache and the store
     del run.requests["A"]
     run.submit("A", *range(7))
     run.engine.apply(KVOffer("A", 6, is_async=True))
@@ -238,7 +238,7 @@ def test_a_load_that_is_under_way_is_waited_for() -> None:
     assert run.why() == {"A": "next"}
 
 
-def test_a_request_loaded_nothing_asks_anew_with_the_room_that_it_gives_back() -> None:
+def test_a_request_after_a_failed_load_waits_for_a_new_offer() -> None:
     run = Run(replace(CONFIG, num_blocks=7, **STORE))
     run.submit("A", *range(9))
     run.engine.apply(KVOffer("A", 8, is_async=True))
@@ -261,7 +261,7 @@ def test_a_request_loaded_nothing_asks_anew_with_the_room_that_it_gives_back() -
         (4, False, "next"),
     ],
 )
-def test_what_is_loaded_needs_room_as_what_is_computed(
+def test_loaded_tokens_need_blocks_like_computed_ones(
     num_tokens: int, is_async: bool, reason: str
 ) -> None:
     tight = {"num_blocks": 7, "scheduler_reserve_full_isl": False, "max_num_batched_tokens": 2}
@@ -275,7 +275,7 @@ def test_what_is_loaded_needs_room_as_what_is_computed(
     assert run.why() == {"B": reason}
 
 
-def test_free_blocks_are_kept_for_running_requests_only() -> None:
+def test_the_watermark_applies_only_while_a_request_runs() -> None:
     run = Run(replace(CONFIG, num_blocks=7, watermark_blocks=3))
     run.submit("A", 1, 2, 3, 4)
     assert run.why() == {"A": "next"}, "A takes two of six blocks, and no request runs"
@@ -288,7 +288,7 @@ def test_free_blocks_are_kept_for_running_requests_only() -> None:
 
 
 @pytest.mark.parametrize(("num_free", "reason"), [(0, "capacity"), (1, "next")])
-def test_a_branch_needs_room_for_a_copy_of_what_it_shares(num_free: int, reason: str) -> None:
+def test_a_branch_needs_a_block_for_copy_on_write(num_free: int, reason: str) -> None:
     run = Run(replace(CONFIG, num_blocks=3 + num_free, enable_forks=True))
     run.submit("A", 1, 2, 3, max_tokens=2)
     run.schedule()
@@ -303,7 +303,7 @@ WINDOWS = (
     KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=4),
 )
 SHARED = {"max_num_batched_tokens": 8, "long_prefill_token_threshold": 2}
-"""Tokens of a step such that those who run leave enough for the next chunk of another one."""
+"""Limits by which running requests leave enough budget for a chunk of another request."""
 WORLDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "groups": {"groups": WINDOWS, "num_blocks": 19},
@@ -323,7 +323,7 @@ WORLDS: dict[str, dict[str, Any]] = {
 
 
 class Storm:
-    """Requests, sessions and a store at random."""
+    """Random requests, sessions and offers of a store."""
 
     def __init__(self, draw: random.Random, world: str) -> None:
         blocks = WORLDS[world].get("num_blocks", 9)
@@ -348,7 +348,7 @@ class Storm:
         self.seen = Counter[str]()
 
     def apply(self, event: Event) -> Observation:
-        """Beside a meter, which remembers what sessions become."""
+        """Apply an event and show it to a meter, which keeps the request of each session."""
         engine = self.run.engine
         before = engine.snapshot()
         answer = engine.apply(event)
@@ -357,7 +357,7 @@ class Storm:
         return answer
 
     def act(self, number: int) -> None:
-        """What clients and the store do between two steps."""
+        """Apply random events of clients and the store, as they occur between two steps."""
         draw, live = self.draw, sorted(self.run.requests)
         prompt = tuple(draw.choice((1, 2)) for _ in range(draw.randint(1, 9)))
         is_session = draw.random() < 0.3
@@ -398,7 +398,7 @@ class Storm:
                 self.apply(TransfersReported(KVTransfers(come, (), invalid)))
 
     def step(self) -> None:
-        """A plan or a commit; before a plan it is known who may be in it."""
+        """Plan or commit a step; before a plan, compute which requests it may schedule."""
         run, draw = self.run, self.draw
         if len(run.plans) == run.config.max_frames_in_flight or draw.random() < 0.3:
             if run.plans:
@@ -416,13 +416,13 @@ class Storm:
         held = {r.request_id: len(r.block_tables[0]) for r in before.requests}
         has_given = any(len(r.block_tables[0]) < held[r.request_id] for r in after.requests)
         config, is_idle = run.config, not before.running
-        # Who runs publishes blocks in this very step, and leaves those behind its window.
+        # A running request may publish blocks and free skipped ones in the same step.
         may_make_room = not is_idle and (config.enable_prefix_caching or config.groups)
         has_room = bool(may_make_room) or has_given
         self.check(why, given, is_idle, has_room)
 
     def commit(self) -> None:
-        """The oldest plan is answered."""
+        """Commit the oldest plan."""
         run, token = self.run, self.draw.choice((1, 2))
         oldest = run.plans.pop(0)
         drafts = run.engine.frames[oldest.frame_id].build_rows()
@@ -430,7 +430,7 @@ class Storm:
         self.apply(Commit(oldest.frame_id, tuple(rows)))
 
     def fork(self, parent: str, child: str) -> None:
-        """No plan may name the parent."""
+        """Fork a request after committing all plans, since none may name the parent."""
         while self.run.plans:
             self.commit()
         outputs = self.draw.choice(((), (1,), (2,)))
@@ -439,7 +439,10 @@ class Storm:
     def check(
         self, why: dict[RequestId, str], given: set[RequestId], is_idle: bool, has_room: bool
     ) -> None:
-        """Nobody but the next and who is behind goes, unless there is room by now."""
+        """Check that a plan admits only requests that were next or behind.
+
+        Others may be admitted if blocks were freed in the same step.
+        """
         self.seen.update(why.values())
         may_go = {"next", "behind"} | ({"capacity", "gate"} if has_room else set())
         assert {why[name] for name in given} <= may_go
@@ -448,7 +451,7 @@ class Storm:
             assert first in given
 
     def check_requests(self) -> None:
-        """The meter knows what each session has become."""
+        """Check that the meter knows the current request of each session."""
         table = self.run.engine.requests
         for name, request in self.run.requests.items():
             assert request == table.requests[table.slot_of[name]]
@@ -458,8 +461,8 @@ class Storm:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 12))]
 )
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_waiting_request_is_admitted_exactly_if_it_is_next(world: str, seed: int) -> None:
-    """Under both policies, with plans in flight, several groups, sessions and a store."""
+def test_a_waiting_request_is_admitted_if_and_only_if_it_is_next(world: str, seed: int) -> None:
+    """Both policies, plans in flight, several groups, sessions and a store are drawn."""
     storm = Storm(random.Random(f"{world} {seed}"), world)
     for number in range(200):
         storm.act(number)

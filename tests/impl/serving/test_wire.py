@@ -1,4 +1,4 @@
-"""Wire: what an engine tells of blocks, in vLLM's bytes, and whoever reads it."""
+"""Wire format: KV events in the bytes of vLLM, and mirrors that rebuild the cache from them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EVENTS: tuple[KVEvent, ...] = (
 
 
 def by_index(key: BlockKey) -> bytes:
-    """A digest that says where a block is."""
+    """Return a digest that contains the index of the block."""
     return bytes(24) + bytes([255, 1, 2, 3, 4, 5, 6, key.index])
 
 
@@ -73,8 +73,8 @@ def write_events(*, is_short: bool = True, form: Form = Form.ARRAYS) -> bytes:
     return WireWriter(by_index, is_short=is_short, **more).write(EVENTS, 1.5)
 
 
-def test_bytes_are_those_of_the_release() -> None:
-    """Made by `vllm.distributed.kv_events` of 0.19.1 and 0.33.0 from the same fields."""
+def test_bytes_equal_those_of_releases() -> None:
+    """The expected bytes were written by `vllm.distributed.kv_events` of 0.19.1 and 0.33.0."""
     assert write_events().hex() == SHORT
     assert write_events(is_short=False).hex() == LONG
     assert write_events(form=Form.MAPS).hex() == SHORT_MAPS
@@ -131,10 +131,10 @@ LONG_MAPS = (
 
 
 @pytest.mark.parametrize("is_short", [True, False])
-def test_the_release_writes_the_same(is_short: bool) -> None:
+def test_the_installed_release_writes_the_same_bytes(is_short: bool) -> None:
     release = pytest.importorskip("vllm.distributed.kv_events")
     if "extra_keys" not in release.BlockStored.__struct_fields__:
-        pytest.skip("this release does not say what is hashed with a block")
+        pytest.skip("this release has no extra keys in its events")
     form = get_form(release)
     kind = {"kv_cache_spec_kind": "full_attention"} if form is Form.MAPS else {}
     group = {"group_idx": 0} if form is Form.MAPS else {}
@@ -169,12 +169,12 @@ def test_the_release_writes_the_same(is_short: bool) -> None:
 
 
 def get_form(release: Any) -> Form:
-    """How this release writes events."""
+    """Return the form in which this release writes events."""
     is_array = release.BlockRemoved.__struct_config__.array_like
     return Form.ARRAYS if is_array else Form.MAPS
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_written_events_are_read_back() -> None:
     batch = read_batch(write_events())
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
     assert [type(event) for event in batch.events] == [Stored, Stored, Removed, Cleared]
@@ -184,16 +184,16 @@ def test_what_is_written_is_read_back() -> None:
     assert write_batch(named) == write_events(form=Form.MAPS)
 
 
-def test_fields_that_an_old_release_lacks_in_an_array_have_defaults() -> None:
-    """vLLM 0.11.0 and 0.12.0 write neither the name of the adapter nor what is hashed."""
+def test_missing_fields_of_old_releases_have_defaults() -> None:
+    """vLLM 0.11.0 and 0.12.0 write neither the adapter's name nor the extra keys."""
     batch = read_batch(
         msgspec.msgpack.encode([0.0, [["BlockStored", [1], None, [7], 1, None, "GPU"]]])
     )
     assert batch.events == [Stored([1], None, [7], 1, None, "GPU", None)]
 
 
-def test_fields_that_a_release_adds_to_an_array_are_passed_over() -> None:
-    """As vLLM 0.22.1 does, which tells groups behind all else."""
+def test_additional_fields_of_an_array_are_ignored() -> None:
+    """vLLM 0.22.1 appends the group and its kind."""
     stored = ["BlockStored", [1], None, [7], 1, None, "GPU", None, None, 0, "full_attention", None]
     removed = ["BlockRemoved", [1], "GPU", 0]
     batch = read_batch(msgspec.msgpack.encode([0.0, [stored, removed], 0]))
@@ -216,7 +216,7 @@ def test_fields_that_a_release_adds_to_an_array_are_passed_over() -> None:
     ids=lambda given: str(given.kind) if isinstance(given, KVGroup) else None,
 )
 def test_a_map_has_the_group_of_its_blocks(group: KVGroup, kind: str, window: int | None) -> None:
-    """By number, with its kind in the release's word; nothing of the kind where it is not given."""
+    """The event has the number of its group, and the kind in vLLM's word if groups are given."""
     stored = BlockStored((BlockKey(None, (1, 2)).in_group(1),), None, (1, 2), 2)
     removed = BlockRemoved(stored.keys)
     for groups, expected in (((group, group), (kind, window)), ((), (None, None))):
@@ -228,10 +228,10 @@ def test_a_map_has_the_group_of_its_blocks(group: KVGroup, kind: str, window: in
         assert first.group_idx == last.group_idx == 1
 
 
-def test_the_words_for_kinds_are_those_of_the_release() -> None:
+def test_words_for_kinds_equal_those_of_the_release() -> None:
     release = pytest.importorskip("vllm.v1.kv_cache_interface")
     if not hasattr(release, "KVCacheSpecKind"):
-        pytest.skip("this release does not tell kinds")
+        pytest.skip("this release has no kinds in its events")
     words = {kind.value for kind in release.KVCacheSpecKind}
     stored = BlockStored((BlockKey(None, (1, 2)),), None, (1, 2), 2)
     for kind in GroupKind:
@@ -241,7 +241,7 @@ def test_the_words_for_kinds_are_those_of_the_release() -> None:
         assert event.kv_cache_spec_kind in words
 
 
-def test_extra_keys_are_of_each_block_and_none_where_nothing_is_beside_its_tokens() -> None:
+def test_extra_keys_are_per_block_and_none_without_extras() -> None:
     assert get_extra_keys(BlockKey(None, (1, 2)), 2) is None
     assert get_extra_keys(SECOND, 2) == ("x",)
     assert get_extra_keys(SECOND, 4) == ("x", ("cat", -1), "s")
@@ -266,7 +266,7 @@ def test_different_keys_have_different_digests() -> None:
 def run_engine(
     seed: int, num_steps: int = 60, form: Form = Form.ARRAYS, groups: tuple[KVGroup, ...] = ()
 ) -> list[tuple[bytes, dict[BlockHash, int]]]:
-    """Batches of an engine that is short of blocks, and what is findable behind each."""
+    """Return batches of an engine short of blocks, each with the blocks cached after it."""
     draw, writer, count = random.Random(seed), WireWriter(form=form), 0
     config = Config(
         num_blocks=9 if not groups else 19,
@@ -306,7 +306,7 @@ def run_engine(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_mirror_knows_what_is_findable_behind_each_batch(seed: int) -> None:
+def test_a_mirror_has_the_cached_blocks_after_each_batch(seed: int) -> None:
     mirror, batches = Mirror(), run_engine(seed, form=[Form.ARRAYS, Form.MAPS][seed % 2])
     assert any(max(findable.values(), default=0) > 1 for _, findable in batches) or seed
     for seq, (payload, findable) in enumerate(batches):
@@ -315,8 +315,8 @@ def test_a_mirror_knows_what_is_findable_behind_each_batch(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_a_consumer_of_the_release_knows_what_is_findable(num_groups: int) -> None:
-    """Written with the release's own classes, and with nothing of ours: names, and their copies."""
+def test_a_consumer_with_classes_of_the_release_has_the_cached_blocks(num_groups: int) -> None:
+    """The consumer counts block hashes with vLLM's classes and uses no code of ours."""
     release = pytest.importorskip("vllm.distributed.kv_events")
     groups = (KVGroup(GroupKind.FULL, 2), KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=4))
     found, decoder = Counter[Any](), msgspec.msgpack.Decoder(type=release.KVEventBatch)
@@ -340,10 +340,10 @@ def test_a_consumer_of_the_release_knows_what_is_findable(num_groups: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_mirror_that_lost_batches_holds_nothing_until_it_has_them(seed: int) -> None:
-    """Batches are dropped at random; each loss is healed from what is kept, or by a snapshot."""
+def test_a_mirror_with_a_gap_is_empty_until_it_is_repaired(seed: int) -> None:
+    """Random batches are dropped; each gap is repaired from the journal or by a snapshot."""
     draw = random.Random(seed)
-    journal, mirror, healed = Journal(num_kept=4), Mirror(), Counter[str]()
+    journal, mirror, repaired_by = Journal(num_kept=4), Mirror(), Counter[str]()
     for payload, findable in run_engine(seed, 120):
         seq = journal.append(payload)
         if draw.random() < 0.3:
@@ -353,18 +353,18 @@ def test_a_mirror_that_lost_batches_holds_nothing_until_it_has_them(seed: int) -
             if draw.random() < 0.5:
                 continue
             if mirror.heal(journal.list_since(mirror.next_seq)):
-                healed["kept"] += 1
+                repaired_by["kept"] += 1
             else:
                 assert mirror.list_findable() == {}
                 mirror.restore(*journal.take_snapshot(0.0))
-                healed["snapshot"] += 1
+                repaired_by["snapshot"] += 1
         assert mirror.is_whole
         assert mirror.list_findable() == findable
-    assert healed["kept"]
-    assert healed["snapshot"]
+    assert repaired_by["kept"]
+    assert repaired_by["snapshot"]
 
 
-def test_what_came_in_while_it_was_healed_is_passed_over() -> None:
+def test_batches_that_were_replayed_already_are_ignored() -> None:
     batches = [payload for payload, _ in run_engine(1)]
     journal, mirror = Journal(), Mirror()
     for payload in batches[:6]:
@@ -378,7 +378,7 @@ def test_what_came_in_while_it_was_healed_is_passed_over() -> None:
     assert mirror.next_seq == 6
 
 
-def test_numbers_that_fall_are_of_an_engine_that_began_anew() -> None:
+def test_a_batch_with_number_0_restarts_a_mirror() -> None:
     batches = run_engine(2)
     mirror = Mirror()
     for seq, (payload, _) in enumerate(batches[:5]):
@@ -390,7 +390,7 @@ def test_numbers_that_fall_are_of_an_engine_that_began_anew() -> None:
     assert mirror.list_findable() == {}
 
 
-def test_a_snapshot_has_parents_before_what_is_behind_them() -> None:
+def test_a_snapshot_has_parents_before_their_children() -> None:
     first = Stored([1], None, [1, 2], 2, None, "GPU", None)
     behind = Stored([2], 1, [3, 4], 2, None, "GPU", None)
     journal = Journal()
@@ -402,7 +402,7 @@ def test_a_snapshot_has_parents_before_what_is_behind_them() -> None:
     assert names == [1, 1, 2]
 
 
-def test_blocks_of_another_medium_are_not_those_that_a_hit_finds() -> None:
+def test_blocks_of_another_medium_are_not_counted() -> None:
     mirror = Mirror()
     stored = Stored([1, 2], None, [1, 2], 1, None, "CPU", None)
     mirror.take(0, write_batch(Batch(0.0, [stored, replace_medium(stored), Removed([1], "CPU")])))
@@ -411,8 +411,8 @@ def test_blocks_of_another_medium_are_not_those_that_a_hit_finds() -> None:
     assert mirror.count_prefix([3, 1]) == 0
 
 
-def test_a_mirror_of_one_group_holds_its_blocks_alone() -> None:
-    """As is needed where a block has the same hash in each group, as in the release."""
+def test_a_mirror_of_one_group_has_only_blocks_of_that_group() -> None:
+    """A block has the same hash in each group, as in vLLM, so the mirror reads the group."""
     first = StoredMap([1, 2], None, [1, 2], 1, None, "GPU", None, group_idx=0)
     both: list[WireEvent] = [
         first,
@@ -433,7 +433,7 @@ def test_a_mirror_of_one_group_holds_its_blocks_alone() -> None:
     assert [type(event) for event in read_batch(snapshot).events] == [ClearedMap] + [StoredMap] * 3
 
 
-def test_a_snapshot_has_each_block_with_what_is_its_own() -> None:
+def test_a_snapshot_has_each_block_with_its_own_fields() -> None:
     extra: list[ExtraKeys] = [("x",), None]
     more: dict[str, Any] = {"extra_keys": extra, "lookahead_token_ids": [[3], [5]], "group_idx": 1}
     journal = Journal(form=Form.MAPS)
@@ -450,7 +450,7 @@ def replace_medium(stored: Stored) -> Stored:
     return msgspec.structs.replace(stored, medium="GPU")
 
 
-def test_a_batch_that_is_none_is_refused_and_nothing_is_held() -> None:
+def test_a_malformed_batch_is_an_error_and_empties_the_mirror() -> None:
     mirror = Mirror()
     mirror.take(0, write_events())
     with pytest.raises(msgspec.MsgspecError):

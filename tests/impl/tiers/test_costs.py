@@ -1,4 +1,4 @@
-"""Costs of blocks: what holds of them whatever the numbers are."""
+"""Costs of swapping and recomputing: rules that hold for all sizes and speeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockstep.impl.tiers import Costs, KVShape, Link, Prefill, Way
 
 MS = 10**6
 NUM_TOKENS_MAX = 400
-"""Tokens that are looked at one by one."""
+"""Lengths that are tried one by one."""
 
 few = st.integers(1, 6)
 shapes = st.builds(KVShape, few, few, few, st.integers(1, 9), st.sampled_from((1, 2, 4)))
@@ -29,7 +29,7 @@ def list_choices(one: Costs) -> list[Way]:
 
 
 @given(costs)
-def test_the_choice_flips_for_good_at_the_break_even(one: Costs) -> None:
+def test_swapping_is_chosen_for_all_lengths_from_the_break_even(one: Costs) -> None:
     break_even, block = one.get_break_even(), one.shape.block_size
     far = [one.choose(10**9 * block + place) for place in range(block)]
     if break_even is None:
@@ -42,7 +42,7 @@ def test_the_choice_flips_for_good_at_the_break_even(one: Costs) -> None:
 
 
 @given(costs, st.integers(0, NUM_TOKENS_MAX))
-def test_the_cheaper_way_is_chosen_and_nothing_is_moved_at_equal_cost(
+def test_the_cheaper_way_is_chosen_and_recomputing_at_equal_cost(
     one: Costs, num_tokens: int
 ) -> None:
     is_cheaper = one.compute_swap_time(num_tokens) < one.compute_recompute_time(num_tokens)
@@ -50,13 +50,13 @@ def test_the_cheaper_way_is_chosen_and_nothing_is_moved_at_equal_cost(
 
 
 def reach(one: Costs) -> float:
-    """The break-even, as a number that can be compared."""
+    """Return the break-even as a number that can be compared; infinity for none."""
     break_even = one.get_break_even()
     return float("inf") if break_even is None else break_even
 
 
 @given(costs, st.integers(1, 10**9))
-def test_what_makes_a_swap_dearer_moves_the_break_even_up(one: Costs, more: int) -> None:
+def test_a_more_expensive_swap_does_not_lower_the_break_even(one: Costs, more: int) -> None:
     back, prefill = one.back, one.prefill
     dearer = (
         replace(one, back=replace(back, ns_per_copy=back.ns_per_copy + more)),
@@ -94,18 +94,18 @@ def test_two_copies_cost_one_setup_more_than_one(
 
 
 @given(shapes, st.integers(0, 10**7))
-def test_the_blocks_that_fit_fit_and_one_more_does_not(shape: KVShape, memory_bytes: int) -> None:
+def test_count_fitting_is_the_largest_number_that_fits(shape: KVShape, memory_bytes: int) -> None:
     count = shape.count_fitting(memory_bytes)
     assert count * shape.block_bytes <= memory_bytes < (count + 1) * shape.block_bytes
 
 
 @given(shapes, st.integers(0, 10**6))
-def test_tokens_are_held_and_less_than_a_block_is_wasted(shape: KVShape, num_tokens: int) -> None:
+def test_less_than_a_block_is_wasted(shape: KVShape, num_tokens: int) -> None:
     wasted = shape.count_blocks(num_tokens) * shape.block_size - num_tokens
     assert 0 <= wasted < shape.block_size
 
 
-def test_nothing_costs_nothing() -> None:
+def test_zero_tokens_cost_nothing() -> None:
     link = Link(1, ns_per_copy=MS, ns_per_block=MS)
     one = Costs(KVShape(1, 1, 1, 1, 1), link, link, Prefill(1, ns_per_prefill=MS))
     assert one.compute_swap_time(0) == one.compute_recompute_time(0) == 0
@@ -128,7 +128,7 @@ def test_the_choice_may_flip_more_than_once_below_the_break_even() -> None:
     assert one.get_break_even() == 6
 
 
-def test_where_moving_is_slower_than_computing_no_text_is_long_enough() -> None:
+def test_there_is_no_break_even_if_moving_is_slower_than_computing() -> None:
     one = Costs(KVShape(1, 1, 1, 4, 1), None, Link(8), Prefill(5, ns_per_prefill=10**9))
     assert one.choose(1) is Way.SWAP
     assert one.get_break_even() is None
@@ -148,6 +148,6 @@ def test_where_moving_is_slower_than_computing_no_text_is_long_enough() -> None:
         (Prefill, (1, -1), "ns_per_prefill = -1"),
     ],
 )
-def test_numbers_that_are_none_are_refused(kind: Any, given: tuple[Any, ...], named: str) -> None:
+def test_invalid_numbers_are_rejected(kind: Any, given: tuple[Any, ...], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         kind(*given)

@@ -1,4 +1,4 @@
-"""The page on sizes and costs says what its code prints."""
+"""The page on sizes and costs shows the output of its code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "size-the-cache.md"
 
 
-def test_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_of_the_page_prints_the_output_shown(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(shown) == 2

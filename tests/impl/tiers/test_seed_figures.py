@@ -1,7 +1,7 @@
-"""The worked figures of seed 002 (`002_784d0e11d4d20367.txt`): those that are right, and others.
+"""The worked figures of seed 002 (`002_784d0e11d4d20367.txt`), right ones and wrong ones.
 
-What is right is a test of our arithmetic. What is not stands on the page on discrepancies, with the
-figure that is, and these tests compute that.
+A right figure tests our arithmetic. A wrong one is listed on the page on discrepancies with the
+right figure, which these tests compute.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ BOTH_WAYS = Costs(LLAMA_70B, PCIE_5, PCIE_5, PREFILL)
 
 
 def format_like(number: Number, stated: str) -> str:
-    """A number with as many decimals as the figure that was told."""
+    """Return the number with as many decimals as the figure of the seed."""
     decimals = len(stated.partition(".")[2])
     return f"{Decimal(round(Fraction(number) * 10**decimals)).scaleb(-decimals):,f}"
 
 
 def time_block(link: Link) -> Fraction:
-    """Milliseconds that a block of the 70B model takes."""
+    """Return the milliseconds that a copy of a block of the 70B model takes."""
     return link.compute_copy_time(1, BLOCK) / MILLI
 
 
 def time_swap(costs: Costs, num_tokens: int) -> Fraction:
-    """Milliseconds."""
+    """Return milliseconds."""
     return costs.compute_swap_time(num_tokens) / MILLI
 
 
 def time_recompute(num_tokens: int) -> Fraction:
-    """Milliseconds."""
+    """Return milliseconds."""
     return BOTH_WAYS.compute_recompute_time(num_tokens) / MILLI
 
 
 def count_more(link: Link) -> Fraction:
-    """Percent that a block takes longer than over NVLink."""
+    """Return by how many percent a block takes longer than over NVLink."""
     return (time_block(link) / time_block(NVLINK) - 1) / PERCENT
 
 
@@ -77,7 +77,7 @@ def get_mean(numbers: list[Fraction]) -> Fraction:
 
 
 def list_waste(block_size: int) -> list[Fraction]:
-    """Percent of the last block that are unused, for each number of tokens in it."""
+    """Return the unused percent of the last block, for each number of tokens in it."""
     shape = replace(LLAMA_70B, block_size=block_size)
     every = range(1, block_size + 1)
     unused = [shape.count_blocks(tokens) * block_size - tokens for tokens in every]
@@ -141,7 +141,7 @@ def test_a_figure_of_seed_002_is_right(what: str) -> None:
         ("Llama 405B (GQA)", "65,536", "8.26"),
     ],
 )
-def test_a_block_takes_what_is_in_the_table_of_seed_002(
+def test_block_sizes_equal_those_in_the_table_of_seed_002(
     model: str, bytes_per_layer: str, megabytes: str
 ) -> None:
     shape = MODELS[model]
@@ -149,7 +149,7 @@ def test_a_block_takes_what_is_in_the_table_of_seed_002(
     assert format_like(Fraction(shape.block_bytes, MB), megabytes) == megabytes
 
 
-def test_one_step_in_sixteen_takes_a_block() -> None:
+def test_one_decode_step_in_sixteen_allocates_a_block() -> None:
     # "15 out of 16 decode iterations are allocation-free."
     held = [LLAMA_70B.count_blocks(num_tokens) for num_tokens in range(100, 100 + 16 * 50 + 1)]
     steps = [after - before for before, after in pairwise(held)]
@@ -157,7 +157,7 @@ def test_one_step_in_sixteen_takes_a_block() -> None:
     assert sum(steps) * 16 == len(steps)
 
 
-def test_what_is_wasted_is_less_than_a_ten_thousandth_of_a_gpu() -> None:
+def test_less_than_a_ten_thousandth_of_gpu_memory_is_wasted() -> None:
     # "Under 0.01% of an 80 GB GPU": so it is, though the bytes are of one layer only.
     assert 15 * TOKEN * LLAMA_70B.num_layers < 80 * GB / 10_000
 
@@ -170,7 +170,7 @@ def test_swapping_wins_at_every_length_of_its_table() -> None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A figure that is not what it is said to be."""
+    """A wrong figure of the seed, the exact value, and the right figure."""
 
     stated: str
     exact: Number
@@ -255,7 +255,7 @@ def test_a_figure_of_seed_002_is_wrong_and_the_right_one_is_on_the_page(what: st
 
 
 def list_rows() -> dict[str, tuple[str, str]]:
-    """What the page says: of each figure what is told, and what is right."""
+    """Return the rows of the page: for each figure, the stated one and the right one."""
     page = PAGE.read_text()
     section = page.partition("\n## Figures of the block manager\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|", section, re.MULTILINE)
@@ -266,18 +266,18 @@ def test_the_page_has_no_other_figures() -> None:
     assert {*list_rows()} - {"---"} == {*WRONG}
 
 
-def test_the_percentages_that_it_calls_the_worst_are_means() -> None:
+def test_the_worst_percentages_of_the_seed_are_means() -> None:
     for block_size, stated in ((8, "43.75"), (16, "46.88"), (32, "48.44"), (64, "49.22")):
         assert format_like(get_mean(list_waste(block_size)), stated) == stated
 
 
-def test_more_blocks_than_fit_were_counted() -> None:
+def test_the_block_count_of_the_seed_exceeds_the_memory() -> None:
     assert 8_206 * BLOCK > 43 * GB >= FITTING * BLOCK
     assert 43 * GB // 5_240_000 == 8_206  # a block's size that was rounded down
 
 
-def test_a_quick_engine_computes_again_rather_than_swaps() -> None:
-    """From where on, at 28 GB/s both ways: 16 tokens in the time of a block there and back."""
+def test_a_fast_engine_recomputes_rather_than_swaps() -> None:
+    """The limit at 28 GB/s each way is 16 tokens in the time that a block takes out and back."""
     quick = [replace(BOTH_WAYS, prefill=Prefill(rate)) for rate in (42_724, 42_725)]
     assert quick[0].get_break_even() is not None
     assert quick[1].get_break_even() is None

@@ -1,4 +1,4 @@
-"""Tiers at work: what is kept where, beside the specification's machine, and what files come to."""
+"""The tiered store: it keeps the blocks that the specification keeps, and handles bad files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> Iterator[TieredStore]:
     one.close()
 
 
-def test_what_overflows_goes_down_and_comes_up_when_it_is_asked_for(
+def test_blocks_move_down_when_a_tier_is_full_and_up_when_loaded(
     store: TieredStore, tmp_path: Path
 ) -> None:
     save(store, 1, 2)
@@ -64,7 +64,7 @@ def test_what_overflows_goes_down_and_comes_up_when_it_is_asked_for(
 
 
 def put_a_folder(path: Path) -> None:
-    """In the place of a file."""
+    """Replace a file by a folder."""
     path.unlink()
     path.mkdir()
 
@@ -83,7 +83,7 @@ SPOIL: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL)
-def test_what_cannot_be_read_is_lost_and_what_is_behind_it_is_not_found(
+def test_an_unreadable_block_is_lost_and_ends_the_hit(
     store: TieredStore, tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
     save(store, 1, 2)
@@ -99,7 +99,7 @@ def test_what_cannot_be_read_is_lost_and_what_is_behind_it_is_not_found(
     assert numbers(store.load(names(1, 2))) == [1, 2]
 
 
-def test_a_file_in_the_place_of_another_is_not_read(store: TieredStore) -> None:
+def test_a_file_with_the_content_of_another_block_is_not_read(store: TieredStore) -> None:
     save(store, 1, 2)
     save(store, 3, 4)
     assert store._files is not None
@@ -108,7 +108,7 @@ def test_a_file_in_the_place_of_another_is_not_read(store: TieredStore) -> None:
     assert store.load(names(1)) == []
 
 
-def test_a_full_disk_means_that_less_is_kept(
+def test_fewer_blocks_are_kept_on_a_full_disk(
     store: TieredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Path.write_bytes
@@ -127,7 +127,7 @@ def test_a_full_disk_means_that_less_is_kept(
     assert numbers(store.load(names(3, 4))) == [3, 4]
 
 
-def test_all_is_forgotten_and_its_files_are_gone(store: TieredStore, tmp_path: Path) -> None:
+def test_clear_removes_all_blocks_and_their_files(store: TieredStore, tmp_path: Path) -> None:
     save(store, 1, 2)
     save(store, 3, 4)
     store.clear()
@@ -136,7 +136,7 @@ def test_all_is_forgotten_and_its_files_are_gone(store: TieredStore, tmp_path: P
     assert numbers(store.load(names(1, 2, 3))) == [1, 2, 3]
 
 
-def test_a_folder_is_one_stores(store: TieredStore, tmp_path: Path) -> None:
+def test_a_folder_is_used_by_one_store_at_a_time(store: TieredStore, tmp_path: Path) -> None:
     with pytest.raises(FolderError, match="a store is using it"):
         TieredStore(1, 1, tmp_path)
     save(store, 1, 2)
@@ -152,7 +152,7 @@ def test_a_folder_is_one_stores(store: TieredStore, tmp_path: Path) -> None:
     other.close()
 
 
-def test_a_folder_of_others_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_rejected_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "notes").write_bytes(b"mine")
     with pytest.raises(FolderError, match="no store has made it"):
         TieredStore(1, 1, tmp_path)
@@ -160,14 +160,14 @@ def test_a_folder_of_others_is_refused_and_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("capacities", [(-1, 0), (1, -1), (True, 0), (1.0, 0)])
-def test_nonsense_is_refused(capacities: tuple[int, int], tmp_path: Path) -> None:
+def test_bad_arguments_are_rejected(capacities: tuple[int, int], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be whole numbers"):
         TieredStore(*capacities, tmp_path)
     with pytest.raises(ValueError, match="need a folder"):
         TieredStore(1, 1)
 
 
-def test_what_was_announced_is_waited_for(store: TieredStore) -> None:
+def test_count_is_none_while_announced_blocks_are_missing(store: TieredStore) -> None:
     save(store, 1)
     store.expect(names(1, 2), is_coming=True)
     assert (store.count(names(1)), store.count(names(1, 2))) == (1, None)
@@ -179,7 +179,7 @@ TEXTS = st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True)
 
 
 class Beside(RuleBasedStateMachine):
-    """A store and the specification's machine, command by command."""
+    """The store and the specification's tiers get the same random calls."""
 
     @initialize(host=st.integers(0, 4), file=st.integers(0, 4))
     def begin(self, host: int, file: int) -> None:
@@ -232,7 +232,9 @@ TestBeside = Beside.TestCase
 
 
 @pytest.mark.parametrize("capacities", [(2, 0, 3), (1, 1, 1), (0,), (3,)])
-def test_any_number_of_tiers_is_ordered_alike(capacities: tuple[int, ...]) -> None:
+def test_any_number_of_tiers_has_the_order_of_the_specification(
+    capacities: tuple[int, ...],
+) -> None:
     draw = torch.Generator().manual_seed(1)
     order, machine = TierOrder(capacities), spec.create_tiers(capacities)
     for step in range(400):
