@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ are not installed; they are found from the root of the repository."""
+"""Put the root of the repository on the path, since scripts of benchmarks/ are not installed."""
 
 from __future__ import annotations
 

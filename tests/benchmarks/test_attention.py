@@ -35,7 +35,7 @@ SMALL = [
 
 
 class OnCpu(Inputs):
-    """Inputs on the CPU, wherever they are wanted."""
+    """Inputs on the CPU, whatever device is requested."""
 
     def __init__(self, lengths: Any, device: str, *others: Any) -> None:
         super().__init__(lengths, "cpu", *others)
@@ -59,7 +59,7 @@ class Pool:
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a GPU: every call runs once on the CPU, and takes 50 us."""
+    """Stand in for a GPU: every call runs once on the CPU and takes 50 us."""
 
     def measure(runs: Sequence[Run]) -> float:
         for run in runs:
@@ -76,7 +76,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
 
 
-def test_programs_have_even_shares_where_there_is_enough_work() -> None:
+def test_programs_have_even_shares_if_there_is_enough_work() -> None:
     pytest.importorskip("triton")
     shares = list(list_shares())
     even = [share for share in shares if not share.is_small]
@@ -99,7 +99,7 @@ def test_the_table_of_shares_is_printed(
     assert "too small to be even" in printed
 
 
-def test_cases_are_held_against_their_aims(made_up: None) -> None:
+def test_cases_are_compared_with_their_aims(made_up: None) -> None:
     decode, prefill, ragged, short = (report(case, 1e9, 2e9) for case in SMALL)
     assert decode["percent_of_copy"] == pytest.approx(SMALL[0].num_bytes / 50e-6 / 1e7)
     assert decode["percent_of_peak"] == pytest.approx(decode["percent_of_copy"] / 2)
@@ -112,7 +112,7 @@ def test_cases_are_held_against_their_aims(made_up: None) -> None:
     assert "vllm" in short["vllm_failure"]
 
 
-def test_what_was_measured_is_written(
+def test_measurements_are_written_to_the_file(
     made_up: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "attention.json"

@@ -1,4 +1,4 @@
-"""The table of commands and engines: every cell is what the command says."""
+"""The table of commands and engines: every cell is the output of its command."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def compare(column: Column, folder: Path, slow: bool) -> None:
 
 
 @pytest.mark.parametrize("column", LOCAL, ids=lambda column: column.title)
-def test_a_column_is_what_the_commands_print(column: Column, tmp_path: Path) -> None:
+def test_a_column_equals_the_output_of_its_commands(column: Column, tmp_path: Path) -> None:
     compare(column, tmp_path, slow=False)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.title)
-def test_a_whole_column_is_what_the_commands_print(column: Column, tmp_path: Path) -> None:
+def test_a_whole_column_equals_the_output_of_its_commands(column: Column, tmp_path: Path) -> None:
     if column.path is None:
         pytest.skip(f"{column.variable} names no checkout, so {column.title} is not held to it")
     compare(column, tmp_path, slow=True)
@@ -46,7 +46,9 @@ def test_a_whole_column_is_what_the_commands_print(column: Column, tmp_path: Pat
 @pytest.mark.parametrize(
     "column", [c for c in COLUMNS if c.variable], ids=lambda column: column.title
 )
-def test_a_column_of_a_checkout_is_what_the_commands_print(column: Column, tmp_path: Path) -> None:
+def test_a_column_of_a_checkout_equals_the_output_of_its_commands(
+    column: Column, tmp_path: Path
+) -> None:
     if column.path is None:
         pytest.skip(f"{column.variable} names no checkout, so {column.title} is not held to it")
     compare(column, tmp_path, slow=False)
@@ -70,7 +72,7 @@ def test_every_cell_is_kept_and_is_on_the_page() -> None:
     assert all(cell in page for cell in refused)
 
 
-def test_a_cell_that_breaks_is_no_cell(tmp_path: Path) -> None:
+def test_a_command_that_crashes_gives_no_cell(tmp_path: Path) -> None:
     from benchmarks.commands import make_files, run_cell
 
     files = make_files(tmp_path)

@@ -1,4 +1,4 @@
-"""The specification alone is timed over a recording, by profile."""
+"""The benchmark of commits times the specification over a recording, by profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `check` does not reach is found, named, and needs a reason."""
+"""The report of unreached code: each entry is listed and needs a reason."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_traced(file: Path) -> Any:
     return tracer
 
 
-def test_each_way_not_taken_is_one_entry(tmp_path: Path) -> None:
+def test_each_branch_not_taken_is_one_entry(tmp_path: Path) -> None:
     file = tmp_path / "traced.py"
     file.write_text(TEXT)
     module = find_module(run_traced(file), file, "spec/traced.py")
@@ -98,34 +98,34 @@ def make_results(*modules: Module) -> dict[str, Any]:
     return to_json(modules, {"engine host": 1_000}, RUN)
 
 
-def test_results_are_read_as_they_were_written() -> None:
+def test_written_results_are_read_back() -> None:
     assert from_json(make_results(MODULE)) == [MODULE]
     assert "on 2026-01-02" in render_page(make_results(MODULE), [])
 
 
-def test_what_has_no_reason_is_listed() -> None:
-    reasons = [Reason("spec/core/block_pool.py", "f", "Nobody asks for it.", code="if a | b:")]
+def test_unreached_code_without_a_reason_is_listed() -> None:
+    reasons = [Reason("spec/core/block_pool.py", "f", "It is never used.", code="if a | b:")]
     assert get_unexplained([MODULE], reasons) == [("spec/core/block_pool.py", MODULE.unreached[1])]
     page = render_page(make_results(MODULE), reasons)
-    assert "| `f`: `` if a \\| b: `` continues to `` return 1 `` | Nobody asks for it. |" in page
+    assert "| `f`: `` if a \\| b: `` continues to `` return 1 `` | It is never used. |" in page
     assert "| `f`: `` if c: `` leaves the function | **UNEXPLAINED** |" in page
     assert "| **all** | 10 | 9 | 4 | 2 | 1 |" in page
 
 
-def test_a_reason_may_be_about_one_way_only_and_may_become_idle() -> None:
+def test_a_reason_for_a_branch_that_is_reached_now_is_reported() -> None:
     reasons = [Reason("spec/core/block_pool.py", "f", "No.", code="if c:", to="return 2")]
     assert len(get_unexplained([MODULE], reasons)) == 2
     page = render_page(make_results(MODULE), reasons)
     assert "Explains nothing any more: `spec/core/block_pool.py`, `` if c: ``." in page
 
 
-def test_a_reason_may_be_about_a_class_and_is_given_once() -> None:
+def test_a_reason_for_a_class_is_shown_once() -> None:
     ways = (Unreached(3, "C.f", "a", AWAY), Unreached(5, "C.g", "b", AWAY))
-    reasons = [Reason("spec/core/block_pool.py", "C", "Nobody asks for it.")]
+    reasons = [Reason("spec/core/block_pool.py", "C", "It is never used.")]
     page = render_page(make_results(Module("spec/core/block_pool.py", 10, 9, 4, 2, ways)), reasons)
-    assert page.count("Nobody asks for it.") == 1
+    assert page.count("It is never used.") == 1
     assert not reasons[0].is_about("spec/core/block_pool.py", Unreached(7, "Cd", "b", AWAY))
 
 
-def test_what_is_written_about_the_unreached_is_well_formed() -> None:
+def test_the_file_of_reasons_is_well_formed() -> None:
     read_reasons(REASONS)

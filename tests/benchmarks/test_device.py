@@ -1,4 +1,4 @@
-"""The longest chain of a step is counted as it is, and to trace it changes nothing."""
+"""The longest chain of a device step: it is counted right, and tracing changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_RUNNING = 4
 def trace(
     changed: dict[str, str], *, follows_branches: bool, is_steady: bool = True
 ) -> tuple[device.Chains, layout.State]:
-    """Trace a decode step, which goes the short way (`steady.py`) if it is steady."""
+    """Trace a decode step, which takes the short path (`steady.py`) if it is steady."""
     memory = Memory()
     inbox = device.start(NUM_RUNNING, 64, memory)
     if not is_steady:
@@ -25,7 +25,7 @@ def trace(
     return chains, inbox.state
 
 
-def test_a_traced_step_is_the_same_step() -> None:
+def test_tracing_a_step_does_not_change_it() -> None:
     inbox = device.start(NUM_RUNNING, 64, Memory())
     inbox.launch("loop_kernel")
     _, state = trace({}, follows_branches=True)
@@ -42,10 +42,10 @@ LAST = {
 
 @pytest.mark.parametrize("way", LAST)
 @pytest.mark.parametrize("follows_branches", [True, False])
-def test_a_load_or_a_scan_more_at_the_end_of_the_chain_is_counted(
+def test_another_load_or_scan_at_the_end_of_the_chain_is_counted(
     follows_branches: bool, way: str
 ) -> None:
-    """The last thing that a step does is made to wait for a load of what was just stored."""
+    """The last operation of a step is made to wait for a load of a value just stored."""
     module, own, stored = LAST[way]
     text = (launch.FOLDER / f"{module}.py").read_text()
     assert text.count(own) == 1

@@ -1,4 +1,4 @@
-"""Digests of the specification: equal for the same rules, different for others."""
+"""Digests of the specification: equal for equal rules, different for different ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks import digest
 from blockstep.spec import Config
 
 
-def test_a_recording_is_replayed_by_other_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_can_be_replayed_with_other_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = digest.record(["strict"], 150, [(), ("sessions",)])
     assert len({str(values) for _, values, _ in runs}) > 1
     first = digest.replay(pickle.loads(pickle.dumps(runs)))
@@ -24,7 +24,7 @@ def test_a_recording_is_replayed_by_other_rules(monkeypatch: pytest.MonkeyPatch)
     assert same_count == count
 
 
-def test_the_events_that_differ_are_listed(
+def test_events_with_different_answers_are_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = digest.record(["strict"], 150, [()])
@@ -49,7 +49,7 @@ def test_the_events_that_differ_are_listed(
 
 
 def test_a_recording_names_the_fields_of_its_configs() -> None:
-    """A pickled config is the list of its values, which a new field would shift."""
+    """A pickled config is a list of values, which a new field would shift."""
     config = Config(9, max_loras=2, enable_forks=True)
     values = digest.name_fields(config)
     assert Config(**values) == config
@@ -57,6 +57,6 @@ def test_a_recording_names_the_fields_of_its_configs() -> None:
     assert Config(**values) == Config(9, enable_forks=True)
 
 
-def test_a_profile_has_a_name() -> None:
+def test_an_unknown_profile_is_an_error() -> None:
     with pytest.raises(SystemExit, match=r"vllm-9\.9"):
         digest.find_profile("vllm-9.9")

@@ -18,7 +18,7 @@ def fail(*_: object) -> dict[str, float]:
     raise RuntimeError("no such engine here")
 
 
-def test_every_way_is_measured_and_generates_the_same(
+def test_every_way_is_measured_and_generates_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "engine.json"
@@ -52,7 +52,7 @@ def test_every_way_is_measured_and_generates_the_same(
     assert "3 running, two frames" in capsys.readouterr().out
 
 
-def test_a_way_that_fails_does_not_hinder_the_next(
+def test_a_way_that_fails_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "engine.json"
@@ -76,13 +76,13 @@ def test_a_step_reads_all_weights_but_the_embeddings_and_the_kv(tmp_path: Path) 
     assert model.compute_bytes(3, 10) == model.weight_bytes + 30 * model.kv_bytes
 
 
-def test_busy_is_the_time_in_which_something_runs() -> None:
+def test_busy_time_is_the_union_of_the_spans() -> None:
     spans = [Span("a", 0, 10), Span("b", 5, 8), Span("b", 9, 14), Span("a", 20, 21)]
     assert compute_union(spans) == 15
     assert compute_union([]) == 0
 
 
-def test_only_what_no_other_kernel_hides_is_exposed() -> None:
+def test_exposed_time_excludes_overlap_with_other_kernels() -> None:
     spans = [
         Span("model", 0, 800), Span("plan_kernel", 700, 900), Span("model", 1_000, 1_700),
         Span("plan_kernel", 1_100, 1_200),
@@ -96,7 +96,7 @@ def test_only_what_no_other_kernel_hides_is_exposed() -> None:
     assert summary["kernels"][0] == {"name": "model", "us": 750, "launches": 1}
 
 
-def test_vllm_is_asked_for_tokens_without_an_early_end(
+def test_vllm_runs_with_ignored_end_of_sequence_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []

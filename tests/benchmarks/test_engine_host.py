@@ -1,4 +1,4 @@
-"""The benchmark of the engine's host side runs, and only the arithmetic is stubbed."""
+"""The benchmark of the engine's host side runs with a stubbed forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The costs of features: each side plays, and its line is printed."""
+"""The benchmark of features: each side runs, and its line is printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the model engine runs, and compares like with like."""
+"""The benchmark of the model engine: both sides generate the same tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from benchmarks import generate
 
 
-def test_both_sides_generate_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_generate_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {
         **generate.SHAPE,
         "vocab_size": 128,

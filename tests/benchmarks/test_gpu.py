@@ -1,4 +1,4 @@
-"""What `make gpu` runs: parts that end quickly, and what is made of them without a GPU."""
+"""`make gpu` and its lockstep command, tested without a GPU on parts that end quickly."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ AIM = Aim("speed", "times", ("one", "ms"), 5.0, "ms", is_least=False)
 
 
 def python(code: str, *arguments: str) -> tuple[str, ...]:
-    """A command that runs `code`."""
+    """Return a command that runs `code`."""
     return ("{python}", "-c", code, *arguments)
 
 
 def make_part(name: str, code: str = "", **others: Any) -> Part:
-    """A part of one command."""
+    """Return a part of one command."""
     part = Part(name, "", 20.0, [Command("one", python(code, "{json}"))], lines="shown")
     return replace(part, **others)
 
@@ -58,13 +58,13 @@ def make_part(name: str, code: str = "", **others: Any) -> Part:
 def start(
     folder: Path, parts: Sequence[Part], *options: str, aims: Sequence[Aim] = ()
 ) -> tuple[int, dict[str, Any]]:
-    """Exit status, and what was written."""
+    """Run the parts. Return the exit status and the written file."""
     status = main(["--results", str(folder), *options], lambda *_: list(parts), aims)
     written: dict[str, Any] = json.loads((folder / "gpu.json").read_text())
     return status, written
 
 
-def test_figures_are_kept_and_held_to_the_aims(
+def test_figures_are_written_and_compared_with_the_aims(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = [make_part("times", FIGURE % 4.5 + "; print('shown'); print('hidden')")]
@@ -84,13 +84,13 @@ def test_figures_are_kept_and_held_to_the_aims(
         assert packed.getnames() == ["times-one.json", "times-one.txt"]
 
 
-def test_only_a_strict_run_fails_for_an_aim(tmp_path: Path) -> None:
+def test_only_a_strict_run_fails_for_a_missed_aim(tmp_path: Path) -> None:
     parts = [make_part("times", FIGURE % 6)]
     assert start(tmp_path, parts, aims=[AIM])[0] == 0
     assert start(tmp_path, parts, "--strict", aims=[AIM])[0] == 1
 
 
-def test_what_has_passed_is_not_run_again(tmp_path: Path) -> None:
+def test_a_part_that_passed_is_not_run_again(tmp_path: Path) -> None:
     log = tmp_path / "log"
     note = f"open({str(log)!r}, 'a').write('%s ')"
     parts = [make_part("good", note % "good" + ";" + FIGURE % 1),
@@ -111,7 +111,7 @@ def test_what_has_passed_is_not_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["device", "sources"])
-def test_what_was_found_on_another_device_or_of_other_sources_does_not_count(
+def test_results_of_another_device_or_other_sources_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     start(tmp_path, [make_part("good")], "--about", '{"device": "one"}')
@@ -124,7 +124,7 @@ def test_what_was_found_on_another_device_or_of_other_sources_does_not_count(
         assert packed.getnames() == []
 
 
-def test_sources_are_named_by_their_content(tmp_path: Path) -> None:
+def test_the_hash_of_sources_depends_on_their_content(tmp_path: Path) -> None:
     (tmp_path / "spec").mkdir()
     names = []
     for text in ("a = 1", "a = 2", "a = 1"):
@@ -134,7 +134,7 @@ def test_sources_are_named_by_their_content(tmp_path: Path) -> None:
 
 
 def is_alive(number: int) -> bool:
-    """Whether a process runs: one that has ended and was not waited for does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -150,7 +150,7 @@ time.sleep(60)
 """
 
 
-def test_a_part_is_stopped_at_its_limit_with_all_that_it_started_and_no_other(
+def test_a_part_is_stopped_at_its_limit_with_its_child_processes(
     tmp_path: Path,
 ) -> None:
     pid = tmp_path / "pid"
@@ -164,21 +164,23 @@ def test_a_part_is_stopped_at_its_limit_with_all_that_it_started_and_no_other(
     assert not is_alive(int(pid.read_text()))
 
 
-def test_no_part_begins_when_the_time_of_all_is_over(tmp_path: Path) -> None:
+def test_no_part_starts_after_the_total_time_limit(tmp_path: Path) -> None:
     status, written = start(tmp_path, [make_part("late")], "--seconds", "1")
     assert status == 2
     assert written["parts"]["late"]["status"] == "NOT RUN"
 
 
 @pytest.mark.parametrize(("is_required", "status"), [(True, 1), (False, 0)])
-def test_a_tool_that_is_missing(tmp_path: Path, is_required: bool, status: int) -> None:
+def test_a_missing_tool_fails_only_a_required_part(
+    tmp_path: Path, is_required: bool, status: int
+) -> None:
     lacking = make_part("lacking", tool="/no/such/tool", is_required=is_required)
     found, written = start(tmp_path, [make_part("good"), lacking])
     assert found == status
     assert written["parts"]["lacking"]["detail"] == "there is no /no/such/tool"
 
 
-def test_what_a_tool_prints_can_fail_a_part(tmp_path: Path) -> None:
+def test_the_output_of_a_tool_can_fail_a_part(tmp_path: Path) -> None:
     parts = [make_part("checked", "print('ERROR SUMMARY: 2 errors')", faults="SUMMARY: [1-9]")]
     assert start(tmp_path, parts)[0] == 1
     (sanitizer,) = [part for part in list_parts() if part.name == "sanitizer"]
@@ -202,7 +204,7 @@ os.rmdir(sys.argv[2])
 """
 
 
-def test_untimed_parts_run_side_by_side_and_timed_ones_alone(tmp_path: Path) -> None:
+def test_untimed_parts_run_in_parallel_and_timed_ones_alone(tmp_path: Path) -> None:
     def make(name: str, code: str, *arguments: str, is_timed: bool = False) -> Part:
         command = Command("one", python(code, "{json}", *arguments))
         return Part(name, "", 15.0, [command], is_timed)
@@ -227,7 +229,7 @@ sys.exit(main(["--results", sys.argv[1]], lambda *_: [quick, slow], []))
 """
 
 
-def test_what_was_found_is_kept_when_the_whole_is_ended(tmp_path: Path) -> None:
+def test_results_are_kept_when_the_run_is_terminated(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     process = subprocess.Popen(
         [sys.executable, "-c", WHOLE, tmp_path, CHILD, pid], cwd=ROOT, stdout=subprocess.DEVNULL,
@@ -245,13 +247,13 @@ def test_what_was_found_is_kept_when_the_whole_is_ended(tmp_path: Path) -> None:
         assert "slow-one.txt" in packed.getnames()
 
 
-def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_part_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--results", str(tmp_path), "other"], lambda *_: [make_part("one")])
     assert "no part other; there are one" in capsys.readouterr().err
 
 
-def test_options_after_two_dashes_are_for_the_tests() -> None:
+def test_options_after_two_dashes_are_passed_to_the_tests() -> None:
     given: list[object] = []
 
     def make(*options: object) -> list[Part]:
@@ -269,7 +271,7 @@ def test_options_after_two_dashes_are_for_the_tests() -> None:
     not (ROOT / "benchmarks" / "attention.py").exists(),
     reason="it comes with the kernel that it measures",
 )
-def test_every_part_runs_something_that_exists() -> None:
+def test_every_part_runs_existing_files() -> None:
     for part in list_parts(["-x"]):
         assert part.limit <= 120
         for command in part.commands:
@@ -284,7 +286,7 @@ def test_every_part_runs_something_that_exists() -> None:
     assert "sanitizer" not in {part.name for part in list_parts(sanitizer="")}
 
 
-def test_every_aim_is_fed_by_a_command() -> None:
+def test_every_aim_gets_its_figure_from_a_command() -> None:
     commands = {(part.name, one.name) for part in list_parts() for one in part.commands}
     assert {(aim.part, aim.path[0]) for aim in AIMS} <= commands
     assert len({aim.name for aim in AIMS}) == len(AIMS)
@@ -295,7 +297,7 @@ def test_every_aim_is_fed_by_a_command() -> None:
             assert aim.path[-1] in known
 
 
-def test_the_cases_of_attention_that_have_an_aim_are_timed() -> None:
+def test_attention_cases_with_an_aim_are_timed() -> None:
     attention = pytest.importorskip("benchmarks.attention")
     timed = {case.name: case for case in attention.CASES}
     for aim in AIMS:
@@ -303,14 +305,16 @@ def test_the_cases_of_attention_that_have_an_aim_are_timed() -> None:
             assert timed[aim.path[2]].aim == aim.bound
 
 
-def test_the_other_kernels_that_have_an_aim_are_timed() -> None:
+def test_other_kernels_with_an_aim_are_timed() -> None:
     names = {case.name: case.peers for case in list_cases(SMALL, "cpu")}
     for aim in AIMS:
         if aim.part == "kernels":
             assert aim.by[-1] in names[aim.path[2]]
 
 
-def test_a_step_of_the_device_is_where_its_aim_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figure_of_a_device_step_has_the_path_of_its_aim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The times are made up."""
     monkeypatch.setattr(device, "replay", lambda running, replays: [1.0 * running] * 100)
     options = argparse.Namespace(count=False, replays=8, no_host=True, vllm=None)
@@ -320,7 +324,7 @@ def test_a_step_of_the_device_is_where_its_aim_looks(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("arguments", ["attention", "device --no-host -n 64", "engine", "kernels"])
-def test_a_device_that_is_missing_is_no_success(
+def test_a_benchmark_without_a_gpu_fails(
     arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = arguments.partition(" ")[0]
@@ -360,7 +364,7 @@ def play(kind: str, other: Numpied | None, num_episodes: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_engines_stay_in_lock_step_and_reach_what_they_must(kind: str) -> None:
+def test_equal_engines_stay_in_lockstep_and_reach_all_goals(kind: str) -> None:
     reached = play(kind, None, 10)
     assert list_lacks(kind, reached) == []
     assert list_lacks(kind, Counter(events=10))[0] == "10 events"
@@ -374,15 +378,15 @@ def plant_mistake() -> Numpied:
     return Numpied(changed={"pool": text.replace(old, "step")})
 
 
-def test_a_difference_of_one_decision_is_found() -> None:
+def test_a_difference_in_one_decision_is_found() -> None:
     with pytest.raises(DifferenceError, match="episode"):
         play("plain", plant_mistake(), 10)
 
 
-def test_the_command_writes_what_it_found(
+def test_the_lockstep_command_writes_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With numpy instead of a GPU, and no more than must be reached: one episode has it."""
+    """Numpy stands in for a GPU, and one episode reaches the required number of events."""
     monkeypatch.setattr(lockstep, "Compiled", Numpied)
     monkeypatch.setattr(lockstep, "NUM_EVENTS_MIN", 50)
     file = tmp_path / "figures.json"
@@ -397,7 +401,7 @@ def test_the_command_writes_what_it_found(
     assert "reached only " in capsys.readouterr().out
 
 
-def test_the_command_fails_for_a_difference(
+def test_the_lockstep_command_fails_for_a_difference(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planted = plant_mistake()

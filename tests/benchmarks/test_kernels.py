@@ -1,4 +1,4 @@
-"""The benchmark of the kernels without a GPU: it says so, and its cases are calls that run."""
+"""The benchmark of the kernels without a GPU: it reports that, and every case can run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = Size(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it measures")
-def test_without_a_gpu_it_reports_that() -> None:
+def test_a_missing_gpu_is_reported() -> None:
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -35,15 +35,15 @@ def test_without_a_gpu_it_reports_that() -> None:
         ("NVIDIA H200", "2026-01-02-kernels-h200.json"),
     ],
 )
-def test_results_are_named_by_day_and_device(tmp_path: Path, device: str, name: str) -> None:
+def test_result_files_are_named_by_day_and_device(tmp_path: Path, device: str, name: str) -> None:
     assert choose_file(tmp_path, "2026-01-02", device) == tmp_path / name
     assert choose_file(tmp_path / "mine.json", "2026-01-02", device) == tmp_path / "mine.json"
 
 
-def test_a_peer_that_is_not_there_is_listed_with_its_reason(
+def test_a_missing_peer_is_listed_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The times are made up: what is seen here is what is done with them."""
+    """The times are made up; the test looks at what is done with them."""
 
     def fail() -> Any:
         raise ModuleNotFoundError("No module named 'guest'")
@@ -58,10 +58,10 @@ def test_a_peer_that_is_not_there_is_listed_with_its_reason(
     assert "not measured: ModuleNotFoundError" in capsys.readouterr().out
 
 
-def test_what_was_measured_is_kept_when_a_later_case_fails(
+def test_measurements_are_kept_when_a_later_case_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As if there were a GPU; the times are made up."""
+    """A GPU is pretended, and the times are made up."""
 
     def fail() -> None:
         raise RuntimeError("illegal memory access")

@@ -1,4 +1,4 @@
-"""The benchmark of links moves what it says it moves, and draws the line that it says it draws."""
+"""The benchmark of links: its copies move the blocks, and its fit follows the measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockstep.impl.tiers import Link
 NUM_BLOCKS, BLOCK_BYTES = 4, 1 << 10
 
 
-def test_blocks_come_back_through_every_memory(tmp_path: Path) -> None:
+def test_blocks_are_unchanged_after_a_copy_through_every_memory(tmp_path: Path) -> None:
     with links.list_runs(tmp_path, BLOCK_BYTES, NUM_BLOCKS) as runs:
         host = getattr(runs["host out"], "__self__", None)
         assert isinstance(host, links.Memory)
@@ -35,7 +35,7 @@ def test_blocks_come_back_through_every_memory(tmp_path: Path) -> None:
         assert host.cache.count_nonzero() == before[taken].count_nonzero() > 0
 
 
-def test_one_block_is_one_block(tmp_path: Path) -> None:
+def test_a_run_of_one_block_copies_one_block(tmp_path: Path) -> None:
     with links.list_runs(tmp_path, BLOCK_BYTES, NUM_BLOCKS) as runs:
         host = getattr(runs["host out"], "__self__", None)
         assert isinstance(host, links.Memory)
@@ -48,16 +48,16 @@ def measured(us_of_one: float, us_of_all: float) -> links.Measured:
     return links.Measured("host out", 6_400, 5, us_of_one, us_of_all, us_of_all)
 
 
-def test_the_line_goes_through_what_was_measured() -> None:
+def test_the_fitted_line_goes_through_the_measurements() -> None:
     # Four blocks more take 8 us, so a block 2 us, 3,200 bytes each, and 5 us before.
     assert measured(7.0, 15.0).link == Link(3_200 * 10**6, ns_per_copy=5_000)
 
 
-def test_no_copy_has_a_latency_below_nothing() -> None:
+def test_no_fitted_latency_is_negative() -> None:
     assert measured(1.0, 17.0).link == Link(1_600 * 10**6)
 
 
-def test_a_break_even_follows_for_each_memory_below() -> None:
+def test_each_lower_memory_has_a_break_even() -> None:
     out, back = measured(7.0, 15.0), links.Measured("host back", 6_400, 5, 1.0, 17.0, 17.0)
     # 5 us, and 6 us for each block of 16 tokens; a token takes 1 us to compute. So from 12 tokens
     # on, but for the first one of the second block, where both take 17 us.
@@ -65,7 +65,7 @@ def test_a_break_even_follows_for_each_memory_below() -> None:
     assert list(links.list_break_evens([out, back], 10**7)) == [("host", None)]
 
 
-def test_it_is_written_with_its_command_and_machine(
+def test_results_are_written_with_command_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "links.json"

@@ -1,4 +1,4 @@
-"""Mutants of the specification, the engines and the property checks are noticed, or are shown."""
+"""Mutation testing: mutants are drawn, run against trials, noticed or listed as survivors."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_each_target_has_modules_mutants_and_tests(name: str) -> None:
     assert all((HOUSE / file).is_file() for file in files)
 
 
-def test_an_unknown_module_is_refused() -> None:
+def test_an_unknown_module_is_rejected() -> None:
     with pytest.raises(LookupError, match=r"host/blocks\.py"):
         read_sources(TARGETS["host"], ["host/tool.py"])
 
 
-def test_a_draw_stays_the_same_for_mutants_that_still_exist() -> None:
+def test_a_sample_keeps_the_mutants_that_still_exist() -> None:
     mutants = make_mutants("f", "g", "h", "i")
     drawn = draw(mutants, 4, seed=3)
     assert drawn == draw(mutants, 4, seed=3)
@@ -76,7 +76,7 @@ def test_a_draw_stays_the_same_for_mutants_that_still_exist() -> None:
     assert any(draw(mutants, 4, seed) != drawn for seed in range(3))
 
 
-def test_a_mutant_meets_the_trials_that_execute_it_the_quick_ones_first() -> None:
+def test_a_mutant_runs_the_trials_that_execute_it_quick_ones_first() -> None:
     mutant = make_mutants("f")[0]
     line = frozenset(mutant.change.lines)
     module = mutant.source.module
@@ -98,7 +98,7 @@ def halve(number: int) -> int:
     return number // 2
 
 
-def test_lines_that_run_are_recorded() -> None:
+def test_executed_lines_are_recorded() -> None:
     first = halve.__code__.co_firstlineno
     with Reach([Path(__file__)]) as reach:
         halve(4)
@@ -142,7 +142,7 @@ def test_a_seeded_bug_is_found_at_safety(is_hidden: bool) -> None:
 # Processes.
 
 
-def test_results_are_distinguished_from_processes_that_end_without_one() -> None:
+def test_a_process_that_ends_without_a_result_is_recognized() -> None:
     def leave() -> dict[str, Any]:
         os._exit(3)
 
@@ -154,7 +154,7 @@ def test_results_are_distinguished_from_processes_that_end_without_one() -> None
     assert dict(run_forked(works, 2, 60)) == {0: {"number": 0}, 1: None, 2: signal.SIGTERM}
 
 
-def test_a_journal_keeps_results(tmp_path: Path) -> None:
+def test_a_journal_keeps_results_between_runs(tmp_path: Path) -> None:
     file = tmp_path / "journal.jsonl"
     Journal(file).note(make_key("text", 1), {"killed_by": "x"})
     again = Journal(file)
@@ -168,7 +168,7 @@ RESULTS = HOUSE / "benchmarks" / "results"
 
 
 def read_last() -> dict[str, dict[str, Any]]:
-    """Return the last results of each target that played all mutants of some modules."""
+    """Return, by target, the last results that ran all mutants of some modules."""
     files = [max(RESULTS.glob(f"*-mutation-{target}.json"), default=None) for target in TARGETS]
     results = [json.loads(file.read_text(encoding="utf-8")) for file in files if file is not None]
     return {one["target"]: one for one in results if one["drawn"] == one["found"]}
@@ -199,7 +199,7 @@ def test_a_sample_drawn_by_the_commit_is_noticed(target: str, tmp_path: Path) ->
     assert list_survivors(json.loads(file.read_text())) <= list_survivors(last), message
 
 
-def test_the_modules_that_commits_draw_from_have_few_survivors() -> None:
+def test_modules_sampled_for_commits_have_few_survivors() -> None:
     assert "spec" in LAST
     for target, results in LAST.items():
         modules = {source.module for source in read_sources(TARGETS[target])}
@@ -219,7 +219,7 @@ def make_results() -> dict[str, Any]:
     return to_json(campaign, "a command")
 
 
-def test_results_count_what_was_played_and_name_each_survivor() -> None:
+def test_results_count_mutants_and_name_each_survivor() -> None:
     results = make_results()
     assert (results["found"], results["drawn"], results["not_made"]) == (90, 4, 1)
     assert results["modules"] == {"spec/module.py": [3, 2]}

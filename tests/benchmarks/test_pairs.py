@@ -1,4 +1,4 @@
-"""What is legal together is drawn together, and the page says so of every cell."""
+"""The page of feature pairs: legal pairs are drawn together, and each cell shows how often."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ KEPT = json.loads(REACHED.read_text())
 
 
 def test_no_legal_cell_of_the_page_is_empty() -> None:
-    """If one is: draw it, run `make pairs`, or say in `judge.legal` why it cannot be drawn."""
+    """If a cell is empty: draw the pair, run `make pairs`, or give a reason in `judge.legal`."""
     counts = KEPT["episodes"]
     assert list_empty(counts) == []
     assert list_wrong(counts) == []
     assert counts.keys() <= {*list_cells()}
 
 
-def test_every_row_has_examples_that_the_specification_takes() -> None:
+def test_every_row_has_examples_that_the_specification_accepts() -> None:
     assert {*EXAMPLES} == {*NAMES}
     for name, examples in EXAMPLES.items():
         for example in examples:
@@ -73,11 +73,11 @@ def test_the_specification_decides_what_is_legal(cell: str, reason: str) -> None
     assert bool(find_reason(cell)) is bool(reason)
 
 
-def test_reasons_for_what_is_not_drawn_are_of_legal_cells() -> None:
+def test_reasons_for_pairs_that_are_not_drawn_name_legal_cells() -> None:
     assert {*UNDRAWN} <= {*list_legal()}
 
 
-def test_what_no_engine_has_is_not_expected() -> None:
+def test_a_feature_that_an_engine_lacks_is_not_expected() -> None:
     legal = list_legal(absent={"sessions"}, always={"forks"})
     assert not [cell for cell in legal if "sessions" in cell or ">" in cell or "chunk@" in cell]
     assert not [cell for cell in legal if cell.startswith("offer@") or "transfers" in cell]
@@ -85,7 +85,7 @@ def test_what_no_engine_has_is_not_expected() -> None:
 
 
 def draws_both(one: str, other: str, wish: FeatureSelection, index: int) -> bool:
-    """Whether a run is drawn in which a request can have both features at once."""
+    """Return whether a run is drawn where one request can have both features at once."""
     draw = SeededDraw(f"pairs/{one}/{other}/{index}")
     swarm = draw_swarm(SMALL, draw, wish=wish)
     asked = list_of_config(swarm.config) | (ACTED & swarm.features)
@@ -98,7 +98,7 @@ def draws_both(one: str, other: str, wish: FeatureSelection, index: int) -> bool
     )
 
 
-def test_every_legal_pair_of_features_that_is_asked_for_is_drawn_together() -> None:
+def test_every_requested_legal_pair_of_features_is_drawn_together() -> None:
     apart = []
     for one, other in combinations(BY_NAME, 2):
         if find_reason(name_pair(one, other)):

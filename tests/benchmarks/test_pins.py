@@ -1,4 +1,4 @@
-"""The benchmark of pins: what it makes of a trace, and that it tells the sides apart."""
+"""The benchmark of pins: conversion of a trace, and a difference between the two sides."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_a_tool_takes_what_the_outputs_leave_of_a_gap(tmp_path: Path) -> None:
+def test_the_time_of_a_tool_is_the_gap_minus_the_outputs(tmp_path: Path) -> None:
     rows = [
         row("x", 0, 32, 20, range(2)),
         row("y", 50, 32, 20, range(2)),
@@ -51,9 +51,11 @@ def test_a_tool_takes_what_the_outputs_leave_of_a_gap(tmp_path: Path) -> None:
     assert third.outputs == (OUTPUT_TOKENS_START,) * 9
 
 
-def test_where_others_need_the_pool_pins_and_tiers_keep_what_is_found(tmp_path: Path) -> None:
-    """Two jobs keep three quarters of the pool; beside them others come once, with as much as a
-    half of it."""
+def test_pins_and_tiers_keep_hits_when_other_jobs_need_the_pool(tmp_path: Path) -> None:
+    """Two jobs keep three quarters of the pool.
+
+    Requests of other jobs arrive once and need up to half of the pool.
+    """
     rows = []
     for number in range(8):
         for agent in range(2):
@@ -76,7 +78,7 @@ def test_where_others_need_the_pool_pins_and_tiers_keep_what_is_found(tmp_path: 
     assert make_page([*sides.values()]).count("\n") == 7
 
 
-def test_made_up_sessions_go_on_from_turn_to_turn() -> None:
+def test_synthetic_sessions_continue_from_turn_to_turn() -> None:
     sessions = make_sessions(1)
     assert sessions == make_sessions(1) != make_sessions(2)
     for session in sessions:
@@ -88,7 +90,7 @@ def test_made_up_sessions_go_on_from_turn_to_turn() -> None:
         )
 
 
-def test_what_is_kept_comes_back_as_late_as_its_copies_end() -> None:
+def test_loaded_blocks_are_available_after_their_copies_end() -> None:
     link = Link(1 << 20, 500_000_000)  # a block a second, and half a second for each copy
     tiers = Tiers([Tier(2, link, link), Tier(2, link, link)], 16, 1 << 20)
     asked = Request("a", tuple(range(64)))

@@ -1,4 +1,4 @@
-"""The benchmark of engines in processes gives every side the same events, and a cost to each."""
+"""The benchmark of engines in processes: every side gets the same events and has a cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of the scheduler is made of results: goals are judged, and marks are filled."""
+"""The page of the scheduler benchmark: goals are judged, and sections are filled from results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MACHINE = {
 
 
 def entry_of(scenario: str, running: int, ours: float, vllm: float = 1000.0) -> Measurement:
-    """One engine, whose means are twice its p50, and vLLM."""
+    """Return an entry with an engine whose means are twice its p50, and vLLM."""
 
     def reading(engine: str, name: str, time: float) -> Reading:
         times = Spread(time, time, 2 * time if engine == "ours" else time)
@@ -45,7 +45,7 @@ ENTRIES = [
 ]
 
 
-def test_goals_are_judged_by_the_figure() -> None:
+def test_goals_are_compared_with_the_figures() -> None:
     head, marks, *rows = scheduler.make_goals(ENTRIES)
     assert head == "| what | goal | ours |"
     assert marks.count("|") == 4
@@ -70,7 +70,7 @@ def test_goals_are_judged_by_the_figure() -> None:
 
 @pytest.fixture
 def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository without results."""
+    """Return a repository without results."""
     (tmp_path / scheduler.RESULTS).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -81,7 +81,7 @@ def write_result(part: str, date: str, plain: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("house")
-def test_the_sections_are_of_the_newest_results() -> None:
+def test_sections_show_the_newest_results() -> None:
     for date, command in (("2026-02-01", "NEW"), ("2026-01-31", "OLD")):
         conditions = {"command": command, "machine": MACHINE, "gc": "off"}
         write_result("steady", date, to_json(ENTRIES[:4], conditions))
@@ -102,7 +102,7 @@ def test_the_sections_are_of_the_newest_results() -> None:
     assert list(sections) == ["steady", "trace", "profile-steady", scheduler.GOALS_SECTION]
 
 
-def test_a_part_is_one_command_without_the_path_of_the_trace(
+def test_a_part_has_one_command_without_the_path_of_the_trace(
     house: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
@@ -141,7 +141,7 @@ def test_the_plot_has_a_line_for_each_reading_and_each_release() -> None:
     ("arguments", "message"),
     [(["--write", "nap"], "'nap': must be one of steady,"), (["--write"], "needs --trace FILE")],
 )
-def test_bad_input_is_refused(
+def test_bad_input_is_rejected(
     arguments: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,

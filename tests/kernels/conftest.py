@@ -1,8 +1,8 @@
-"""Every test of a kernel runs on both implementations, on whatever device there is.
+"""Fixtures: every test of a kernel runs on both implementations, on the available device.
 
-Without a GPU the Triton kernels are interpreted, on CPU tensors; with one they are compiled. Triton
-reads `TRITON_INTERPRET` when a kernel is decorated, so it is set before any kernel is imported, and
-what needs the compiler (`test_compiled.py`) runs it in a process of its own.
+Without a GPU the Triton kernels are interpreted on CPU tensors; with one they are compiled. Triton
+reads `TRITON_INTERPRET` when a kernel is decorated, so it is set before any kernel is imported.
+Tests that need the compiler (`test_compiled.py`) run it in another process.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if HAS_TRITON and DEVICE == "cpu":
 
 @pytest.fixture
 def device() -> str:
-    """Where tensors of a test live."""
+    """Return the device of the tensors of a test."""
     return DEVICE
 
 
 @pytest.fixture(params=["torch", "triton"] if HAS_TRITON else ["torch"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The implementation under test; an interpreted kernel is watched by the sanitizer."""
+    """Return the implementation under test; an interpreted kernel runs under the sanitizer."""
     with use_backend(request.param):
         if request.param == "torch" or DEVICE == "cuda":
             yield request.param

@@ -1,6 +1,6 @@
-"""Paged attention against float64, both implementations, and what a call may not be.
+"""Paged attention: both implementations against float64, batch invariance, and wrong calls.
 
-The bits of a request must not depend on its batch: that is tested interpreted and on a GPU.
+The bits of a request must not depend on its batch; this is tested interpreted and on a GPU.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def check_against_oracle(batch: Batch, device: str, **bounds: int) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-def test_attention_is_that_of_float64(backend: str, device: str, batch: Batch) -> None:
+def test_attention_agrees_with_float64(backend: str, device: str, batch: Batch) -> None:
     check_against_oracle(batch, device)
 
 
@@ -90,8 +90,8 @@ def test_a_long_decode_is_split(backend: str, device: str, seq_len: int) -> None
     check_against_oracle(Batch((1, 1), (seq_len, 200)), device, max_query_len=1)
 
 
-def test_a_long_decode_of_a_group_in_parts_is_split(backend: str, device: str) -> None:
-    """The last part has a head less than the others, 23 of 24, and so a row that writes nothing."""
+def test_a_long_decode_with_uneven_head_parts_is_split(backend: str, device: str) -> None:
+    """The last part has 23 heads instead of 24, and so a row that writes nothing."""
     batch = Batch((1, 1), (300, 20), num_heads=2 * 71)
     check_against_oracle(batch, device, max_query_len=1)
 
@@ -105,7 +105,7 @@ def test_a_long_decode_is_split_inside_a_window(backend: str, device: str, rule:
 def test_memory_of_splits_without_keys_is_not_read(
     monkeypatch: pytest.MonkeyPatch, backend: str, device: str
 ) -> None:
-    """It is not written either, so it may hold NaN; there are more splits than a merge loads."""
+    """The memory is not written and may hold NaN; there are more splits than a merge loads."""
 
     def empty(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
         is_float = options.get("dtype", torch.float32).is_floating_point
@@ -127,7 +127,7 @@ def test_a_nan_is_not_hidden(backend: str, device: str, rules: dict[str, float])
 def test_blocks_need_not_be_the_outermost_dimension_of_a_large_cache(
     backend: str, device: str, outermost: str
 ) -> None:
-    """Two slots or KV heads on from the first, addresses are past what 32 bits can hold."""
+    """Addresses two slots or KV heads after the first exceed 32 bits."""
     batch = Batch((1, 2), (20, 9), num_heads=3, num_kv_heads=3, block_size=3, cache_dtype=FP8)
     arguments, rules = batch.make()
     expected = attention(*arguments, **rules)
@@ -145,13 +145,15 @@ def test_blocks_need_not_be_the_outermost_dimension_of_a_large_cache(
 
 
 @pytest.mark.parametrize("query_lens", [(), (0, 0)])
-def test_nothing_to_attend(backend: str, device: str, query_lens: tuple[int, ...]) -> None:
+def test_a_batch_without_tokens_has_an_empty_result(
+    backend: str, device: str, query_lens: tuple[int, ...]
+) -> None:
     arguments, rules = Batch(query_lens, (8,) * len(query_lens)).make(device)
     assert paged_attention(*arguments, **rules).shape == (0, 4, 16)
 
 
 def test_strides_and_padding_of_the_query(backend: str, device: str) -> None:
-    """Query, key and value as slices of one projection, caches as slices of one allocation."""
+    """Query, key and value are slices of one projection, caches are slices of one allocation."""
     arguments, rules = Batch((1, 5), (40, 9)).make()
     expected = attention(*arguments, **rules)
     query, key_cache, value_cache, *others = (x.to(device) for x in arguments)
@@ -168,7 +170,7 @@ def test_strides_and_padding_of_the_query(backend: str, device: str) -> None:
 def test_blocks_before_the_window_are_not_read(
     backend: str, device: str, rule: dict[str, int]
 ) -> None:
-    """They may be freed, and their place in the table may hold anything."""
+    """They may be freed, and their table entries may have any value."""
     arguments, rules = Batch((1, 3), (70, 40), rules=rule).make()
     expected = attention(*arguments, **rules)
     tables = arguments[3]
@@ -177,8 +179,10 @@ def test_blocks_before_the_window_are_not_read(
     torch.testing.assert_close(out.double().cpu(), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_many_decodes_go_in_several_groups(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """The reference bounds its memory; the groups do not show in the result."""
+def test_the_reference_computes_many_decodes_in_groups(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The groups limit its memory and do not change the result."""
     monkeypatch.setattr("blockstep.kernels.attention.NUM_GATHERED_MAX", 2 * 40 * 32)
     check_against_oracle(Batch((1,) * 6, (40, 40, 40, 3, 40, 9)), device)
 
@@ -212,7 +216,7 @@ REQUESTS = [
 
 
 def make_with_subject(batch: Batch, subject: int, device: str) -> tuple[Any, dict[str, Any]]:
-    """Arguments in which request `subject` has the same queries, keys and values in any batch."""
+    """Return arguments where request `subject` has the same numbers in any batch."""
     (query, keys, values, tables, starts, lens), rules = batch.make()
     draw = torch.Generator().manual_seed(7)
     start, stop = starts[subject : subject + 2].tolist()
@@ -229,7 +233,7 @@ def make_with_subject(batch: Batch, subject: int, device: str) -> tuple[Any, dic
 
 
 def plan_rules(rules: dict[str, Any]) -> dict[str, Any]:
-    """Those of the rules that a plan is made for."""
+    """Return those rules that a plan depends on."""
     names = ("sliding_window", "attention_chunk_size")
     return {name: rules[name] for name in names if name in rules}
 
@@ -240,7 +244,7 @@ def attend_in_batches(
     device: str,
     set_processors: Callable[[int], None],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The rows of one request, alone and in each batch, on devices of different sizes."""
+    """Yield the rows of one request, alone and in each batch, on devices of different sizes."""
     batches = {"alone": ([], []), **COMPANIONS, "alone again": ([], [])}
     for count, (name, (before, after)) in enumerate(batches.items(), 1):
         set_processors(count)
@@ -265,7 +269,7 @@ def attend_in_batches(
 def test_bits_of_a_request_do_not_depend_on_its_batch(
     monkeypatch: pytest.MonkeyPatch, device: str, name: str, kind: dict[str, Any]
 ) -> None:
-    """Nor on the number of multiprocessors, on a bound, or on a workspace."""
+    """They do not depend on the number of multiprocessors, a bound or a workspace either."""
     attention_triton = pytest.importorskip("blockstep.kernels.attention_triton")
 
     def set_processors(count: int) -> None:
@@ -287,9 +291,10 @@ def test_bits_of_a_request_do_not_depend_on_its_batch(
 def test_bits_of_a_request_do_not_depend_on_the_order_of_programs(
     monkeypatch: pytest.MonkeyPatch, device: str, name: str
 ) -> None:
-    """On a GPU a program may store splits of another one's query tile before that one begins.
+    """The programs run in reverse order.
 
-    The interpreter runs programs one after the other; here the last one is the first.
+    On a GPU a program may store splits of another one's query tile before that one starts. The
+    interpreter runs programs one after the other.
     """
     attention_triton = pytest.importorskip("blockstep.kernels.attention_triton")
     builder = import_module("triton.runtime.interpreter").interpreter_builder
@@ -311,10 +316,10 @@ def test_bits_of_a_request_do_not_depend_on_the_order_of_programs(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("lengths", [(1, 531), (1, 8000), (4, 300)], ids=str)
-def test_bits_of_a_request_are_those_of_a_graph_with_changing_lengths(
+def test_bits_of_a_request_are_the_same_in_a_graph_replay(
     lengths: tuple[int, int],
 ) -> None:
-    """Captured with padding of one key; then replayed with other requests in its place."""
+    """The graph is captured with padding of one key, then replayed with other requests there."""
     query_len, seq_len = lengths
     kind: dict[str, Any] = {"dtype": torch.bfloat16, "head_size": 128, "num_heads": 8}
     batch = replace(Batch((query_len,) * 9, (seq_len, *[700] * 4, *[16 * 500] * 4)), **kind)
@@ -350,7 +355,7 @@ def test_bits_of_a_request_are_those_of_a_graph_with_changing_lengths(
 def test_programs_compute_the_tiles_that_the_benchmark_counts(
     monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, int]]
 ) -> None:
-    """So its table of shares is that of the kernel."""
+    """The benchmark's table of shares is therefore that of the kernel."""
     attention_triton = pytest.importorskip("blockstep.kernels.attention_triton")
     if torch.cuda.is_available():
         pytest.skip("looks at interpreted kernels")
@@ -383,7 +388,7 @@ def test_programs_compute_the_tiles_that_the_benchmark_counts(
     ]
 
 
-def test_a_short_request_is_one_split_that_nothing_merges() -> None:
+def test_a_short_request_has_one_split_and_no_merge() -> None:
     rule: Any = partition
     sizes = [rule.choose_split_tiles(num_tiles, 1, rule.FEW) for num_tiles in range(1, 10)]
     assert sizes == [1, 2, 3, 4, 1, 1, 1, 1, 2]
@@ -399,7 +404,7 @@ def test_a_plan_serves_all_layers_of_a_step(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"sliding_window": 8}, {"attention_chunk_size": 8}], ids=str)
-def test_a_plan_for_other_rules_is_refused(device: str, change: dict[str, int]) -> None:
+def test_a_plan_for_other_rules_is_rejected(device: str, change: dict[str, int]) -> None:
     pytest.importorskip("triton")
     arguments, rules = Batch((1, 3), (20, 9)).make(device)
     query, keys, _, _, starts, lens = arguments
@@ -409,7 +414,7 @@ def test_a_plan_for_other_rules_is_refused(device: str, change: dict[str, int]) 
             paged_attention(*arguments, **rules, plan=plan)
 
 
-def test_a_workspace_that_is_too_small_is_refused(device: str) -> None:
+def test_a_workspace_that_is_too_small_is_rejected(device: str) -> None:
     pytest.importorskip("triton")
     arguments, rules = Batch((1,), (3000,)).make(device)
     with use_backend("triton"):
@@ -480,7 +485,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_call_is_refused(
+def test_a_wrong_call_is_rejected(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     names = ("query", "key_cache", "value_cache", "block_tables", "query_start_loc", "seq_lens")
@@ -491,7 +496,7 @@ def test_a_wrong_call_is_refused(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU checks every call")
-def test_a_wrong_call_is_refused_after_one_that_was_right() -> None:
+def test_a_wrong_call_is_rejected_after_a_right_one() -> None:
     arguments, rules = Batch((1,), (4,)).make("cuda")
     for _ in range(2):
         paged_attention(*arguments, **rules)
@@ -499,7 +504,7 @@ def test_a_wrong_call_is_refused_after_one_that_was_right() -> None:
             paged_attention(*arguments, **{**rules, "scale": 0.0})
 
 
-def test_a_head_size_that_no_kernel_has_is_refused() -> None:
+def test_a_head_size_without_a_kernel_is_rejected() -> None:
     arguments, rules = Batch((1,), (4,), head_size=24).make()
     with pytest.raises(ValueError, match=r"head_size must be one of .* but is 24"):
         paged_attention(*arguments, **rules)

@@ -1,4 +1,4 @@
-"""Copies of whole blocks: in sequence inside a cache, and to and from a staging buffer."""
+"""Copies of whole blocks: inside a cache, and to and from a staging buffer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_cache_may_be_a_slice_of_an_allocation(backend: str, device: str) -> N
 
 @pytest.mark.parametrize("ids", [[], [3], [7, 0, 3, 4]], ids=["none", "one", "scattered"])
 @pytest.mark.parametrize("large", [False, True], ids=["kernel", "copy engines"])
-def test_swapped_out_and_in(
+def test_blocks_swapped_out_and_in_are_unchanged(
     monkeypatch: pytest.MonkeyPatch, backend: str, device: str, ids: list[int], large: bool
 ) -> None:
     if large:
@@ -81,10 +81,10 @@ def test_swapped_out_and_in(
 
 
 @pytest.mark.parametrize("num_bytes", [1, 500, 1 << 20])
-def test_what_goes_to_the_host_goes_in_parts(
+def test_blocks_are_copied_to_the_host_in_parts(
     monkeypatch: pytest.MonkeyPatch, backend: str, device: str, num_bytes: int
 ) -> None:
-    """Each through a buffer on the device; here as if staging were far away."""
+    """Each part passes through a device buffer; here staging counts as host memory."""
     monkeypatch.setattr(blocks, "NUM_BUFFER_BYTES_MAX", num_bytes)
     parts = blocks.list_parts(torch.zeros(7, 60), torch.device("meta"))
     rows = torch.arange(7)
@@ -102,7 +102,7 @@ def test_what_goes_to_the_host_goes_in_parts(
     assert torch.equal(back[4], cache[4])
 
 
-def test_a_wrong_call_is_refused() -> None:
+def test_a_wrong_call_is_rejected() -> None:
     cache = torch.zeros(8, 4, 2, 16)
     with pytest.raises(ValueError, match=r"pairs: must hold ids .* 0 <= x < 8, but holds 8"):
         copy_blocks([cache], torch.tensor([[0, 8]]))

@@ -1,4 +1,4 @@
-"""The KV scatter: every slot holds what it should, and no other slot changed."""
+"""The KV scatter: it writes the right value to every slot and changes no other slot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scatter_one_by_one(source: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Compared as bits: NaN where nothing was written stays that NaN."""
+    """Return the bits, so that NaN compares equal to the same NaN."""
     return tensor.cpu().contiguous().view(torch.uint8)
 
 
@@ -39,7 +39,7 @@ def bits(tensor: Tensor) -> Tensor:
     ids=["nothing", "padding", "one", "scattered", "all, reversed"],
 )  # fmt: skip
 @pytest.mark.parametrize("block_size", [8, 3, 1])
-def test_slots_hold_their_tokens(
+def test_slots_have_the_kv_of_their_tokens(
     backend: str, device: str, dtype: torch.dtype, slots: list[int], block_size: int
 ) -> None:
     key, value = make(len(slots), dtype, device)
@@ -54,7 +54,7 @@ def test_slots_hold_their_tokens(
         assert torch.equal(bits(cache), bits(wanted))
 
 
-def test_slices_of_one_projection_into_slices_of_one_allocation(backend: str, device: str) -> None:
+def test_sources_and_caches_may_be_slices(backend: str, device: str) -> None:
     fused = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0)).to(device)
     caches = torch.zeros(4, 2, 8, 2, 16, device=device)
     mapping = torch.tensor([9, 0, 31], device=device)
@@ -65,7 +65,9 @@ def test_slices_of_one_projection_into_slices_of_one_allocation(backend: str, de
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_casts_to_the_dtype_of_the_cache(backend: str, device: str, dtype: torch.dtype) -> None:
+def test_values_are_cast_to_the_dtype_of_the_cache(
+    backend: str, device: str, dtype: torch.dtype
+) -> None:
     key, value = make(3, torch.float32, device)
     caches = [torch.zeros(1, 4, 2, 16, dtype=dtype, device=device) for _ in range(2)]
     reshape_and_cache(key, value, caches[0], caches[1], torch.tensor([0, 1, 2], device=device))
@@ -92,7 +94,7 @@ def test_fp8_is_scaled_and_clamped(backend: str, device: str, dtype: torch.dtype
     assert caches[0][0, 0, 0, :2].tolist() == [448.0, -448.0]
 
 
-def test_a_nan_stays_one_in_fp8(backend: str, device: str) -> None:
+def test_a_nan_stays_a_nan_in_fp8(backend: str, device: str) -> None:
     if backend == "triton" and device == "cpu":
         pytest.skip("Triton's interpreter makes 384 of it")
     key, value = make(1, torch.float32, device)
@@ -104,7 +106,7 @@ def test_a_nan_stays_one_in_fp8(backend: str, device: str) -> None:
 
 
 def test_heads_may_be_the_outermost_dimension_of_a_large_cache(backend: str, device: str) -> None:
-    """Two KV heads on from the first, addresses are past what 32 bits can hold."""
+    """Addresses two KV heads after the first exceed 32 bits."""
     key, value = (x.to(FP8).float() for x in make(3, torch.float32, device, heads=3))
     stride = 1 << 30
     memory = torch.empty(2 * stride + (1 << 16), dtype=FP8, device=device)  # hardly any is touched
@@ -143,7 +145,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_call_is_refused(
+def test_a_wrong_call_is_rejected(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     key, value = make(3, torch.float32, "cpu")

@@ -1,8 +1,8 @@
-"""The fourth tier: what is launched is compiled for an H100, on any machine.
+"""Compilation of all launched kernels for an H100, on any machine.
 
-Triton interprets in this process, so the compiler runs in its own. A spilled register, or one
-too many, is a failure. `KERNELS_EVERY=1` compiles the whole matrix of head sizes, groups and rules
-(twenty minutes the first time) instead of one of each kind.
+The compiler runs in another process, since Triton interprets in this one. A spilled register or one
+register too many is a failure. `KERNELS_EVERY=1` compiles the whole matrix of head sizes, groups
+and rules (20 minutes the first time) instead of one of each kind.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def test_every_kernel_fits_an_h100(which: str, kernels: set[str]) -> None:
     assert hasty <= {"norm_kernel", "vector_kernel"}  # their weights were written long before
 
 
-def test_nothing_is_compiled_anew_because_a_step_is_of_another_size() -> None:
-    """A compilation takes a second or more, in which nobody is served."""
+def test_a_step_of_another_size_needs_no_new_compilation() -> None:
+    """A compilation takes a second or more, during which no request is served."""
     assert compile_apart("variants") == {
         "step_triton.prepare_kernel": 1,
         "step_triton.merge_kernel": 1,

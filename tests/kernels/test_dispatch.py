@@ -1,4 +1,4 @@
-"""Where a launch goes: to the device of its tensors, whichever is the current one."""
+"""Dispatch of launches: a kernel runs on the device of its tensors, not on the current one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 CONCEPTS = ("attention", "blocks", "cache", "rejection", "step")
 
 
-def test_every_launch_makes_the_device_of_its_tensors_the_current_one(
+def test_every_launch_uses_the_device_of_its_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entered: list[object] = []
@@ -42,7 +42,7 @@ def test_every_launch_makes_the_device_of_its_tensors_the_current_one(
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 6), True), ((8, 9), False)])
-def test_fp8_is_refused_on_a_gpu_that_cannot_compute_it(
+def test_fp8_is_rejected_on_a_gpu_without_fp8_support(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], refused: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -55,7 +55,7 @@ def test_fp8_is_refused_on_a_gpu_that_cannot_compute_it(
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((8, 9), False), ((9, 0), True)])
-def test_kernels_are_launched_early_only_on_a_gpu_that_can_wait(
+def test_early_launches_are_used_only_on_gpus_that_support_them(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -1,4 +1,4 @@
-"""The kernels under the data plane of the worker: real plans, every slot and every attended row."""
+"""The kernels run as the worker's data plane: real plans, every slot and attended row compared."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from blockstep.conformance.search.options import CheckOptions
 
 
 @pytest.mark.parametrize("episode", range(2))
-def test_an_episode_moves_real_memory_by_its_plans(backend: str, device: str, episode: int) -> None:
+def test_an_episode_runs_the_kernels_on_its_plans(backend: str, device: str, episode: int) -> None:
     played = run_episode(CheckOptions(preset="tiny", seed=5), episode, OnKernels(device=device))
     assert played.first is None

@@ -1,4 +1,4 @@
-"""The interpreter as it comes: what is patched to make it fast hides nothing."""
+"""The unpatched interpreter agrees with the patched one, which is faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer's small kernels against float64, and against the same steps one by one."""
+"""Kernels of a layer (norms, gates, rotation and caching) against float64."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
 EPS = 1e-5
 ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Absolute and relative. A GPU approximates roots and exponentials of float32; for 16 bits it is a
-unit in the last place, since the interpreter truncates where hardware rounds."""
+"""Absolute and relative tolerance, by dtype.
+
+A GPU approximates roots and exponentials of float32. For 16 bits the tolerance is a unit in the
+last place, since the interpreter truncates where hardware rounds.
+"""
 
 
 def draw(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
@@ -45,7 +48,7 @@ def norm_exactly(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", [1, 64, 100, 2048])
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
-def test_rows_are_normed(
+def test_rows_are_normalized(
     backend: str, device: str, dtype: torch.dtype, hidden_size: int, num_tokens: int
 ) -> None:
     hidden = draw(num_tokens, hidden_size, dtype=dtype, device=device)
@@ -55,7 +58,7 @@ def test_rows_are_normed(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", [1, 100, 2048])
-def test_the_sum_is_stored_and_normed(
+def test_the_sum_is_stored_and_normalized(
     backend: str, device: str, dtype: torch.dtype, hidden_size: int
 ) -> None:
     hidden, residual = (
@@ -91,7 +94,7 @@ def test_large_numbers_do_not_overflow(backend: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inner_size", [1, 100, 1024, 1400])
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
-def test_up_is_gated(
+def test_silu_and_mul_agrees_with_float64(
     backend: str, device: str, dtype: torch.dtype, inner_size: int, num_tokens: int
 ) -> None:
     gate_up = 4 * draw(num_tokens, 2 * inner_size, dtype=dtype, device=device)
@@ -99,7 +102,7 @@ def test_up_is_gated(
     check(silu_and_mul(gate_up), gate * gate.sigmoid() * up)
 
 
-def test_a_large_gate_is_a_step(backend: str, device: str) -> None:
+def test_large_gates_are_0_or_1(backend: str, device: str) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, 0.0, 3.0, 3.0, 3.0]], device=device)
     assert silu_and_mul(gate_up).tolist() == [[0.0, 3e4, 0.0]]
 
@@ -108,7 +111,7 @@ def test_a_large_gate_is_a_step(backend: str, device: str) -> None:
 
 
 class Call:
-    """One call with random numbers, and what must come of it."""
+    """A call with random numbers, and its expected result."""
 
     def __init__(
         self, num_tokens: int, heads: tuple[int, int], head_size: int, device: str, *,
@@ -139,7 +142,7 @@ class Call:
         )  # fmt: skip
 
     def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key as they must be, in float64, and the value as it is."""
+        """Return the expected query and key in float64, and the value unchanged."""
         parts = [count * self.head_size for count in (self.heads[0], *2 * [self.heads[1]])]
         found = []
         for x, name in zip(
@@ -190,12 +193,12 @@ def test_padding_is_not_cached(backend: str, device: str) -> None:
         assert int((flat != -7.0).flatten(1).any(1).sum()) == 2
 
 
-def test_no_tokens(backend: str, device: str) -> None:
+def test_a_call_without_tokens_has_an_empty_result(backend: str, device: str) -> None:
     assert Call(0, (4, 2), 16, device).run().shape == (0, 4, 16)
 
 
 @pytest.mark.parametrize("cache", [FP8, torch.float16], ids=str)
-def test_a_cache_of_another_dtype_holds_what_reshape_and_cache_writes(
+def test_a_cache_of_another_dtype_equals_that_of_reshape_and_cache(
     backend: str, device: str, cache: torch.dtype
 ) -> None:
     call = Call(3, (4, 2), 16, device, cache=cache)
@@ -213,15 +216,15 @@ def test_a_cache_of_another_dtype_holds_what_reshape_and_cache_writes(
 
 
 def test_an_infinite_value_is_cached_as_it_is(backend: str, device: str) -> None:
-    """Values go through the registers of keys, and must not be multiplied by an angle."""
+    """Values use the registers of keys, and must not be multiplied by an angle."""
     call = Call(1, (2, 1), 16, device)
     call.qkv[0, -16:] = torch.inf
     call.run()
     assert call.caches[1].flatten(0, 1)[call.slots[0]].tolist() == [[torch.inf] * 16]
 
 
-def test_a_slice_of_a_larger_tensor(backend: str, device: str) -> None:
-    """Of a strided projection into strided views of one allocation, as the engine has them."""
+def test_projection_and_caches_may_be_strided_views(backend: str, device: str) -> None:
+    """The engine has a strided projection and strided views of one allocation."""
     call = Call(3, (4, 2), 16, device)
     wanted_query, wanted_key, wanted_value = call.compute()
     padded = torch.zeros(3, 8 * 16 + 48, device=device)
@@ -277,14 +280,14 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_rotation_is_refused(
+def test_a_wrong_rotation_is_rejected(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         refuse(change)
 
 
-def test_a_wrong_norm_or_gate_is_refused() -> None:
+def test_a_wrong_norm_or_gate_is_rejected() -> None:
     hidden, weight = torch.zeros(2, 8), torch.ones(8)
     with pytest.raises(ValueError, match="weight: dimension 0"):
         rms_norm(hidden, weight[:7], EPS)

@@ -1,4 +1,4 @@
-"""A kernel's source run by numpy: as Triton's interpreter runs it, and more suspiciously."""
+"""Running a kernel's source with numpy: equal results, and stricter checks than the interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD = "import triton\nimport triton.language as tl\n\n"
 
 
 def write(folder: Path, body: str) -> list[Path]:
-    """A file with a kernel `k(x, y, n)`."""
+    """Write a file with a kernel `k(x, y, n)`."""
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     file = folder / "made.py"
     file.write_text(f"{HEAD}@triton.jit\ndef k(x, y, n: tl.constexpr):\n{lines}")
@@ -25,7 +25,7 @@ def write(folder: Path, body: str) -> list[Path]:
 
 
 def play(folder: Path, body: str, memory: Memory, size: int = 8) -> tuple[Any, Any]:
-    """The tensors x, counting from 0, and y, of zeros, after the kernel."""
+    """Run the kernel. Return x, which counts from 0, and y, which starts with zeros."""
     x, y = np.arange(size, dtype=np.int32), np.zeros(size, np.int32)
     launch(load_kernels(write(folder, body), memory)["k"], memory, x, y, size)
     return x, y
@@ -34,8 +34,10 @@ def play(folder: Path, body: str, memory: Memory, size: int = 8) -> tuple[Any, A
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels")
 @pytest.mark.parametrize("name", ["arithmetic", "reductions", "allocate", "atomics"])
 @pytest.mark.parametrize("make", [Memory, Watched])
-def test_numpy_leaves_what_the_interpreter_leaves(name: str, make: Callable[[], Memory]) -> None:
-    """In every element of every tensor, overflows and negative operands included."""
+def test_numpy_and_the_interpreter_leave_equal_tensors(
+    name: str, make: Callable[[], Memory]
+) -> None:
+    """All elements of all tensors are compared, including overflows and negative operands."""
     pytest.importorskip("triton")
     from kernel_support import toys
 
@@ -82,7 +84,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("body", "sentence"), REFUSED.items())
-def test_what_it_does_not_know_is_refused_by_name_and_line(
+def test_an_unsupported_operation_is_rejected_with_name_and_line(
     tmp_path: Path, body: str, sentence: str
 ) -> None:
     with pytest.raises(RefusedError) as refused:
@@ -97,7 +99,7 @@ tl.store(x + n - 1 - lane, value){barrier}
 tl.store(y + lane, tl.load(x + lane))"""
 
 
-def test_a_store_is_seen_only_after_a_barrier(tmp_path: Path) -> None:
+def test_a_store_is_visible_only_after_a_barrier(tmp_path: Path) -> None:
     lacks = STORED_THEN_READ.format(barrier="")
     has = STORED_THEN_READ.format(barrier="\ntl.debug_barrier()")
     assert play(tmp_path, lacks, Memory())[1].tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
@@ -160,7 +162,7 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("make", [Memory, HeldBack, Watched])
 @pytest.mark.parametrize(("body", "sentence"), OUTSIDE.items())
-def test_nothing_outside_of_a_tensor_is_touched(
+def test_an_access_outside_of_a_tensor_is_an_error(
     tmp_path: Path, make: Callable[[], Memory], body: str, sentence: str
 ) -> None:
     with pytest.raises(IndexError, match="OUT-OF-BOUNDS") as outside:
@@ -168,7 +170,7 @@ def test_nothing_outside_of_a_tensor_is_touched(
     assert sentence in str(outside.value)
 
 
-def test_a_lane_that_does_not_load_has_poison_in_a_suspicious_run(tmp_path: Path) -> None:
+def test_masked_lanes_of_a_load_are_poisoned_in_a_suspicious_run(tmp_path: Path) -> None:
     body = "lane = tl.arange(0, n)\ntl.store(y + lane, tl.load(x + lane, mask=lane < 2))"
     assert play(tmp_path, body, Memory())[1].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert set(play(tmp_path, body, HeldBack())[1].tolist()[2:]) == {0x5A5A5A5A}
@@ -182,7 +184,7 @@ def test_lanes_count_in_any_order(tmp_path: Path) -> None:
     assert all(sorted(order) == [*range(8)] for order in orders)
 
 
-def test_a_changed_text_is_read_in_the_place_of_a_file(tmp_path: Path) -> None:
+def test_changed_source_replaces_the_file(tmp_path: Path) -> None:
     memory = Memory()
     files = write(tmp_path, "tl.store(y, 1)")
     changed = {files[0]: files[0].read_text().replace("y, 1", "y, 2")}

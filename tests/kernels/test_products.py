@@ -1,4 +1,4 @@
-"""Products of few rows against float64, and their sums behind the next kernels."""
+"""Matrix products of few rows: against float64, and added up by the next kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def skip_wide(backend: str, device: str, dtype: torch.dtype) -> None:
-    """On a GPU the kernels multiply 16 bits only."""
+    """Skip float32 on a GPU, where the kernels multiply 16-bit numbers only."""
     if (backend, device, dtype) == ("triton", "cuda", torch.float32):
         pytest.skip("float32 is multiplied by torch on a GPU")
 
@@ -120,7 +120,7 @@ def test_a_norm_adds_parts(backend: str, device: str, dtype: torch.dtype, num_pa
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_rotation_adds_parts(backend: str, device: str, dtype: torch.dtype, normed: bool) -> None:
-    """The same as the rotation of the sum, rounded to the model's dtype."""
+    """The result is the rotation of the sum, rounded to the model's dtype."""
     heads, kv_heads, size, num_tokens = 6, 2, 16, 3
     parts = draw(3, num_tokens, (heads + 2 * kv_heads) * size, dtype=torch.float32, device=device)
     table = draw(9, size, dtype=dtype, device=device, seed=1)
@@ -150,7 +150,7 @@ WRONG = {
 
 @pytest.mark.parametrize("call", [multiply_in_parts, multiply_silu_and_mul])
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_arguments_are_refused(
+def test_wrong_arguments_are_rejected(
     call: Callable[..., Tensor], change: tuple[str, Any], error: type[Exception], message: str,
     device: str,
 ) -> None:  # fmt: skip
@@ -166,7 +166,7 @@ def test_wrong_arguments_are_refused(
         call(*given.values())
 
 
-def test_an_odd_gate_and_many_rows_are_refused(device: str) -> None:
+def test_an_odd_gate_and_too_many_rows_are_rejected(device: str) -> None:
     with pytest.raises(ValueError, match="gate_up: dimension 0 must be even"):
         multiply_silu_and_mul(torch.zeros(1, 16, device=device), torch.zeros(7, 16, device=device))
     many = torch.zeros(NUM_FEW_MAX + 1, 16, dtype=torch.float16, device=device)
@@ -175,13 +175,13 @@ def test_an_odd_gate_and_many_rows_are_refused(device: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_float32_is_refused_on_a_gpu() -> None:
+def test_float32_is_rejected_on_a_gpu() -> None:
     hidden = torch.zeros(2, 16, device="cuda")
     with pytest.raises(TypeError, match="hidden: must be float16 or bfloat16 on a GPU"):
         multiply_in_parts(hidden, hidden)
 
 
-def test_which_products_are_of_few() -> None:
+def test_products_with_few_rows_are_recognized() -> None:
     weight = torch.zeros(8, 16, dtype=torch.bfloat16)
     few, many = weight[:4], torch.zeros(65, 16, dtype=torch.bfloat16)
     assert not is_product_of_few(few, weight)  # the reference
@@ -194,10 +194,10 @@ def test_which_products_are_of_few() -> None:
 
 
 @pytest.mark.parametrize(("shared", "expected"), [(99, False), (163, True), (227, True)])
-def test_a_gpu_with_little_shared_memory_multiplies_by_torch(
+def test_a_gpu_with_little_shared_memory_multiplies_with_torch(
     monkeypatch: pytest.MonkeyPatch, shared: int, expected: bool
 ) -> None:
-    """Bytes in KiB of an RTX 4090, an A100 and an H100."""
+    """The sizes in KiB are those of an RTX 4090, an A100 and an H100."""
     properties = SimpleNamespace(shared_memory_per_block_optin=shared << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     has_room.cache_clear()

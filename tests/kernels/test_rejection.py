@@ -1,4 +1,4 @@
-"""Rejection sampling: greedy by a loop, drawn by its law, and rows that ignore their neighbours."""
+"""Rejection sampling: greedy and drawn tokens, their distribution, and batch invariance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(
 
 
 def sample(call: dict[str, Any]) -> list[list[int]]:
-    """The tokens of each sequence, with the padding checked and cut."""
+    """Return the tokens of each sequence, after checking and cutting the padding."""
     token_ids, num_sampled = rejection_sample(**call)
     assert (token_ids.dtype, num_sampled.dtype) == (torch.int64, torch.int32)
     rows = [
@@ -63,7 +63,7 @@ def test_greedy_keeps_the_drafts_that_are_argmax(
     assert sample(call) == expected
 
 
-def test_the_lowest_id_wins_among_equals(backend: str, device: str) -> None:
+def test_the_lowest_id_wins_a_tie(backend: str, device: str) -> None:
     call = make([1, 0], 2500, device, [0.0, 0.0])
     call["target_logits"][:] = 0
     call["target_logits"][:, [1, 4, 2400]] = 1.0
@@ -71,7 +71,7 @@ def test_the_lowest_id_wins_among_equals(backend: str, device: str) -> None:
     assert sample(call) == [[1, 1], [1]]
 
 
-def test_equals_far_apart_are_read_by_different_programs(backend: str, device: str) -> None:
+def test_the_lowest_id_wins_a_tie_across_programs(backend: str, device: str) -> None:
     call = make([1], 40_000, device, [0.0])
     call["target_logits"][:, [39_999, 20_000, 17_000]] = 50.0
     call["draft_token_ids"][:] = 17_000
@@ -83,7 +83,7 @@ def test_equals_far_apart_are_read_by_different_programs(backend: str, device: s
     assert sample(call) == [[16_383, 0]]
 
 
-def test_nothing_to_sample(backend: str, device: str) -> None:
+def test_a_batch_without_sequences_gives_no_tokens(backend: str, device: str) -> None:
     assert sample(make([], 5, device, [])) == []
 
 
@@ -92,7 +92,7 @@ def test_nothing_to_sample(backend: str, device: str) -> None:
 def test_both_implementations_draw_the_same(
     device: str, with_probs: bool, dtype: torch.dtype
 ) -> None:
-    """Greedy and drawn rows mixed, with masked tokens; equal seeds give equal tokens."""
+    """Greedy and drawn rows are mixed, with masked tokens; equal seeds give equal tokens."""
     pytest.importorskip("triton")
     call = make([2, 0, 3, 1, 0, 2], 1100, device, [0.0, 0.7, 1.0, 2.0, 0.0, 0.3], seed=4)
     call["target_logits"][:, ::3] = float("-inf")
@@ -124,7 +124,7 @@ def test_a_row_does_not_depend_on_its_batch(backend: str, device: str) -> None:
         assert sample(alone) == [together[s]]
 
 
-def test_a_seed_and_a_position_decide(device: str) -> None:
+def test_tokens_depend_on_seed_and_position(device: str) -> None:
     call = make([0, 0, 0], 1000, device, [1.0] * 3)
     call["target_logits"][:] = 0
     call["seeds"][:] = torch.tensor([5, 5, 6])
@@ -139,7 +139,7 @@ def test_a_seed_and_a_position_decide(device: str) -> None:
 
 NUM_DRAWS = 1_000_000
 CHI_SQUARE_MAX = {3: 16.27, 4: 18.47, 19: 43.82}
-"""Of each number of degrees of freedom, the value that chance exceeds once in 1,000 times."""
+"""Chi-square values exceeded by chance once in 1,000 times, by degrees of freedom."""
 TARGET = torch.tensor([[0.4, 0.3, 0.2, 0.1, 0.0], [0.1, 0.1, 0.3, 0.1, 0.4]], dtype=torch.float64)
 DRAFT = torch.tensor([0.1, 0.3, 0.1, 0.1, 0.4], dtype=torch.float64)
 
@@ -152,7 +152,7 @@ def compute_chi_square(counts: Tensor, law: Tensor) -> float:
 
 
 def draw_two(drafts: Tensor, draft_probs: Tensor | None, device: str) -> Tensor:
-    """First and second token of sequences with one draft each, `NUM_DRAWS` in all."""
+    """Return first and second tokens of `NUM_DRAWS` sequences with one draft each."""
     logits = TARGET.log().float().repeat(len(drafts), 1)
     call = {
         "target_logits": logits, "draft_token_ids": drafts,
@@ -166,8 +166,8 @@ def draw_two(drafts: Tensor, draft_probs: Tensor | None, device: str) -> Tensor:
 
 
 @pytest.mark.parametrize("drafter", ["drawn", "always 2"])
-def test_a_million_draws_have_the_law_of_the_target(device: str, drafter: str) -> None:
-    """First tokens as the first row, second ones (where the draft was kept) as the second."""
+def test_a_million_draws_have_the_target_distribution(device: str, drafter: str) -> None:
+    """First tokens follow the first row; second ones, after an accepted draft, the second row."""
     if drafter == "drawn":
         draw = torch.Generator().manual_seed(11)
         drafts = DRAFT.multinomial(NUM_DRAWS, replacement=True, generator=draw)
@@ -187,7 +187,7 @@ def test_a_million_draws_have_the_law_of_the_target(device: str, drafter: str) -
 
 
 def test_pairs_of_draws_are_independent(device: str) -> None:
-    """First and second token together: 4 x 5 cells, so streams do not leak into each other."""
+    """First and second tokens fill 4 x 5 cells, so correlated streams would show."""
     draw = torch.Generator().manual_seed(12)
     drafts = TARGET[0].multinomial(NUM_DRAWS, replacement=True, generator=draw)
     tokens = draw_two(drafts, TARGET[0].float()[None], device)
@@ -198,8 +198,8 @@ def test_pairs_of_draws_are_independent(device: str) -> None:
     assert compute_chi_square(cells, law) < CHI_SQUARE_MAX[19]
 
 
-def test_a_wrong_law_is_noticed(device: str) -> None:
-    """A negative control: drafts from another law than `draft_probs` says."""
+def test_a_wrong_distribution_is_noticed(device: str) -> None:
+    """A negative control: drafts are drawn from another distribution than `draft_probs`."""
     draw = torch.Generator().manual_seed(11)
     drafts = DRAFT.multinomial(NUM_DRAWS, replacement=True, generator=draw)
     tokens = draw_two(drafts, TARGET[0].float()[None], device)
@@ -211,7 +211,7 @@ def test_a_wrong_law_is_noticed(device: str) -> None:
 
 
 def test_noise_is_splitmix64() -> None:
-    """The first outputs of a generator started at 0, as its authors' program prints them."""
+    """The expected words are the first outputs of the authors' program, started at 0."""
     state = torch.tensor([to_int64(0x9E3779B97F4A7C15 * k % 2**64) for k in (1, 2, 3)])
     words = [word % 2**64 for word in compute_mix(state).tolist()]
     assert words == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -248,7 +248,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_call_is_refused(
+def test_a_wrong_call_is_rejected(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -1,4 +1,4 @@
-"""Sampling: the law of drawn tokens, the cuts, and rows that ignore their neighbours."""
+"""Sampling: the distribution of drawn tokens, top-k, top-p and min-p, and batch invariance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockstep.kernels.sampling import compute_log_weights
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHI_SQUARE_MAX = {9: 27.88, 15: 37.70, 255: 330.52}
-"""Of each number of degrees of freedom, the value that chance exceeds once in 1,000 times."""
+"""Chi-square values exceeded by chance once in 1,000 times, by degrees of freedom."""
 Row = tuple[float, int, float, float]
 """temperature, top_k, top_p, min_p"""
 
@@ -35,7 +35,7 @@ def make(rows: list[Row], vocab_size: int, device: str, seed: int = 0, scale: fl
 
 
 def draw_rows(num_rows: int, vocab_size: int, seed: int) -> list[Row]:
-    """Parameters of all kinds, each switched off now and then."""
+    """Return random parameters of all kinds, each turned off in some rows."""
     draw = torch.Generator().manual_seed(seed)
     numbers = torch.rand(num_rows, 8, generator=draw).tolist()
     return [
@@ -55,7 +55,7 @@ def get_law(call: Any) -> Tensor:
 
 
 def cut_by_loop(logits: Tensor, row: Row) -> list[bool]:
-    """Which tokens of a row stay, by the words of the docstring."""
+    """Return which tokens of a row are kept, following the docstring in a loop."""
     temperature, top_k, top_p, min_p = row
     probs: list[float] = (logits.double() / temperature).softmax(-1).tolist()
     values = logits.tolist()
@@ -78,7 +78,7 @@ def cut_by_loop(logits: Tensor, row: Row) -> list[bool]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_law_keeps_what_the_cuts_keep(seed: int) -> None:
+def test_the_distribution_keeps_the_tokens_that_the_cuts_keep(seed: int) -> None:
     rows = [row for row in draw_rows(40, 64, seed) if row[0] > 0]
     call = make(rows, 64, "cpu", seed)
     law = get_law(call)
@@ -127,7 +127,7 @@ def test_both_zeros_are_equal(
     assert set(sample_tokens(**call).tolist()) == ({0, 2} if least else {0, 1, 2})
 
 
-def test_the_share_of_top_p_is_of_what_the_cuts_before_it_left(backend: str, device: str) -> None:
+def test_top_p_applies_to_the_tokens_left_by_earlier_cuts(backend: str, device: str) -> None:
     """top_k leaves 0.4 and 0.35, of which the first has a share of 0.53."""
     call = make([(1.0, 2, 0.6, 0.0)] * 30, 4, device)
     call["logits"][:] = torch.tensor([0.4, 0.35, 0.15, 0.1]).log()
@@ -144,7 +144,7 @@ def test_the_share_of_top_p_is_of_what_the_cuts_before_it_left(backend: str, dev
 def test_both_implementations_draw_the_same(
     device: str, dtype: torch.dtype, vocab_size: int
 ) -> None:
-    """Greedy, drawn and cut rows mixed, a third of the tokens masked."""
+    """Greedy, drawn and cut rows are mixed, and a third of the tokens are masked."""
     pytest.importorskip("triton")
     call = make(draw_rows(16, vocab_size, vocab_size), vocab_size, device, seed=4)
     call["logits"][:, 1::3] = float("-inf")
@@ -158,7 +158,7 @@ def test_both_implementations_draw_the_same(
 
 
 @pytest.mark.parametrize("num_copied_max", [4, 64])
-def test_a_cut_that_keeps_more_than_is_copied_out(
+def test_a_cut_may_keep_more_tokens_than_are_copied_out(
     monkeypatch: pytest.MonkeyPatch, device: str, num_copied_max: int
 ) -> None:
     pytest.importorskip("triton")
@@ -184,7 +184,7 @@ def test_the_threshold_is_found_at_any_scale(backend: str, device: str, scale: f
 # Greedy rows, and rows without a token.
 
 
-def test_the_lowest_id_wins_among_equals(backend: str, device: str) -> None:
+def test_the_lowest_id_wins_a_tie(backend: str, device: str) -> None:
     call = make([(0.0, 3, 0.5, 0.5)] * 2, 10_000, device)
     call["logits"][0] = 0
     call["logits"][1, [9_000, 4_000]] = 50.0
@@ -204,11 +204,11 @@ def test_rows_that_overflowed_have_no_token(backend: str, device: str, row: Row)
     assert tokens[3:] == [NO_TOKEN, 49]
 
 
-def test_no_rows(backend: str, device: str) -> None:
+def test_a_batch_without_rows_gives_no_tokens(backend: str, device: str) -> None:
     assert sample_tokens(**make([], 5, device)).tolist() == []
 
 
-def test_logits_are_left_as_they_are_and_may_be_strided(backend: str, device: str) -> None:
+def test_logits_are_not_changed_and_may_be_strided(backend: str, device: str) -> None:
     call = make(draw_rows(6, 100, 1), 100, device)
     wide = torch.full((6, 130), 99.0, device=device)
     wide[:, :100] = call["logits"]
@@ -226,7 +226,7 @@ def test_a_row_does_not_depend_on_its_batch(backend: str, device: str) -> None:
         assert sample_tokens(**alone).tolist() == [token]
 
 
-def test_a_seed_and_an_index_decide(backend: str, device: str) -> None:
+def test_tokens_depend_on_seed_and_index(backend: str, device: str) -> None:
     call = make([(1.0, 0, 1.0, 0.0)] * 3, 1000, device)
     call["logits"][:] = 0
     call["seeds"][:] = torch.tensor([5, 5, 6])
@@ -238,7 +238,7 @@ def test_a_seed_and_an_index_decide(backend: str, device: str) -> None:
 
 
 def test_cuts_that_cut_nothing_change_nothing(backend: str, device: str) -> None:
-    """Rows with and without cuts are drawn in different ways, from the same clocks."""
+    """Rows with and without cuts use different code, but the same clocks."""
     call = make([(0.7, 0, 1.0, 0.0)] * 20, 300, device)
     plain = sample_tokens(**call).tolist()
     call["min_p"][:] = 1e-30
@@ -256,7 +256,7 @@ def compute_chi_square(counts: Tensor, law: Tensor) -> float:
 
 
 def count_tokens(row: Row, num_draws: int, device: str, *, by_index: bool) -> tuple[Tensor, Tensor]:
-    """How often each of 16 tokens is drawn, and the law."""
+    """Return how often each of 16 tokens is drawn, and its probability."""
     call = make([row], 16, device, seed=8, scale=1.5)
     law = get_law(call)[0].cpu().double()
     many = {name: tensor.expand(num_draws, *tensor.shape[1:]) for name, tensor in call.items()}
@@ -268,14 +268,14 @@ def count_tokens(row: Row, num_draws: int, device: str, *, by_index: bool) -> tu
 
 @pytest.mark.parametrize("by_index", [False, True], ids=["seeds", "indices"])
 @pytest.mark.parametrize("row", [(1.0, 0, 1.0, 0.0), (0.8, 0, 1.0, 0.0), (1.3, 10, 1.0, 0.0)])
-def test_many_draws_have_the_law(device: str, row: Row, by_index: bool) -> None:
+def test_many_draws_have_the_distribution(device: str, row: Row, by_index: bool) -> None:
     counts, law = count_tokens(row, 300_000, device, by_index=by_index)
     degrees = int((law > 0).sum()) - 1
     assert compute_chi_square(counts, law) < CHI_SQUARE_MAX[degrees]
 
 
-def test_a_wrong_law_is_noticed(device: str) -> None:
-    """A negative control: the law of another temperature."""
+def test_a_wrong_distribution_is_noticed(device: str) -> None:
+    """A negative control: the distribution of another temperature."""
     counts, _ = count_tokens((1.0, 0, 1.0, 0.0), 300_000, device, by_index=False)
     _, law = count_tokens((1.05, 0, 1.0, 0.0), 1, device, by_index=False)
     assert compute_chi_square(counts, law) > 10 * CHI_SQUARE_MAX[15]
@@ -332,7 +332,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_call_is_refused(
+def test_a_wrong_call_is_rejected(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

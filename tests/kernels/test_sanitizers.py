@@ -1,7 +1,7 @@
-"""The third tier checked: a mistake planted in a kernel is found, in each kernel one at least.
+"""The sanitizer finds mistakes planted in kernels, at least one in each kernel.
 
-That the kernels as they stand are clean is seen by every test that runs one interpreted: the
-fixture `backend` puts it under the sanitizer.
+Every test that runs an interpreted kernel shows that the unchanged kernels are clean: the fixture
+`backend` runs them under the sanitizer.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ PLANTED = {
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, concept: str, old: str, new: str) -> None:
-    """Put a changed copy in the place of a module of kernels."""
+    """Replace a module of kernels by a changed copy."""
     name = f"{concept}_triton"
     source = (Path(blockstep.kernels.__path__[0]) / f"{name}.py").read_text()
     assert old in source
@@ -322,14 +322,14 @@ def test_a_planted_mistake_is_found(
 
 @dataclass(frozen=True)
 class Handle:
-    """What the interpreter hands on: an array, and the type of its elements."""
+    """A pointer of the interpreter: an array, and the type of its elements."""
 
     data: npt.NDArray[Any]
     dtype: str = ""
 
 
-def test_the_memory_of_another_tensor_is_out_of_bounds_too() -> None:
-    """What lies behind a tensor by chance is no place to write: it may be how long a loop is."""
+def test_an_access_to_another_tensor_is_out_of_bounds() -> None:
+    """A write past a tensor may hit memory of another one, such as the length of a loop."""
     both = torch.zeros(8, dtype=torch.int64)
     here, behind = both[:5], both[5:]
     sanitizer = Sanitizer(tensors=[here, here[:2], behind])
@@ -342,7 +342,7 @@ def test_the_memory_of_another_tensor_is_out_of_bounds_too() -> None:
     assert not masked.data.any()
 
 
-def test_an_atomic_that_the_sanitizer_does_not_model_is_refused(
+def test_an_atomic_that_the_sanitizer_does_not_model_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton.runtime.errors import InterpreterError
@@ -354,8 +354,8 @@ def test_an_atomic_that_the_sanitizer_does_not_model_is_refused(
         attend_split()
 
 
-def test_a_promise_of_independence_is_checked() -> None:
-    """On the CPU the promise is refused when it does not hold; here the kernel alone is asked."""
+def test_pairs_declared_independent_are_checked() -> None:
+    """The kernel is called directly, since the CPU implementation rejects a false declaration."""
     from blockstep.kernels import blocks_triton
 
     with sanitize() as sanitizer:

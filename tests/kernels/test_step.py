@@ -1,4 +1,4 @@
-"""The metadata of a step, each field against a loop over tokens."""
+"""Metadata of a step: each field against a loop over tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ints(values: list[int], device: str, dtype: torch.dtype = torch.int32) -> Te
 @pytest.mark.parametrize("block_size", [4, 5])
 @pytest.mark.parametrize("rows", [False, True], ids=["in order", "by row"])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_a_step_is_that_of_a_loop(
+def test_the_metadata_of_a_step_equals_that_of_a_loop(
     backend: str, device: str, computed: list[int], scheduled: list[int], block_size: int,
     rows: bool, padding: int,
 ) -> None:  # fmt: skip
@@ -107,7 +107,7 @@ def test_drafts_follow_the_last_token(
 
 @pytest.mark.parametrize("by_row", [False, True])
 def test_rejected_drafts_are_not_computed(backend: str, device: str, by_row: bool) -> None:
-    """A decode, a chunk of a prompt, two of three drafts kept, none kept, all kept."""
+    """The rows are a decode, a chunk, and drafts of which two of three, none, and all are kept."""
     computed = ints([10, 20, 30, 40, 50], device)
     last = ints([1, 2, 3, 4, 5], device, torch.int64)
     scheduled = [1, 8, 4, 3, 2]
@@ -135,7 +135,7 @@ def test_rejected_drafts_are_not_computed(backend: str, device: str, by_row: boo
     assert computed.tolist()[5:] == ([-7] if by_row else [])
 
 
-def test_nothing_to_commit(backend: str, device: str) -> None:
+def test_a_commit_without_rows(backend: str, device: str) -> None:
     empty = ints([], device)
     tokens = torch.zeros(0, 1, dtype=torch.int64, device=device)
     commit_step(empty, empty.long(), empty, tokens, empty, ints([0], device))
@@ -158,7 +158,7 @@ WRONG_STEPS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize(
     ("change", "error", "message"), WRONG_STEPS.values(), ids=WRONG_STEPS.keys()
 )
-def test_a_wrong_step_is_refused(
+def test_a_wrong_step_is_rejected(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     call = {
@@ -170,7 +170,7 @@ def test_a_wrong_step_is_refused(
         prepare_step(**call)
 
 
-def test_wrong_drafts_are_refused() -> None:
+def test_wrong_drafts_are_rejected() -> None:
     ids, starts = torch.zeros(4, dtype=torch.int64), ints([0, 2, 4], "cpu")
     last, drafts = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="sequence 1 has fewer"):
@@ -199,7 +199,7 @@ STAGED: dict[str, tuple[list[int], list[tuple[int, int]], list[int]]] = {
 
 @pytest.mark.parametrize(("rows", "new", "fed"), STAGED.values(), ids=STAGED.keys())
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_a_step_is_staged_as_by_a_loop(
+def test_a_staged_step_equals_that_of_a_loop(
     backend: str, device: str, rows: list[int], new: list[tuple[int, int]], fed: list[int],
     num_groups: int,
 ) -> None:  # fmt: skip
@@ -266,7 +266,7 @@ WRONG_STAGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG_STAGES.values(), ids=WRONG_STAGES.keys())
-def test_a_wrong_stage_is_refused(change: dict[str, Any], message: str) -> None:
+def test_a_wrong_stage_is_rejected(change: dict[str, Any], message: str) -> None:
     tables = torch.zeros(1, 2, 4, dtype=torch.int32)
     call = {
         "out_block_tables": tables[:, :, :3].clone(), "block_tables": tables, "row_indices": ROWS,
