@@ -1,8 +1,8 @@
-"""What must be so before any test is imported, and after each.
+"""Set up the environment before any test is imported, and check the GPU after each test.
 
 Triton reads `TRITON_INTERPRET` when it is imported, for functions of its own, and transformers
-imports it. Without a GPU all kernels are interpreted; what needs the compiler runs it in another
-process.
+imports it. Without a GPU all kernels are interpreted; tests that need the compiler run it in
+another process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ torch.set_num_threads(1)  # models are tiny: threads of several workers only wai
 
 @pytest.fixture(autouse=True)
 def _no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report is the same on a slow machine, where it would stand among lines of progress."""
+    """Turn off progress lines, which a slow machine would print into reports."""
     console = sys.modules.get("blockstep.conformance.command.console")
     if console is not None:
         monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 1e6)
@@ -32,9 +32,10 @@ def _no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """An illegal address breaks all that this process asks of the GPU afterwards.
+    """End this process after an illegal memory access.
 
-    So a worker of xdist ends there, and another one goes on with the next test.
+    The error breaks all later calls to the GPU from this process; xdist starts another worker,
+    which runs the next test.
     """
     if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
         try:

@@ -1,4 +1,4 @@
-"""A feature is in one place: its folder of `conformance/features` (architecture D11, D14)."""
+"""Each feature is in one place: its folder of `conformance/features` (architecture D11, D14)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = {
     "events": re.compile(r"enable_kv_cache_events"),
     "cadence": re.compile(r"prefill_(schedule_)?interval|[Pp]refill cadence|CADENCE"),
 }
-"""What names a feature. The features that are not here have words in other packages still."""
+"""Words that name a feature. Features that are missing here still have words elsewhere."""
 NOT_GENERIC = ("features", "engines/adapters", "museum", "prove")
 """Folders that are about features, or about other engines."""
 PLACES = {
@@ -67,10 +67,12 @@ FILES_MAX = {
         14,
     ),
 }
-"""How many files of the specification, the engines and the tools name a feature, adapters of other
-engines left out: `max_loras` for the cap, since the model engine has adapters without a cap. May
-only fall; the aims, 20, 35 and 15, are reached. One of the 34 names no pin:
-`impl/engine/host_to_device.py` calls `pin_memory`."""
+"""Limits of the number of files that name a feature, in specification, engines and tools.
+
+Adapters of other engines do not count. The word for the limit of LoRA slots is `max_loras`, since
+the model engine has adapters without a limit. The limits may only fall; the aims, 20, 35 and 15,
+are reached. One of the 34 names no pin: `impl/engine/host_to_device.py` calls `pin_memory`.
+"""
 
 
 def list_files(*folders: Path) -> list[Path]:

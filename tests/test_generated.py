@@ -1,4 +1,4 @@
-"""Every page that is built from data is built, and says what the data say."""
+"""Pages that are built from data: each is built and shows its data."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ FACTS = {
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_a_page_is_built_and_has_its_facts(name: str) -> None:
+def test_a_page_is_built_and_has_its_data(name: str) -> None:
     page = generated.PAGES[name]()
     assert [fact for fact in FACTS[name] if fact not in page] == []
 
 
-def test_each_generator_has_one_stub_and_no_mark_is_left() -> None:
+def test_each_generator_has_one_stub_and_fills_all_marks() -> None:
     assert generated.PAGES.keys() - FACTS.keys() == {"fields"}  # in test_each_field.py
     marks = [
         mark for path in DOCS.rglob("*.md") for mark in generated.MARK.findall(path.read_text())

@@ -1,7 +1,7 @@
-"""`make gpu` where there is no GPU: what its script asks of a machine, and how it goes on.
+"""The script of `make gpu` on a machine without a GPU: its checks, arguments and exit status.
 
-The Python that it is given is a script which writes down how it was called. What is run then is
-tested in tests/benchmarks/test_gpu.py.
+The script runs a stand-in for Python that logs its calls. The command that it runs is tested in
+tests/benchmarks/test_gpu.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ exit "${STATUS:-0}"
 
 
 def run(folder: Path, *options: str, **environment: str) -> tuple[int, list[str], str]:
-    """Exit status, what the second call was given, and what was said."""
+    """Return the exit status, the arguments of the second call, and the output."""
     python, log = folder / "python", folder / "log"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -49,7 +49,7 @@ def run(folder: Path, *options: str, **environment: str) -> tuple[int, list[str]
     return done.returncode, lines[1:], done.stderr
 
 
-def test_what_is_run_gets_the_machine_and_the_options(tmp_path: Path) -> None:
+def test_the_command_gets_the_machine_and_the_options(tmp_path: Path) -> None:
     status, (_, *arguments), _ = run(tmp_path, "tests", "--again", "--", "-k", "a b")
     assert status == 0
     assert arguments == [
@@ -58,7 +58,7 @@ def test_what_is_run_gets_the_machine_and_the_options(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_kernels_are_compiled_and_no_plugin_of_that_python_can_fail_the_tests(
+def test_kernels_are_compiled_and_pytest_plugins_are_not_loaded(
     tmp_path: Path,
 ) -> None:
     _, (environment, *_), _ = run(tmp_path)
@@ -67,23 +67,23 @@ def test_kernels_are_compiled_and_no_plugin_of_that_python_can_fail_the_tests(
     )
 
 
-def test_the_sanitizer_and_the_folder_are_named_by_the_environment(tmp_path: Path) -> None:
+def test_the_environment_sets_the_sanitizer_and_the_folder(tmp_path: Path) -> None:
     _, arguments, _ = run(tmp_path, SANITIZER="", RESULTS="/a folder")
     assert arguments[5:] == ["[--sanitizer]", "[]", "[--results]", "[/a folder]"]
 
 
-def test_the_exit_status_is_that_of_what_was_run(tmp_path: Path) -> None:
+def test_the_exit_status_is_that_of_the_command(tmp_path: Path) -> None:
     assert run(tmp_path, STATUS="1")[0] == 1
 
 
-def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
+def test_nothing_is_run_without_a_gpu(tmp_path: Path) -> None:
     status, calls, output = run(tmp_path, NO_GPU="1")
     assert (status, calls) == (2, [])
     assert output.splitlines()[-1] == "make gpu: nothing was run"
 
 
-def test_what_this_python_lacks_is_reported() -> None:
-    """The real questions, asked of the Python that runs the tests."""
+def test_missing_requirements_of_the_python_are_reported() -> None:
+    """The real checks run in the Python that runs the tests."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("it lacks nothing")
@@ -116,11 +116,11 @@ sys.meta_path.insert(0, Missing())
 import pytest
 sys.exit(pytest.main(["-q", "--collect-only", *sys.argv[2:]]))
 """
-"""What others need in turn is theirs to bring."""
+"""Python that hides modules from our code, but not from installed packages."""
 
 
-def test_the_tests_import_nothing_that_is_not_asked_for() -> None:
-    """Otherwise none of them would run there: pytest ends where a conftest cannot be imported."""
+def test_the_tests_import_only_modules_that_the_script_checks() -> None:
+    """Otherwise no test would run there, since pytest stops if a conftest cannot be imported."""
     pytest.importorskip("triton")
     asked = re.search(r"needs = \((.*?)\)", SCRIPT.read_text(), re.DOTALL)
     assert asked is not None
@@ -158,7 +158,7 @@ def test_after_it():
 """
 
 
-def test_a_broken_gpu_fails_one_test_and_not_those_after_it(tmp_path: Path) -> None:
+def test_a_broken_gpu_fails_one_test_and_no_later_one(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_gpu.py").write_text(BREAKS)
     done = subprocess.run(

@@ -1,7 +1,6 @@
-"""The rules of the house that no general tool knows (see CONTRIBUTING.md).
+"""Rules of the repository that no general tool checks (see CONTRIBUTING.md).
 
-Every check here is a plain function over source text or over a folder, with a test that what it
-forbids is found.
+Each check is a plain function over source text or a folder, with a test that it finds violations.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def short(file: Path) -> str:
     return file.relative_to(HOUSE).as_posix()
 
 
-def test_there_is_a_house_to_check() -> None:
+def test_files_of_all_packages_are_checked() -> None:
     found = {file.relative_to(HOUSE).parts[0] for file in FILES}
     assert found >= {*WINGS, "tests", "docs"}
 
@@ -38,7 +37,7 @@ def test_there_is_a_house_to_check() -> None:
 
 
 @pytest.mark.parametrize("wing", WINGS)
-def test_each_wing_is_a_typed_portion_of_one_namespace(wing: str) -> None:
+def test_each_package_is_a_typed_portion_of_one_namespace(wing: str) -> None:
     portion = HOUSE / wing / "blockstep"
     module = {"__main__.py"} if wing == "conformance" else set()  # `python -m blockstep`
     assert {path.name for path in portion.iterdir()} - {"__pycache__"} == {wing, *module}
@@ -46,7 +45,7 @@ def test_each_wing_is_a_typed_portion_of_one_namespace(wing: str) -> None:
 
 
 def find_imports_against_the_rules(house: Path) -> str:
-    """What import-linter says of the wings in `house`, under our own contracts; "" if nothing."""
+    """Return what import-linter reports for the packages in `house` with our rules, or ""."""
     shutil.copy(HOUSE / "pyproject.toml", house)
     portions = os.pathsep.join(str(house / wing) for wing in WINGS)
     done = subprocess.run(
@@ -74,7 +73,7 @@ MODULES = (
     "conformance.campaign.plan",
     "conformance.report.failure", "conformance.command.main", "conformance.pytest_plugin",
 )  # fmt: skip
-"""A house of one module per room that the rules tell apart."""
+"""A repository with one module for each folder that the rules distinguish."""
 
 ALLOWED = (
     ("impl.host.engine", "from blockstep.spec.vocabulary import config"),
@@ -122,7 +121,7 @@ FORBIDDEN = (
 
 
 def build_house(house: Path, sources: Mapping[str, str]) -> None:
-    """Make every module of `MODULES`, empty but for those that have a source."""
+    """Create every module of `MODULES`, empty unless `sources` has its text."""
     for name in MODULES:
         wing = name.split(".", maxsplit=1)[0]
         file = (house / wing / "blockstep" / Path(*name.split("."))).with_suffix(".py")
@@ -139,7 +138,7 @@ def test_allowed_imports_pass(tmp_path: Path) -> None:
 
 
 def list_houses() -> list[dict[str, str]]:
-    """Return the forbidden imports in as few houses as can be, in each one import of a module."""
+    """Return the forbidden imports in as few repositories as possible, one for each module."""
     houses: list[dict[str, str]] = []
     for name, source in FORBIDDEN:
         free = [house for house in houses if name not in house]
@@ -156,7 +155,7 @@ def test_each_forbidden_import_is_caught(sources: dict[str, str], tmp_path: Path
     assert [name for name in sources if f"blockstep.{name} -> blockstep." not in message] == []
 
 
-def test_an_unplaced_room_is_caught(tmp_path: Path) -> None:
+def test_a_module_without_a_layer_is_caught(tmp_path: Path) -> None:
     build_house(tmp_path, {})
     (tmp_path / "conformance" / "blockstep" / "conformance" / "attic.py").touch()
     assert "attic" in find_imports_against_the_rules(tmp_path)
@@ -195,7 +194,7 @@ def find_imports(root: Path) -> dict[str, set[str]]:
 
 
 def find_circles(imports: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other: what is left when those at either end of a chain are gone."""
+    """Return modules that import each other: the rest after both ends of chains are removed."""
     left = {name: {*named} for name, named in imports.items()}
     while True:
         imported = set[str]().union(*left.values())
@@ -210,7 +209,7 @@ def test_no_modules_import_each_other(wing: str) -> None:
     assert find_circles(find_imports(HOUSE / wing)) == []
 
 
-def test_a_circle_is_caught(tmp_path: Path) -> None:
+def test_a_circular_import_is_caught(tmp_path: Path) -> None:
     (tmp_path / "room").mkdir()
     files = {
         "room/__init__.py": "",
@@ -236,7 +235,7 @@ def test_a_circle_is_caught(tmp_path: Path) -> None:
 
 
 def get_defined(page: str) -> list[str]:
-    """The P-numbers that the page of properties defines: its headings, in their order."""
+    """Return the P-numbers that the page of properties defines, in the order of its headings."""
     return re.findall(r"^#+ (P\d+)\b", page, flags=re.MULTILINE)
 
 
@@ -264,7 +263,7 @@ def test_an_unknown_property_is_caught() -> None:
 
 
 def find_long_functions(source: str) -> list[str]:
-    """Functions of more than `NUM_LINES_MAX` lines, docstring included, decorators not."""
+    """Return functions of more than `NUM_LINES_MAX` lines, with docstring, without decorators."""
     return [
         f"{node.name}: {length} lines"
         for node in ast.walk(ast.parse(source))

@@ -1,7 +1,7 @@
-"""What is built can be installed and used where there is no checkout, and the action runs.
+"""Installation of wheel and sdist outside of the checkout, and the GitHub action.
 
-The wheel is installed beside the dependencies of this environment; installing wheel and sdist with
-all that they need is soak, because it downloads.
+The wheel is installed next to the dependencies of this environment. Installing wheel and sdist with
+all their dependencies is a soak, because it downloads them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOUSE = Path(__file__).resolve().parents[1]
 ACTION = HOUSE / "action.yml"
 WORKFLOW = HOUSE / "docs" / "how-to" / "blockstep-workflow.yml"
 RIGHT, WRONG = "self.free[needed:]\n", "self.free[needed - 1 :]\n"
-"""The toy of the page, and what makes it give one block to two requests."""
+"""A line of the page's toy, and a mistake that gives one block to two requests."""
 BUILD = """
 import sys
 from hatchling import build
@@ -55,7 +55,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the sdist of this checkout."""
+    """Return the wheel and the sdist of this checkout."""
     folder = tmp_path_factory.mktemp("built")
     done = subprocess.run(
         [sys.executable, "-c", BUILD, str(folder)],
@@ -66,14 +66,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def make_environment(folder: Path, with_pip: bool) -> Path:
-    """The programs of a new environment that has nothing in it."""
+    """Return the folder of programs of a new, empty environment."""
     pip = [] if with_pip else ["--without-pip"]
     subprocess.run([sys.executable, "-m", "venv", *pip, str(folder)], check=True)
     return folder / "bin"
 
 
 def get_clean_environment(bin_folder: Path, home: Path, **env: str) -> dict[str, str]:
-    """Variables without anything of the checkout."""
+    """Return environment variables without anything of the checkout."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(("LC_", "PIP_"))}
     path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
     return {**kept, "PATH": path, "HOME": str(home), "COLUMNS": "100", **env}
@@ -81,7 +81,7 @@ def get_clean_environment(bin_folder: Path, home: Path, **env: str) -> dict[str,
 
 @pytest.fixture(scope="module")
 def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel in an environment of its own; other packages are those of this one."""
+    """Return an environment with the wheel; other packages are those of this environment."""
     folder = tmp_path_factory.mktemp("installed")
     bin_folder = make_environment(folder / "env", with_pip=False)
     pip = [sys.executable, "-m", "pip", "--python", str(bin_folder / "python")]
@@ -93,13 +93,13 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def list_code(page: str, language: str = "python") -> list[str]:
-    """The blocks of code of a page."""
+    """Return the code blocks of a page."""
     text = (HOUSE / "docs" / page).read_text()
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
 def write_toy(folder: Path, text: str = WRONG) -> None:
-    """The scheduler of the page on adapters, with a planted mistake or another line."""
+    """Write the scheduler of the page on adapters, with a planted mistake or another line."""
     (toy,) = (it for it in list_code("how-to/hold-your-engine.md") if "class Toy:" in it)
     assert toy.count(RIGHT) == 1
     (folder / "toy.py").write_text(toy.replace(RIGHT, text))
@@ -109,10 +109,10 @@ def write_toy(folder: Path, text: str = WRONG) -> None:
 
 
 def play_the_way_in(place: Installed) -> None:
-    """A scheduler of a hundred lines, from an empty folder to the finding fixed in CI.
+    """Follow the tutorial from an empty folder to the finding fixed in CI.
 
-    Nine commands, the installation and the first line below among them; the files are those of the
-    tutorial.
+    The scheduler has a hundred lines. There are nine commands, including the installation; the
+    files are those of the tutorial.
     """
     scheduler, adapter = list_code("tutorial/your-engine.md")
     (change,) = list_code("tutorial/your-engine.md", "diff")
@@ -149,21 +149,21 @@ def play_the_way_in(place: Installed) -> None:
     assert place.run(*check, "--budget", 10_000).returncode == 0
 
 
-def test_the_way_in_from_an_empty_folder(installed: Installed) -> None:
+def test_the_tutorial_works_from_an_empty_folder(installed: Installed) -> None:
     play_the_way_in(installed)
 
 
-def test_pytest_is_the_same_for_a_project_that_does_not_use_the_plugin(
+def test_the_pytest_plugin_adds_no_warning_to_other_projects(
     installed: Installed, tmp_path: Path
 ) -> None:
-    """Not a warning more: where a project makes errors of warnings, pytest would not start."""
+    """Otherwise pytest would not start in a project that turns warnings into errors."""
     (tmp_path / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
     done = replace(installed, folder=tmp_path).run("python", "-m", "pytest", "-q", "-W", "error")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(find_spec("crosshair") is None, reason="needs the extra [symbolic]")
-def test_laws_have_mutants_where_there_is_no_checkout(installed: Installed) -> None:
+def test_laws_have_mutants_without_a_checkout(installed: Installed) -> None:
     done = installed.run("blockstep", "prove", "--law", "allocation.longest_hit", "--jobs", 1)
     assert (done.returncode, done.stderr) == (0, "")
     assert "1 of 1 mistakes and 3 of 3 mutants refuted" in done.stdout
@@ -171,7 +171,7 @@ def test_laws_have_mutants_where_there_is_no_checkout(installed: Installed) -> N
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [0, 1], ids=["wheel", "sdist"])
-def test_the_way_in_with_all_that_is_installed(
+def test_the_tutorial_works_with_all_dependencies_installed(
     built: tuple[Path, Path], number: int, tmp_path: Path
 ) -> None:
     bin_folder = make_environment(tmp_path / "env", with_pip=True)
@@ -183,7 +183,7 @@ def test_the_way_in_with_all_that_is_installed(
     play_the_way_in(place)
 
 
-def test_the_sdist_has_what_a_user_may_look_for(built: tuple[Path, Path]) -> None:
+def test_the_sdist_has_the_files_that_users_look_for(built: tuple[Path, Path]) -> None:
     listed = subprocess.run(
         ["tar", "tzf", str(built[1])], capture_output=True, text=True, check=True
     ).stdout
@@ -203,7 +203,7 @@ SERVICES = (
     "actions/cache@",
     "actions/upload-artifact@",
 )
-"""What GitHub does; everything else in action and workflow is run here."""
+"""Steps that only GitHub can run; all other steps of action and workflow are run here."""
 EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
 OWN = "./.github/actions/blockstep"
 
@@ -217,13 +217,13 @@ def list_steps(path: Path, *keys: str) -> list[dict[str, Any]]:
 
 
 def get_defaults() -> dict[str, str]:
-    """The inputs of the action that are not owed, at their defaults."""
+    """Return the optional inputs of the action with their defaults."""
     inputs: dict[str, dict[str, str]] = yaml.safe_load(ACTION.read_text())["inputs"]
     return {name: entry["default"] for name, entry in inputs.items() if "default" in entry}
 
 
 def run_action(place: Installed, inputs: Mapping[str, str], summary: Path) -> dict[str, int]:
-    """The exit code of each step that runs something, as GitHub would go through them."""
+    """Return the exit code of each step that runs a command, in GitHub's order."""
     given, codes, has_failed = {**get_defaults(), **inputs}, {}, False
     for step in list_steps(ACTION, "runs"):
         if "uses" in step:
@@ -248,10 +248,10 @@ def run_action(place: Installed, inputs: Mapping[str, str], summary: Path) -> di
     return codes
 
 
-def test_the_workflow_gives_the_action_what_it_takes(
+def test_the_workflow_passes_the_inputs_that_the_action_has(
     installed: Installed, built: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """The steps of the workflow, of which the action is one, on a right and on a wrong engine."""
+    """The steps of the workflow, including the action, run on a right and on a wrong engine."""
     steps = list_steps(WORKFLOW, "jobs", "check")
     assert all(step.get("uses", OWN).startswith((*SERVICES, OWN)) for step in steps)
     (own,) = (step["with"] for step in steps if step.get("uses") == OWN)
@@ -290,8 +290,8 @@ def test_the_workflow_gives_the_action_what_it_takes(
     assert "nothing wrong in" in summary.read_text()
 
 
-def test_a_tag_is_the_version_that_every_file_names(tmp_path: Path) -> None:
-    """`make tag` refuses a version that the changelog lacks, and changes that would be lost."""
+def test_a_tag_needs_the_same_version_in_every_file(tmp_path: Path) -> None:
+    """`make tag` rejects a version that the changelog lacks, and uncommitted changes."""
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

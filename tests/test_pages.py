@@ -1,4 +1,4 @@
-"""Every page tells the truth: its commands exist, and the cheap ones do what it says of them."""
+"""The documentation is true: commands on pages exist, and quick ones give the output shown."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ OUTSIDE = {
     "export": "shell",
     "sh": "shell",
     "ray": "starts workers",
-    "python": "runs code that the page shows, which is tested where it stands",
+    "python": "runs code that the page shows, which has its own test",
 }
 """Programs of console blocks that are not ours."""
 COMMAND = typer.main.get_command(app)
 
 
 def list_console_lines(page: str) -> Iterator[str]:
-    """The commands of fenced console blocks, continued lines joined, comments left out."""
+    """Yield the commands of fenced console blocks, with continued lines joined."""
     for block in re.findall(r"^```console\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         joined = re.sub(r"\\\n(> )?", "", block)
         for line in joined.splitlines():
@@ -50,12 +50,12 @@ def list_console_lines(page: str) -> Iterator[str]:
 
 
 def list_inline(page: str) -> Iterator[str]:
-    """Commands in the middle of a sentence."""
+    """Yield the `blockstep` commands in running text."""
     yield from re.findall(r"`(blockstep [a-z][^`]*)`", page)
 
 
 def find_problem(line: str) -> str:
-    """Why a command cannot be given like this; "" if it can."""
+    """Return why a command cannot be given like this, or ""."""
     words = shlex.split(line.replace("...", "x"), comments=True)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
@@ -80,7 +80,7 @@ def find_problem(line: str) -> str:
 
 
 def find_problem_of_ours(command: Any, args: list[str]) -> str:
-    """The same of `blockstep`, by what its commands declare; nothing is run."""
+    """Return why a `blockstep` command is wrong by its declaration, or ""; nothing is run."""
     if hasattr(command, "commands"):
         if not args or args[0].startswith("-"):
             return ""
@@ -110,7 +110,7 @@ def find_problem_of_ours(command: Any, args: list[str]) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_a_page_can_be_given(page: str) -> None:
+def test_every_command_of_a_page_is_valid(page: str) -> None:
     problems = {line: find_problem(line) for line in list_console_lines(PAGES[page])}
     for line in list_inline(PAGES[page]):  # a sentence may speak of an option and not give it
         problem = find_problem(line)
@@ -130,11 +130,11 @@ def test_every_command_of_a_page_can_be_given(page: str) -> None:
         ("rm -rf /", "rm: whose program is that?"),
     ],
 )
-def test_a_command_that_cannot_be_given_is_noticed(line: str, problem: str) -> None:
+def test_an_invalid_command_is_noticed(line: str, problem: str) -> None:
     assert find_problem(line) == problem
 
 
-def test_pages_have_commands() -> None:
+def test_commands_are_found_on_pages() -> None:
     assert sum(len(list(list_console_lines(page))) for page in PAGES.values()) > 40
     assert sum(len(list(list_inline(page))) for page in PAGES.values()) > 40
 
@@ -177,7 +177,7 @@ def run(line: str) -> Result:
         for page in RUN
     ],
 )
-def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mypkg").mkdir()
     (tmp_path / "mypkg" / "adapter.py").write_text(ENGINE)
     monkeypatch.chdir(tmp_path)
@@ -189,7 +189,7 @@ def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert result.exit_code == code, result.output
 
 
-def test_the_tutorial_shows_what_a_run_ends_with() -> None:
+def test_the_tutorial_shows_the_last_lines_of_a_run() -> None:
     page = PAGES["docs/tutorial/first-run.md"]
     canary = run_canary(CheckOptions())
     result = CheckResult(CheckOptions(), num_events=1, seconds=1.0, canary_killed_after=canary)
@@ -204,7 +204,7 @@ def test_the_tutorial_shows_what_a_run_ends_with() -> None:
 
 
 def test_the_tutorial_counts_the_actions_of_its_failure() -> None:
-    """Its command is that of a report which is kept as a snapshot."""
+    """The command is that of a report in a snapshot."""
     page = PAGES["docs/tutorial/first-run.md"]
     assert ".venv/bin/blockstep check --engine museum:leak-on-abort --preset tiny" in page
     kept = (HOUSE / "tests/conformance/__snapshots__/test_command_output.ambr").read_text()
@@ -219,19 +219,19 @@ USER_WORDS_MAX = 10_000
 
 
 def list_user_pages() -> list[str]:
-    """The pages of the first list of contents, "Use it", and the front page."""
+    """Return the pages in the first section of the contents, "Use it", and the front page."""
     (listed,) = re.findall(r":caption: Use it\n\n(.*?)```", PAGES["docs/index.md"], re.DOTALL)
     return ["docs/index.md", *(f"docs/{name}.md" for name in listed.split())]
 
 
-def test_a_user_has_few_words_to_read() -> None:
-    """Code and output are not counted."""
+def test_user_pages_have_few_words() -> None:
+    """Code and output do not count."""
     pages = [re.sub(r"```.*?```", "", PAGES[name], flags=re.DOTALL) for name in list_user_pages()]
     assert sum(len(page.split()) for page in pages) <= USER_WORDS_MAX
 
 
-def test_the_finding_in_five_lines_is_what_its_command_prints() -> None:
-    """Played again by its last line, which takes less time than to find it."""
+def test_the_finding_in_five_lines_is_the_output_of_its_command() -> None:
+    """The finding is reproduced by its last line, which is faster than finding it."""
     for name in ("docs/index.md", "docs/how-to/run-in-ci.md"):
         (shown,) = re.findall(
             r"```text\n(blockstep check: VIOLATION.*?)```", PAGES[name], re.DOTALL
@@ -242,7 +242,7 @@ def test_the_finding_in_five_lines_is_what_its_command_prints() -> None:
         assert result.stdout.strip() == shown.strip()
 
 
-def test_the_report_that_is_explained_is_what_its_command_prints() -> None:
+def test_the_explained_report_is_the_output_of_its_command() -> None:
     page = PAGES["docs/how-to/read-a-finding.md"]
     (command,), (shown, *_) = (
         re.findall(r"```console\n\$ (blockstep check --engine museum:.*?)\n```", page),

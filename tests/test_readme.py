@@ -1,4 +1,4 @@
-"""The README tells the truth: its example is the tool's output, its code runs."""
+"""The README is true: its example is the tool's output, and its code runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fenced(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.S)
 
 
-def test_the_failure_shown_is_what_the_tool_prints() -> None:
+def test_the_failure_shown_is_the_output_of_the_tool() -> None:
     first = fenced("console")[0]
     command, _, shown = first.partition("\n")
     args = command.removeprefix("$ blockstep ").split()
@@ -58,7 +58,7 @@ ROWS = {
 
 
 def table_of(title: str) -> dict[str, list[str]]:
-    """The cells behind the first one, by it, of the table of a section."""
+    """Return the cells after the first one, by the first one, of the table of a section."""
     section = README.partition(f"## {title}\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
@@ -78,7 +78,7 @@ def test_the_coverage_table_matches_our_engines() -> None:
             assert (cells[column] == "yes") is (capability in able), (name, title)
 
 
-def test_what_was_found_is_what_the_table_has() -> None:
+def test_the_table_has_the_recorded_findings() -> None:
     counts = count_rows(read_hunts())
     table = table_of("What it found")
     for release in ("0.19.1", "0.33.0"):

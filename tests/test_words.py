@@ -1,4 +1,4 @@
-"""The lint of the English finds what it forbids."""
+"""The lint of the English: each rule finds a text that breaks it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_text_that_breaks_a_rule_is_found(text: str, rules: list[str]) -> None
     assert all(rule in name for rule, name in zip(rules, found, strict=True))
 
 
-def test_a_name_that_says_nothing_is_found() -> None:
+def test_an_unclear_name_is_found() -> None:
     text = (
         "class RowTold:\n    def tell(self, who):\n        self.whole = said = retold = who\n"
         "        return [saying for nobody_x in ()]\n"
