@@ -2,8 +2,7 @@
 
     python .ci/words.py [PATH]
 
-Docstrings, messages, names and pages are read; code in backticks and code blocks are not, nor are
-tests.
+Docstrings, messages, names and pages are read; code in backticks and code blocks are not.
 A text that is right as it is contains `words: allow`. Exit code 1 if there is a hit. A clean lint
 does not make a text clear: it finds about two thirds of the unclear ones.
 """
@@ -21,9 +20,9 @@ from typing import NamedTuple
 from blockstep.conformance.report.glossary import get_terms
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = {"tests", "__pycache__", "_build", "build"}
-GLOSSARY = "glossary.md"
-"""Lists the phrases themselves."""
+LEFT_OUT = {"__pycache__", "_build", "build"}
+QUOTING = ("glossary.md", "test_words.py")
+"""Files that contain the phrases themselves."""
 PEOPLE = ("user", "users", "client", "clients", "reader", "person", "people", "caller")
 NO_PERSON = "".join(rf"(?<!\b{word} )" for word in PEOPLE)
 PARTS = (
@@ -143,12 +142,13 @@ def read_page(text: str, name: str) -> Iterator[Text]:
 
 
 def read_texts(root: Path) -> Iterator[Text]:
-    """Yield all texts of a checkout, tests and hidden folders left out."""
+    """Yield all texts of a checkout, hidden folders left out."""
     for path in sorted([*root.rglob("*.py"), *root.rglob("*.md")]):
         parts = path.relative_to(root).parts
-        if any(part.startswith(".") or part in LEFT_OUT for part in parts) or path.name == GLOSSARY:
+        name = "/".join(parts)
+        if any(part.startswith(".") or part in LEFT_OUT for part in parts) or path.name in QUOTING:
             continue
-        text, name = path.read_text(encoding="utf-8"), "/".join(parts)
+        text = path.read_text(encoding="utf-8")
         yield from (read_python if path.suffix == ".py" else read_page)(text, name)
         if path.suffix == ".py" and SEEDED not in name:
             yield from read_names(text, name)
