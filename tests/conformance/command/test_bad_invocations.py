@@ -133,7 +133,8 @@ INVOCATIONS = {
         --with magic | feature 'magic'
         --with async --depth 1 | needs 2 plans in flight
         --event-seconds 0 | must be above 0
-        --save /no/such | does not exist
+        --save EMPTY | is a file; name a folder
+        --save no/such/folder | there is no folder
         --forgive nonsense | nonsense
         --forgive quirk:nowhere | quirk:nowhere
         --forgive magic:x | magic:x
@@ -188,8 +189,8 @@ INVOCATIONS = {
         --depth 0 | depth
         --least 101 | least
         --least x | least
-        --save EMPTY | save
-        --save no/such/folder | save
+        --save EMPTY | is a file; name a folder
+        --save no/such/folder | there is no folder
         --event-seconds 0 | must be above 0
         --with magic | feature 'magic'
         --path /no/such | does not exist

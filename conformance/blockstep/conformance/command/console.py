@@ -182,11 +182,13 @@ def format_command_line(context: typer.Context) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file, whole or not at all, or standard output for '-'."""
+    """Write a file, whole or not at all, in a folder that is made if need be, or standard output
+    for '-'."""
     if str(path) == "-":
         sys.stdout.write(text)
         return
     try:
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         if path.is_file():

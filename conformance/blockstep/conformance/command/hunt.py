@@ -47,9 +47,7 @@ SaveOption = Annotated[
     Path | None,
     sections.programs(
         "A folder for the programs that were found, for check --corpus.",
-        exists=True,
-        file_okay=False,
-        writable=True,
+        callback=options.check_output_folder,
     ),
 ]
 

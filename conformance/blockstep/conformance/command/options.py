@@ -29,10 +29,7 @@ def check_output(path: Path | None) -> Path | None:
         return path
     if path.is_dir():
         console.usage(f"{path}: cannot write: it is a folder; name a file")
-    if not path.parent.is_dir():
-        console.usage(f"{path}: cannot write: there is no folder {path.parent}; make it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        console.usage(f"{path}: cannot write: it is not allowed; name a file elsewhere")
+    _require_writable(path, "file")
     if path.is_char_device():
         try:
             with path.open("wb") as device:
@@ -40,6 +37,27 @@ def check_output(path: Path | None) -> Path | None:
         except OSError as error:
             console.usage(f"{path}: cannot write: {error.strerror}")
     return path
+
+
+def check_output_folder(path: Path | None) -> Path | None:
+    """Check an option's output folder before the work: bad input if no file can be written to it.
+
+    It is made with its first file (`console.write`).
+    """
+    if path is None:
+        return None
+    if path.exists() and not path.is_dir():
+        console.usage(f"{path}: cannot write: it is a file; name a folder")
+    _require_writable(path, "folder")
+    return path
+
+
+def _require_writable(path: Path, kind: str) -> None:
+    """Check that a file or folder can be made, or written to if it exists."""
+    if not path.parent.is_dir():
+        console.usage(f"{path}: cannot write: there is no folder {path.parent}; make it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        console.usage(f"{path}: cannot write: it is not allowed; name a {kind} elsewhere")
 
 
 def output(text: str, *names: str, panel: str | None = None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +41,8 @@ LeastOption = Annotated[
 SaveOption = Annotated[
     Path | None,
     typer.Option(
-        help="A folder for the first difference of each kind, as programs (check --program)."
+        help="A folder for the first difference of each kind, as programs (check --program).",
+        callback=options.check_output_folder,
     ),
 ]
 NearestOption = Annotated[
@@ -83,7 +83,6 @@ def score_command(
     screen = console.make_screen(json_path)
     options.require_preset(preset)
     options.require_profile(profile)
-    _require_folder(save)
     if not event_seconds > 0:
         console.usage(f"--event-seconds {event_seconds:g}: must be above 0")
     max_events, max_seconds = options.require_budget(budget)
@@ -114,23 +113,10 @@ def score_command(
     raise typer.Exit(result.exit_code(least / 100))
 
 
-def _require_folder(path: Path | None) -> None:
-    """Check that files can be written to a folder, or that it can be made."""
-    if path is None:
-        return
-    if path.exists() and not path.is_dir():
-        console.usage(f"--save {path}: is a file; name a folder")
-    if not path.is_dir() and not path.parent.is_dir():
-        console.usage(f"--save {path}: there is no folder {path.parent}; make it")
-    if not os.access(path if path.is_dir() else path.parent, os.W_OK):
-        console.usage(f"--save {path}: cannot write: it is not allowed; name a folder elsewhere")
-
-
 def _save(folder: Path | None, result: ScoreResult) -> None:
     counts: Counter[str] = Counter()
     for first in result.list_firsts():
         if folder is not None and first.shrunk is not None:
-            folder.mkdir(exist_ok=True)
             found = first.shrunk.findings[0].differences[0]
             note = f"{first.kind.aspect}: {found.field}: spec {found.expected}, engine {found.seen}"
             counts[first.kind.aspect] += 1
