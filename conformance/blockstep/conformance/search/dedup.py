@@ -9,11 +9,12 @@ actions, such as
    features of config and requests, and hits, chunks and preemptions. Means that the program can do
    without are removed first (`relax`). Exceptions after the same client action count as the same,
    for an engine raises wherever it notices, and so do those that it raises at one place. Of a row
-   that is too long one means in common is enough;
+   that is too long one means in common is enough, and a used id is no action apart: the request
+   comes again, as a preempted one does;
 2. or if one is a symptom of the other: both appear at the same event in both programs
    (`comes_with`); or one program, if it is run on, leads to the other failure without needing more
-   means, or is the other failure with another bound, with smaller blocks or without a client action
-   (`comes_of`).
+   means, or is the other failure with another bound, with smaller blocks, with the last prompt
+   ending within a block or not, or without a client action (`comes_of`).
 
 A defect that nearly every program meets would be a symptom, or the cause, of all others. So a
 variant of a program must fail as the other one does at the event at which the program itself fails.
@@ -40,7 +41,7 @@ from dataclasses import dataclass, replace
 
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.start_run import run_program, start_program
+from blockstep.conformance.lockstep.start_run import start_program
 from blockstep.conformance.protocol.compare import ABSENT
 from blockstep.conformance.protocol.feature import Feature
 from blockstep.conformance.protocol.features import (
@@ -61,6 +62,11 @@ from blockstep.conformance.protocol.program import (
     Program,
     Propose,
 )
+from blockstep.conformance.search.shrink_candidates import (
+    get_request,
+    with_request,
+    with_requests,
+)
 from blockstep.conformance.search.simpler import simpler_configs, with_block_size
 from blockstep.conformance.search.suppressions import SuppressedEngine
 from blockstep.spec import vocabulary as v
@@ -68,6 +74,8 @@ from blockstep.spec.profiles import Profile
 
 ACTS = tuple(it for it in FEATURES if it.actions and it not in (DRAFTS, GRAMMAR))
 """Features that are actions of a client, such as aborts."""
+USED_ID = "an id is used again"
+"""The act of a client that submits a second request with the id of an ended one."""
 OUTCOMES = frozenset({"hits", "chunks", "preempts"})
 """Means that plans show."""
 PLENTY = 64
@@ -167,10 +175,12 @@ class FailureSignature:
         is_alike = self.message == other.message or (
             bool(self.acts) and self.is_exception and other.is_exception
         )
+        acts, others = self.acts, other.acts
         can_compare = self.means <= other.means or other.means <= self.means or self.is_exception
         if self.message in TOO_LONG:  # other means only delay the row
             can_compare = can_compare or bool(self.means & other.means)
-        return self.acts == other.acts and is_alike and can_compare
+            acts, others = acts - {USED_ID}, others - {USED_ID}
+        return acts == others and is_alike and can_compare
 
     def is_same(self, other: FailureSignature) -> bool:
         """Whether the same check fails after the same acts, with the same means."""
@@ -295,7 +305,7 @@ def mark_of(program: Program, run: LockStep, finding: Finding) -> FailureSignatu
         means.add("several frames")
     acts = {feature.name for feature in asked.intersection(ACTS)}
     if len(_list_submitted(program)) > len(set(_list_submitted(program))):
-        acts.add("an id is used again")
+        acts.add(USED_ID)
     if v.Reset(True) in program.actions:  # which preempts, as a step does that lacks blocks
         means.add("preempts")
         acts.discard(RESET.name)
@@ -316,9 +326,8 @@ class Symptoms:
     """Failures at that event and later, if the run continues to the end of its requests, except
     those that a variant without its own failure meets as well."""
     near: frozenset[FailureSignature] = frozenset()
-    """Failures, at the last action, of variants of the program in which its own does not occur:
-    without an act, a bound or a feature, with blocks of one token, or with more blocks or tokens
-    per step."""
+    """Failures, at the last action, of the variants (`_list_variants`) in which its own does not
+    occur."""
     length: int = 0
     """Number of actions of the program."""
 
@@ -354,12 +363,27 @@ class Symptoms:
             or (self.length <= cause.length and any(map(cause.own.is_like, self.beside)))
             or any(self.own.is_like(mark) and needed <= self.own.means for mark in cause.onward)
             or any(map(cause.own.is_same, self.onward - self.beside))
-            or self.own in cause.near
+            or any(self.own.is_like(it) and it.means <= self.own.means for it in cause.near)
         )
 
 
-Play = Callable[[Program], tuple[LockStep, list[Finding]] | None]
-"""Runs a program until a finding; returns None if the engine refuses its config."""
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Run of a program until a failure."""
+
+    program: Program
+    """The program without the actions after the failure."""
+    run: LockStep
+    findings: Sequence[Finding] = ()
+
+    @property
+    def marks(self) -> list[FailureSignature]:
+        """Return the marks of the findings."""
+        return [mark_of(self.program, self.run, finding) for finding in self.findings]
+
+
+Play = Callable[[Program], Played | None]
+"""Runs a program until a failure; returns None if the engine refuses its config."""
 
 
 def play_with(
@@ -370,18 +394,18 @@ def play_with(
     A run continues after failures whose messages are all `settled`.
     """
 
-    def play(program: Program) -> tuple[LockStep, list[Finding]] | None:
+    def play(program: Program) -> Played | None:
         try:
-            if not settled:
-                return run_program(program, make_engine, profile)
             run = start_program(program, make_engine, profile)
         except v.ConfigError:
             return None
-        for action in program.actions:
+        if run.unbuilt is not None:
+            return Played(replace(program, actions=()), run, [run.unbuilt])
+        for number, action in enumerate(program.actions, 1):
             findings = run.perform(action)
             if not settled.issuperset(map(describe_failure, findings)):
-                return run, findings
-        return run, []
+                return Played(replace(program, actions=program.actions[:number]), run, findings)
+        return Played(program, run)
 
     return play
 
@@ -399,27 +423,30 @@ def find_symptoms(
     of failures after which a plainer program is run on, to its own failure.
     """
     play = play_with(make_engine, profile)
-    length, played = len(program.actions), _list_marks(play(program), program)
-    own = next((mark for mark in played if mark.message.startswith(describe_failure(first))), None)
-    if own is None:  # it does not come back
-        return Symptoms(FailureSignature(describe_failure(first)))
-    past = play_with(make_engine, profile, frozenset(settled) - {own.message})
-    program = _end_there(relax(program, own.message, play), play)
-    played = _list_marks(play(program), program)
-    own = next(mark for mark in played if mark.message == own.message)
+    length, message = len(program.actions), describe_failure(first)
+    found = (mark.message for mark in _list_marks(program, play))
+    own_message = next((it for it in found if it.startswith(message)), None)
+    if own_message is None:  # it does not come back
+        return Symptoms(FailureSignature(message))
+    past = play_with(make_engine, profile, frozenset(settled) - {own_message})
+    played = play(relax(program, own_message, play))
+    assert played is not None, "a relaxed program fails"
+    program, marks = played.program, played.marks
+    own = next(mark for mark in marks if mark.message == own_message)
     without: list[Program] = []
-    """Plainer programs that do not fail like this one."""
+    """Variants that do not fail like this one."""
     near: set[FailureSignature] = set()
-    for plainer in _list_plainer(program):
-        marks = _list_marks(play(plainer), plainer)
-        if all(mark.message != own.message for mark in marks):
-            without.append(plainer)
-            if _fails_as_late(plainer, program, play):
-                near.update(marks)
-    messages = {mark.message for mark in played}
+    for variant in _list_variants(program):
+        tried = play(variant)
+        others = [] if tried is None else tried.marks
+        if all(mark.message != own_message for mark in others):
+            without.append(variant)
+            if tried is not None and _fails_as_late(variant, tried, played):
+                near.update(others)
+    messages = {mark.message for mark in marks}
     return Symptoms(
         mark_plainly(program, own, past) if settled else own,
-        beside=frozenset(played) - {own},
+        beside=frozenset(marks) - {own},
         onward=_list_onward(program, own, without, lambda it: _go_on(it, make_engine, profile)),
         near=frozenset(it for it in near if it.message not in messages),
         length=length,
@@ -444,43 +471,26 @@ def _list_onward(
     return frozenset(onward)
 
 
-def _fails_as_late(plainer: Program, program: Program, play: Play) -> bool:
-    """Return whether a plainer program fails where the program does: at its last action, and after
-    as many events if that is a drain."""
-    if not plainer.actions or _end_there(plainer, play) != plainer:
+def _fails_as_late(variant: Program, tried: Played, played: Played) -> bool:
+    """Return whether a variant fails where the program does: at its last action, and after as many
+    events if that is a drain."""
+    if not tried.findings or len(tried.program.actions) < len(variant.actions):
         return False
-    tried, played = play(plainer), play(program)
-    if tried is None or played is None or not isinstance(plainer.actions[-1], Drain):
-        return tried is not None and bool(tried[1])
-    num_left_out = len(program.actions) - len(plainer.actions)
-    return tried[0].num_events + num_left_out >= played[0].num_events
+    num_left_out = len(played.program.actions) - len(variant.actions)
+    is_late = tried.run.num_events + num_left_out >= played.run.num_events
+    return is_late or not any(isinstance(it, Drain) for it in variant.actions[-1:])
 
 
-def _end_there(program: Program, play: Play) -> Program:
-    """Return a failing program without the actions after its failure."""
-    for end in reversed(range(len(program.actions))):
-        shorter = replace(program, actions=program.actions[:end])
-        if not _list_marks(play(shorter), shorter):
-            break
-        program = shorter
-    return program
-
-
-def _list_marks(
-    played: tuple[LockStep, list[Finding]] | None, program: Program
-) -> list[FailureSignature]:
-    """Return the marks of the findings of a run."""
-    if played is None:
-        return []
-    run, findings = played
-    return [mark_of(program, run, finding) for finding in findings]
+def _list_marks(program: Program, play: Play) -> list[FailureSignature]:
+    """Return the marks of the findings of a program."""
+    played = play(program)
+    return [] if played is None else played.marks
 
 
 def mark_plainly(program: Program, mark: FailureSignature, play: Play) -> FailureSignature:
     """Return the mark of a failure of a program after all means that it can do without are gone."""
-    program = relax(program, mark.message, play)
-    played = _list_marks(play(program), program)
-    return next((it for it in played if it.message == mark.message), mark)
+    marks = _list_marks(relax(program, mark.message, play), play)
+    return next((it for it in marks if it.message == mark.message), mark)
 
 
 def relax(program: Program, message: str, play: Play) -> Program:
@@ -494,7 +504,7 @@ def relax(program: Program, message: str, play: Play) -> Program:
     )
     for change in changes:
         plainer = change(program)
-        if any(mark.message == message for mark in _list_marks(play(plainer), plainer)):
+        if any(mark.message == message for mark in _list_marks(plainer, play)):
             program = plainer
     return program
 
@@ -592,9 +602,10 @@ def _go_on(
             return
 
 
-def _list_plainer(program: Program) -> Iterator[Program]:
+def _list_variants(program: Program) -> Iterator[Program]:
     """Yield the program without each act, without each feature or bound of its config in no
-    smaller a pool, with blocks of one token, and with more blocks, tokens per step, or both."""
+    smaller a pool, with blocks of one token, with another end of its last prompt (`_move_end`), and
+    with more blocks, tokens per step, or both."""
     for act in set(list_asked(program)).intersection(ACTS):
         left = tuple(it for it in program.actions if not isinstance(it, act.actions))
         yield replace(program, actions=left)
@@ -606,7 +617,42 @@ def _list_plainer(program: Program) -> Iterator[Program]:
         finer = with_block_size(program.config, 1)
         num_blocks = program.config.num_blocks * program.config.block_size
         yield replace(program, config=replace(finer, num_blocks=num_blocks))
-    for roomier in (_give_blocks(program), _give_tokens(program)):
-        if roomier != program:
-            yield roomier
+    for changed in (_move_end(program), _give_blocks(program), _give_tokens(program)):
+        if changed != program:
+            yield changed
     yield _give_tokens(_give_blocks(program))
+
+
+def _move_end(program: Program) -> Program:
+    """Return the program with its last prompt ending within a block, or at the end of a block if it
+    ends within one. Blocks of one token become blocks of two, with each token twice."""
+    if any(it and (it.items or it.prompt_embeds) for it in map(get_request, program.actions)):
+        return program  # they are for positions of the prompt
+    if program.config.block_size == 1:
+        program = _doubled(program)
+    ends = [at for at, it in enumerate(program.actions) if isinstance(it, v.Submit)]
+    actions, size = list(program.actions), program.config.block_size
+
+    def move(request: v.Request) -> v.Request:
+        tokens = request.prompt_token_ids
+        num_missing = -len(tokens) % size
+        moved = tokens + tokens[:1] * num_missing if num_missing else tokens[:-1]
+        return replace(request, prompt_token_ids=moved)
+
+    for at in ends[-1:]:
+        actions[at] = with_request(actions[at], move)
+    return replace(program, actions=tuple(actions))
+
+
+def _doubled(program: Program) -> Program:
+    """Return the program with each token twice, in blocks twice as large."""
+    config = with_block_size(program.config, 2 * program.config.block_size)
+    names = "max_num_batched_tokens", "long_prefill_token_threshold", "max_model_len"
+    twice = {name: 2 * getattr(config, name) for name in names}
+
+    def double(request: v.Request) -> v.Request:
+        tokens = tuple(token for token in request.prompt_token_ids for _ in range(2))
+        return replace(request, prompt_token_ids=tokens)
+
+    config = replace(config, **twice)
+    return replace(program, config=config, actions=with_requests(program.actions, double))

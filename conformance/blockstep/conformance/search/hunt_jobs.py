@@ -23,7 +23,6 @@ from blockstep.conformance.search.dedup import (
     FailureSignature,
     Symptoms,
     find_symptoms,
-    mark_of,
     mark_plainly,
     play_with,
 )
@@ -183,13 +182,12 @@ def show(
 ) -> list[tuple[Finding, FailureSignature]]:
     """Return the findings of a program, each with its mark, reduced to the features that it
     needs."""
-    factory, profile = SuppressingFactory(make_engine, forgiven), follow(forgiven)
-    run, findings = run_program(program, factory, profile)
-    play_episode_job = play_with(factory, profile)
-    return [
-        (finding, mark_plainly(program, mark_of(program, run, finding), play_episode_job))
-        for finding in findings
-    ]
+    play = play_with(SuppressingFactory(make_engine, forgiven), follow(forgiven))
+    played = play(program)
+    if played is None:
+        return []
+    marks = (mark_plainly(program, mark, play) for mark in played.marks)
+    return [*zip(played.findings, marks, strict=True)]
 
 
 def find_watchpoint(
