@@ -50,10 +50,6 @@ class Exiting(Counting):
     def fail(self):
         os._exit(3)
 
-class Leaving(Counting):
-    def fail(self):
-        raise SystemExit("enough")
-
 class Faulting(Counting):
     def fail(self):
         print("about to read address 0", flush=True)
@@ -100,6 +96,12 @@ class AbortingAtAbort(SpecEngine):
     def apply(self, event):
         if isinstance(event, Abort):
             os.abort()
+        return super().apply(event)
+
+class LeavingAtAbort(SpecEngine):
+    def apply(self, event):
+        if isinstance(event, Abort):
+            sys.exit("enough")
         return super().apply(event)
 
 class Named(str):
@@ -150,11 +152,19 @@ def test_a_check_in_a_child_reports_what_a_check_reports(isolation: Isolation) -
     assert here | {"seconds": 0} == there | {"seconds": 0}
 
 
+def test_an_engine_that_exits_is_a_fault_that_is_shrunk(isolation: Isolation) -> None:
+    result = isolation.check(options("LeavingAtAbort"))
+    assert result.failure is not None
+    (found,) = result.failure.findings
+    assert found.message == "the engine raised SystemExitError: sys.exit('enough')"
+    assert found.frames[-1].startswith("apply (isolated_engines.py:")
+    assert len(result.failure.program.actions) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "how", "has_place"),
     [
         ("Exiting", "the engine's process ended with exit code 3 at: ", False),
-        ("Leaving", "the engine's process ended with exit code 1 at: ", False),
         ("Faulting", "the engine's process was ended by SIGSEGV at: ", True),
         ("Hanging", "the engine gave no answer within 1 s at: ", True),
     ],

@@ -105,6 +105,10 @@ class WatchedEngine(Wrapped):
         return self._watched.call("(naming its capabilities)", super().capabilities)
 
 
+class SystemExitError(Exception):
+    """The engine called `sys.exit`: an exception in this process, so that its program is shrunk."""
+
+
 class WatchedFactory:
     """Factory of watched engines, with the traits of the engine's own factory."""
 
@@ -125,10 +129,13 @@ class WatchedFactory:
         self.journal.enter(what)
         try:
             value = function(*args)
-        except Exception as error:
-            self.error = error
+        except (Exception, SystemExit) as error:
             self.journal.leave()
-            raise
+            if isinstance(error, Exception):
+                self.error = error
+                raise
+            self.error = SystemExitError(f"sys.exit({error.code!r})")
+            raise self.error.with_traceback(error.__traceback__) from None
         self.journal.leave()
         return value
 
