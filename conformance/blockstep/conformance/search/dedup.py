@@ -428,7 +428,7 @@ def find_symptoms(
     own_message = next((it for it in found if it.startswith(message)), None)
     if own_message is None:  # it does not come back
         return Symptoms(FailureSignature(message))
-    past = play_with(make_engine, profile, frozenset(settled) - {own_message})
+    past = play_with(make_engine, profile, frozenset(settled) - {message})
     played = play(relax(program, own_message, play))
     assert played is not None, "a relaxed program fails"
     program, marks = played.program, played.marks
