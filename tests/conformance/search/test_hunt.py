@@ -808,13 +808,13 @@ def test_features_that_a_failure_does_not_need_are_no_means_of_it() -> None:
 
 def test_a_settled_exception_is_compared_by_what_its_program_needs() -> None:
     """With one plan at a time, another settled failure comes first."""
-    requests = (Request(name, (0,), max_tokens=2, stop_token_ids=(0, 1, 2)) for name in "AB")
-    actions = (*map(Submit, requests), Schedule(), Abort(("A", "B")))
+    one, two = (Request(name, (0,), max_tokens=2, stop_token_ids=(0, 1, 2)) for name in "AB")
     config = Config(num_blocks=5, block_size=1, max_model_len=4, max_frames_in_flight=2)
-    program, profile = Program(config, actions, vocabulary_size=3), follow(())
+    start, profile = (Submit(one), Submit(two), Schedule()), follow(())
+    program = Program(config, (*start, Abort(("A", "B"))), vocabulary_size=3)
     make_engine = SuppressingFactory(Two, frozenset())
     _, (finding,) = run_program(program, make_engine, profile)
-    _, (first, *_) = run_program(replace(program, actions=(*actions[:-1], Answer())), make_engine)
+    _, (first, *_) = run_program(replace(program, actions=(*start, Answer())), make_engine)
     settled = [distinct.describe_failure(it) for it in (finding, first)]
     found = distinct.find_symptoms(program, make_engine, profile, finding, settled)
     assert found.own.is_exception

@@ -369,7 +369,7 @@ class Hunter:
 
     def _group(self, description: str, defect: Defect) -> None:
         """Put a failure into the group of its defect, or into a new one."""
-        shown = self._show_state(defect)
+        shown = (self._show(defect, hides=False) if defect.options.hide_state else None) or ()
         if shown and all(finding.sentence != defect.first.sentence for finding, _ in shown):
             defect = replace(defect, behind=name_of(shown[0][0]))
         mine = defect.first.property_id
@@ -394,15 +394,18 @@ class Hunter:
         self._failures[self._last[description]] = replace(last, num_seen=last.num_seen + 1)
         self.result.num_again[description] += 1
 
-    def _show_state(self, defect: Defect) -> Sequence[tuple[Finding, FailureSignature]]:
-        """Return the findings of a program with its state judged, if it was hidden before."""
-        if not defect.options.hide_state or defect.shrunk is None:
-            return ()
-        shown = replace(defect.options, hide_state=False)
+    def _show(
+        self, defect: Defect, *, hides: bool
+    ) -> Sequence[tuple[Finding, FailureSignature]] | None:
+        """Return the findings of a defect's program with the state hidden or judged, each with its
+        mark; None if there is no program or the engine is lost."""
+        if defect.shrunk is None:
+            return None
+        options = replace(defect.options, hide_state=hides)
         try:
-            return self._call(hunt_jobs.show, shown, self.forgiven, defect.shrunk.program)
+            return self._call(hunt_jobs.show, options, self.forgiven, defect.shrunk.program)
         except LostError:
-            return ()
+            return None
 
     def _hides_something(self) -> bool:
         """Return whether a failure of the state does not show in plans and answers."""
@@ -410,14 +413,10 @@ class Hunter:
         if not is_judged or Capability.SNAPSHOT not in self.ground.capabilities:
             return False
         for defect in self._failures:
-            if defect.shrunk is None:
-                continue
-            hidden = replace(defect.options, hide_state=True)
-            try:
-                seen = self._call(hunt_jobs.show, hidden, self.forgiven, defect.shrunk.program)
-            except LostError:
-                continue
-            if all(finding.sentence != defect.first.sentence for finding, _ in seen):
+            seen = self._show(defect, hides=True)
+            if seen is not None and all(
+                finding.sentence != defect.first.sentence for finding, _ in seen
+            ):
                 return True
         return False
 

@@ -61,7 +61,7 @@ class HuntContext:
 UNKNOWN = HuntContext(
     EngineFacts(1, (), "", (), (), frozenset()), frozenset(), "", {}, is_spared=False
 )
-"""Ground of an engine that could not be asked."""
+"""Facts of an engine that was lost before it could be asked."""
 
 
 @dataclass(frozen=True, slots=True)
