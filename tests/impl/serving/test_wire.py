@@ -192,6 +192,16 @@ def test_missing_fields_of_old_releases_have_defaults() -> None:
     assert batch.events == [Stored([1], None, [7], 1, None, "GPU", None)]
 
 
+def test_a_map_has_every_field_that_a_release_requires() -> None:
+    """vLLM 0.24.0 and later refuse a map without one of these, nil or not."""
+    stored = BlockStored((BlockKey(None, (1, 2)),), None, (1, 2), 2)
+    payload = WireWriter(form=Form.MAPS).write((stored, BlockRemoved(stored.keys)), 0.0)
+    first, last = msgspec.msgpack.decode(payload)[1]
+    required = {"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"}
+    assert first.keys() >= required | {"type", "lora_name"}
+    assert last.keys() >= {"type", "block_hashes", "medium"}
+
+
 def test_additional_fields_of_an_array_are_ignored() -> None:
     """vLLM 0.22.1 appends the group and its kind."""
     stored = ["BlockStored", [1], None, [7], 1, None, "GPU", None, None, 0, "full_attention", None]

@@ -71,6 +71,9 @@ class Cleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False)
 class StoredMap(Stored, array_like=False, omit_defaults=True, tag="BlockStored"):
     """`Stored` as a map. Fields from `locality` on are read and never written."""
 
+    # Releases with maps require the name. msgspec writes a default of None only if a function
+    # returns it.
+    lora_name: str | None = msgspec.field(default_factory=lambda: None)
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
