@@ -807,7 +807,7 @@ def test_features_that_a_failure_does_not_need_are_no_means_of_it() -> None:
 
 
 def test_a_settled_exception_is_compared_by_what_its_program_needs() -> None:
-    """With one plan at a time, another settled failure comes first."""
+    """Another exception comes first if one plan is in flight at a time."""
     one, two = (Request(name, (0,), max_tokens=2, stop_token_ids=(0, 1, 2)) for name in "AB")
     config = Config(num_blocks=5, block_size=1, max_model_len=4, max_frames_in_flight=2)
     start, profile = (Submit(one), Submit(two), Schedule()), follow(())
