@@ -18,6 +18,7 @@ from functools import lru_cache
 from types import NoneType
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
+from blockstep.spec.profiles import get_profile
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,
@@ -115,6 +116,8 @@ class EngineFault(Exception):
     answer: Observation | None = None
     """The result of `apply`, if the fault is that the answer contradicts itself. It is compared and
     checked like any other."""
+    last_words: tuple[str, ...] = ()
+    """The last lines on standard error of an engine in a process of its own that has ended."""
 
 
 @runtime_checkable
@@ -417,6 +420,16 @@ def get_traits(make_engine: EngineFactory) -> EngineTraits:
         raise BadEngineError(
             f"drops_tokens_in_flight of {make_engine!r:.80}: the specification drops no token, so "
             "an engine that does is checked at Safety()"
+        )
+    if traits.max_depth is not None and traits.max_depth < 1:
+        raise BadEngineError(
+            f"max_depth of {make_engine!r:.80}: must be at least 1, not {traits.max_depth}; "
+            "without it, as many plans are in flight as the capabilities allow"
+        )
+    if traits.profile and get_profile(traits.profile) is None:
+        raise BadEngineError(
+            f"profile of {make_engine!r:.80}: {traits.profile!r} is no profile; "
+            "`blockstep quirks` lists them"
         )
     for one in traits.deviations:
         if not isinstance(one, Deviation) or not (one.sentences or one.fields):

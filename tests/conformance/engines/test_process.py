@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from process_support.serve import WRONGS
 from typer.testing import CliRunner, Result
@@ -109,12 +110,14 @@ FAULT, DIVERGENCE = "FAULT at event", "DIVERGENCE at event"
     [
         ("no-json", FAULT, "Input data was truncated"),
         ("no-object", FAULT, "Expected `object`, got `array`"),
-        ("unknown-type", FAULT, "Invalid value 'Step' - at `$.type`"),
+        ("no-utf-8", FAULT, "can't decode byte 0xff"),
+        ("unknown-type", FAULT, "Invalid value 'Step' - at `$.type`; it must be one of Plan,"),
         ("unknown-field", FAULT, "unknown field `num_steps`"),
         ("wrong-type", FAULT, "Expected `int`, got `str` - at `$.frame_id`"),
         ("fault", FAULT, "lost a block"),
         ("exit", FAULT, "ended with exit code 3"),
         ("signal", FAULT, "ended by SIGSEGV"),
+        ("assertion", FAULT, ". | . | . | . | no block 7 (pool.cpp:12)\\x1b[0m"),
         ("half-a-line", FAULT, "ended with exit code 0 after"),
         ("twice", FAULT, "write one line for each line read"),
         ("flood", FAULT, "more than 1048576 bytes in one line"),
@@ -144,7 +147,8 @@ def test_a_wrong_process_gives_exit_code_1_and_one_report(
     [
         ("banner", "'engine ready' is not a Hello"),
         ("version", "speaks 'blockstep-engine' version 1"),
-        ("capability", "Invalid enum value 'aborts'"),
+        ("no-utf-8-hello", "is not a Hello: 'utf-8' codec can't decode byte 0xff"),
+        ("capability", "`$.capabilities[0]`; it must be one of snapshot, priority,"),
     ],
 )
 def test_a_wrong_hello_is_a_usage_error(wrong: str, words: str) -> None:
@@ -186,12 +190,26 @@ def test_every_mistake_of_the_wrong_process_is_tested() -> None:
         ({"shows_blocks": True}, "shows_blocks of its Hello is for the equivalence 'plan'"),
         ({"has_slots": False}, "has_slots of its Hello is for the equivalence 'safety'"),
         ({"speed": 1}, "unknown field `speed`"),
+        ({"judges": ["cost"]}, "`$.judges[0]`; it must be one of "),
         ({"format": "engine"}, "says 'engine' version 1"),
     ],
 )
 def test_a_contradictory_hello_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(BadEngineError) as caught:
         ProcessFactory(answer_hello(**fields))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_depth": 0}, "must be at least 1, not 0"),
+        ({"profile": "vllm-9"}, "'vllm-9' is no profile"),
+    ],
+)
+def test_traits_that_cannot_be_meant_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadEngineError) as caught:
+        get_traits(ProcessFactory(answer_hello(**fields)))
     assert words in str(caught.value)
 
 
@@ -295,6 +313,47 @@ def test_a_link_times_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("input()", "write a line feed after each answer, and flush"),
+        ("print(1, end='', flush=True)", "'1' has no line feed"),
+    ],
+)
+def test_a_silence_says_what_may_be_missing(code: str, words: str) -> None:
+    link = Link([sys.executable, "-c", f"import time; {code}; time.sleep(60)"])
+    with pytest.raises(EngineFault, match=words):
+        link.ask(b"{}", 2)
+
+
+def test_an_answer_without_an_end_times_out() -> None:
+    link = Link([sys.executable, str(SERVE), "spec", "drip"])
+    for row in (
+        {"type": "Hello", "format": "blockstep-engine", "version": 1},
+        {"type": "Start", "config": {"num_blocks": 4}},
+    ):
+        link.ask(json.dumps(row).encode())
+    with pytest.raises(EngineFault, match=r"within 1 s; .* has no line feed"):
+        link.ask(b'{"type":"Schedule"}', 1)
+
+
+def test_a_malformed_answer_is_shown_where_it_is_malformed() -> None:
+    pad = "x" * 200
+    for line, shown in ((f'{{"a":"{pad}" oops', " oops'"), (f'{{"a":"{pad}",', "xxx\",'")):
+        link = Link([sys.executable, "-c", f"input(); print({line!r})"])
+        with pytest.raises(EngineFault, match=re.escape(shown)):
+            link.ask_row({}, dict)
+        link.end()
+
+
+def test_standard_error_is_passed_on_and_blocks_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; input(); sys.stderr.write('e' * 300000); print(1)"
+    link = Link([sys.executable, "-c", code])
+    assert link.ask(b"{}") == b"1"
+    link.end()
+    assert capfd.readouterr().err.count("e") == 300000
+
+
+@pytest.mark.parametrize(
     ("name", "words"),
     [
         ("cmd:", "names no command"),
@@ -336,6 +395,18 @@ def test_the_schema_describes_every_kind_of_line() -> None:
     assert missing == []
     result = CliRunner().invoke(app, ["schema"])
     assert json.loads(result.stdout) == json.loads(text)
+
+
+def test_a_state_has_the_blocks_of_a_key_once() -> None:
+    engine = load_engine("spec")(v.Config(num_blocks=4, block_size=1))
+    engine.apply(v.Submit(v.Request("A", (1, 2), max_tokens=2)))
+    engine.apply(v.Schedule())
+    state = engine.snapshot()
+    assert state is not None
+    form = to_form(state)
+    form.cached = (form.cached[0], *form.cached)
+    with pytest.raises(msgspec.ValidationError, match="have one key"):
+        from_form(form)
 
 
 def test_a_state_is_unchanged_after_encoding_and_decoding() -> None:

@@ -43,6 +43,27 @@ def close(_answer: str) -> None:
     time.sleep(600)
 
 
+def say_and_end(_answer: str) -> None:
+    """Say why on standard error, and end."""
+    sys.stderr.write("\n".join(["loading", *"." * 5, "no block 7 (pool.cpp:12)\x1b[0m", ""]))
+    sys.stderr.flush()
+    os._exit(134)
+
+
+def drip(answer: str) -> None:
+    """Write an answer byte by byte, without a line feed and without an end."""
+    write(answer)
+    while True:
+        write(" ")
+        time.sleep(0.01)
+
+
+def write_other_text(answer: str) -> None:
+    """Write an answer with bytes that are no UTF-8."""
+    sys.stdout.buffer.write(answer[:-1].encode() + b',"\xff":1}\n')
+    sys.stdout.flush()
+
+
 def stop_within(answer: str) -> None:
     """End in the middle of a line."""
     write(answer[:20])
@@ -58,6 +79,10 @@ WRONGS: dict[str, tuple[str, Callable[[str], None]]] = {
     "fault": ("Commit", lambda _: write('{"type":"Fault","detail":"lost a block"}\n')),
     "silence": ("Schedule", lambda _: time.sleep(600)),
     "exit": ("Commit", lambda _: os._exit(3)),
+    "assertion": ("Commit", say_and_end),
+    "drip": ("Schedule", drip),
+    "no-utf-8": ("Schedule", write_other_text),
+    "no-utf-8-hello": ("Hello", write_other_text),
     "signal": ("Commit", lambda _: os.kill(os.getpid(), signal.SIGSEGV)),
     "flood": ("Schedule", flood),
     "closed": ("Schedule", close),

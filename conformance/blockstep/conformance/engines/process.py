@@ -45,7 +45,7 @@ from blockstep.conformance.protocol.codec import (
     from_form,
     get_fields,
 )
-from blockstep.conformance.protocol.link import Link
+from blockstep.conformance.protocol.link import Link, show_answer
 from blockstep.conformance.protocol.trace_lines import shown
 from blockstep.spec import vocabulary as v
 
@@ -193,10 +193,10 @@ class ProcessFactory:
             hello = msgspec.json.decode(answer, type=Hello | _Fault)
         except EngineFault as fault:  # the link has ended the process
             raise BadEngineError(f"no Hello: {fault}") from None
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             link.end()
-            text = shown(answer.decode(errors="replace"))
-            raise BadEngineError(f"{text} is not a Hello: {error}") from None
+            text = show_answer(answer, error)
+            raise BadEngineError(f"{text} is not a Hello: {error}{_list_known(error)}") from None
         if isinstance(hello, _Fault):
             link.end()
             raise BadEngineError(hello.detail or "its Hello is a Fault")
@@ -285,6 +285,14 @@ def _get_traits(hello: Hello) -> EngineTraits:
         profile=hello.profile,
         notes=hello.notes,
     )
+
+
+def _list_known(error: Exception) -> str:
+    """Return the names that a list of a Hello may have, if the error is about one."""
+    for field, names in {"capabilities": Capability, "judges": v.RejectCode}.items():
+        if f"`$.{field}[" in str(error):
+            return f"; it must be one of {', '.join(names)}"
+    return ""
 
 
 def _refuse_unknown(hello: Hello) -> None:

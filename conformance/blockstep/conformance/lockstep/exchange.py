@@ -3,7 +3,7 @@ answer."""
 
 from __future__ import annotations
 
-from blockstep.conformance.engine import ALL_CAPABILITIES, Engine
+from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFault
 from blockstep.conformance.protocol.findings import (
     Difference,
     Finding,
@@ -60,12 +60,14 @@ def get_first_state(engine: Engine, expected: v.Snapshot) -> v.Snapshot | None:
 
 def fault_of(error: Exception, when: str = "") -> Finding:
     """Return the finding about an engine that raised; `when` says when, if it was not in a call."""
+    words = error.last_words if isinstance(error, EngineFault) else ()
+    note = f"its standard error: {' | '.join(words)}" if words else ""
     return Finding(
         FindingKind.FAULT,
         "",
         "engine_raises_nothing",
         f"the engine raised {describe_error(error)} {when}".rstrip(),
-        (Difference("exception", "none", type(error).__name__),),
+        (Difference("exception", "none", type(error).__name__, note),),
         frames=list_frames(error),
     )
 

@@ -41,7 +41,10 @@ def build_tagged(raw: dict[str, Any], types: Mapping[str, type], where: str) -> 
     fields = dict(raw)
     tag = fields.pop("type", None)
     if not isinstance(tag, str) or tag not in types:
-        raise msgspec.ValidationError(f"Invalid value {tag!r} - at `{where}.type`")
+        known = ", ".join(types)
+        raise msgspec.ValidationError(
+            f"Invalid value {tag!r} - at `{where}.type`; it must be one of {known}"
+        )
     return build(fields, types[tag], where)
 
 
@@ -128,7 +131,8 @@ def from_form(form: StateForm) -> v.Snapshot:
     """Return the snapshot that was written.
 
     Raises:
-        msgspec.ValidationError: `cached` holds a block without a key in `block_keys`.
+        msgspec.ValidationError: `cached` holds a block without a key in `block_keys`, or the
+            blocks of one key in two lists.
     """
     keys = [from_links(links) if links else None for links in form.block_keys]
     cached: dict[v.BlockKey, tuple[int, ...]] = {}
@@ -137,6 +141,11 @@ def from_form(form: StateForm) -> v.Snapshot:
         if key is None:
             raise msgspec.ValidationError(
                 f"cached blocks {list(blocks)}: the first has no key in block_keys - at `$.cached`"
+            )
+        if key in cached:
+            raise msgspec.ValidationError(
+                f"cached blocks {list(cached[key])} and {list(blocks)} have one key: "
+                "they are one list - at `$.cached`"
             )
         cached[key] = blocks
     fields = {name: getattr(form, name) for name in StateForm.__struct_fields__}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -23,6 +24,19 @@ END_SECONDS = 1.0
 LOOK_SECONDS = 0.5
 """A process that is silent is looked at this often: it may have ended."""
 CHUNK_BYTES = 1 << 16
+CHUNKS_MAX = 64
+"""Most chunks of standard error that are read at the end."""
+LAST_BYTES = 1 << 12
+"""Bytes of standard error that are kept, to say why a process ended."""
+LAST_WORDS_MAX = 5
+"""Most lines of them that a fault has."""
+LAST_CHARS_MAX = 300
+"""Most characters of such a line."""
+LISTEN_SECONDS = 0.02
+"""While the process ends, its standard error is looked at this often."""
+BEFORE_CHARS = 40
+"""Characters shown before the place where an answer is malformed."""
+_BYTE = re.compile(r"\(byte (\d+)\)")
 _is_in_a_group = False
 """Whether the whole group of this process is killed at its end, as that of an isolated engine is.
 """
@@ -48,12 +62,17 @@ class Link:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=self._has_group,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        assert self._process.stderr is not None
         self._input, self._output = self._process.stdin, self._process.stdout
+        self._errors = self._process.stderr
+        self._open = [self._output, self._errors]  # what may have something to read
+        self._last = b""
         os.set_blocking(self._input.fileno(), False)
 
     def ask(self, line: bytes, seconds: float = ANSWER_SECONDS) -> bytes:
@@ -61,14 +80,15 @@ class Link:
 
         Raises:
             EngineFault: the process gives no answer, or gave one that nothing had asked for. It is
-                ended then.
+                ended then, and the fault has its last words on standard error.
         """
         if self.is_lost:
             raise EngineFault("the process of this engine has ended")
         try:
             return self._ask(line, time.monotonic() + seconds, seconds)
-        except EngineFault:
+        except EngineFault as fault:
             self.end()
+            fault.last_words = _list_lines(self._last)
             raise
 
     def ask_row(self, row: object, kind: Any) -> Any:
@@ -80,8 +100,8 @@ class Link:
         answer = self.ask(msgspec.json.encode(row))
         try:
             return msgspec.json.decode(answer, type=kind)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            text = shown(answer.decode(errors="replace"))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            text = show_answer(answer, error)
             raise EngineFault(f"answer {self.num_sent}: {error}: {text}") from None
 
     def _ask(self, line: bytes, end: float, seconds: float) -> bytes:
@@ -97,13 +117,15 @@ class Link:
         while True:
             waited = min(max(end - time.monotonic(), 0), LOOK_SECONDS)
             can_write = [self._input] if rest else []
-            ready, writable, _ = select.select([self._output], can_write, [], waited)
+            ready, writable, _ = select.select(self._open, can_write, [], waited)
+            if self._errors in ready:
+                self._pass_on()
             if writable:
                 try:
                     rest = rest[self._input.write(rest) or 0 :]
                 except OSError:  # it reads no more: what it says at last is still read
                     rest = rest[:0]
-            if ready:
+            if self._output in ready:
                 self._read_more()
                 found = self._unread.find(b"\n", checked)
                 if found >= 0:
@@ -115,8 +137,8 @@ class Link:
                     raise EngineFault(f"an answer of more than {LINE_BYTES_MAX} bytes in one line")
             elif not writable and self._has_ended():
                 raise EngineFault(self._describe_end())
-            elif not writable and time.monotonic() >= end:
-                raise EngineFault(f"line {self.num_sent} was not answered within {seconds:g} s")
+            if time.monotonic() >= end:
+                raise EngineFault(self._describe_silence(seconds))
 
     def _has_ended(self) -> bool:
         """Whether the process has ended and has left nothing to read.
@@ -133,11 +155,48 @@ class Link:
             raise EngineFault(self._describe_end())
         self._unread += data
 
+    def _pass_on(self) -> None:
+        """Write what the process says on standard error to ours, and keep its last bytes."""
+        data = os.read(self._errors.fileno(), CHUNK_BYTES)
+        if not data:
+            self._open.remove(self._errors)
+        with contextlib.suppress(OSError):  # ours is closed
+            os.write(2, data)
+        self._last = (self._last + data)[-LAST_BYTES:]
+
+    def _listen(self, seconds: float) -> bool:
+        """Wait this long for words on standard error. Return whether there were any."""
+        if self._errors not in self._open:
+            time.sleep(seconds)
+        elif select.select([self._errors], [], [], seconds)[0]:
+            self._pass_on()
+            return True
+        return False
+
+    def _wait_for_end(self) -> int | None:
+        """Return the exit code of the process, or None if it does not end."""
+        end = time.monotonic() + END_SECONDS
+        while (code := self._process.poll()) is None and time.monotonic() < end:
+            self._listen(LISTEN_SECONDS)
+        self._drain()
+        return code
+
+    def _drain(self) -> None:
+        """Pass on what is left on standard error, but no endless flood."""
+        for _ in range(CHUNKS_MAX):
+            if self._errors not in self._open or not self._listen(0):
+                return
+
+    def _describe_silence(self, seconds: float) -> str:
+        why = "write a line feed after each answer, and flush standard output"
+        if self._unread:
+            why = f"{shown(self._unread.decode(errors='replace'))} has no line feed"
+        return f"line {self.num_sent} was not answered within {seconds:g} s; {why}"
+
     def _describe_end(self) -> str:
         cut = f" after {shown(self._unread.decode(errors='replace'))}" if self._unread else ""
-        try:
-            code = self._process.wait(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
+        code = self._wait_for_end()
+        if code is None:
             return f"the engine closed its standard output{cut}"
         if code >= 0:
             return f"the engine's process ended with exit code {code}{cut}"
@@ -151,11 +210,29 @@ class Link:
         for pipe in (self._input, self._output):
             with contextlib.suppress(OSError):
                 pipe.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=END_SECONDS)
+        self._wait_for_end()
         if self._has_group:
             with contextlib.suppress(OSError):  # the group is empty
                 os.killpg(self._process.pid, signal.SIGKILL)
         elif self._process.returncode is None:
             self._process.kill()
         self._process.wait()
+        self._drain()
+        self._open.clear()
+        self._errors.close()
+
+
+def show_answer(answer: bytes, error: Exception) -> str:
+    """Return an answer for a message: the part where the error is, on one line."""
+    found = _BYTE.search(str(error))
+    at = int(found[1]) if found else len(answer) if "truncated" in str(error) else 0
+    begin = max(at - BEFORE_CHARS, 0)
+    text = shown(answer[begin:].decode(errors="replace"))
+    return f"...{text}" if begin else text
+
+
+def _list_lines(data: bytes) -> tuple[str, ...]:
+    """Return the last lines of what a process has said, printable and not too long."""
+    lines = [line.rstrip() for line in data.decode(errors="replace").splitlines() if line.strip()]
+    printable = (line if line.isprintable() else repr(line)[1:-1] for line in lines)
+    return tuple([line[:LAST_CHARS_MAX] for line in printable][-LAST_WORDS_MAX:])
