@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.main import app
+from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -91,12 +92,81 @@ def test_a_check_finds_an_unknown_defect() -> None:
     assert result.known_programs["known/0.json"], "and what is known was seen before"
 
 
+class LeaksAndAsserts(Leaks):
+    """And an assertion of its own fails after some requests."""
+
+    num_requests = 0
+
+    def apply(self, event: v.Event) -> v.Observation:
+        self.num_requests += isinstance(event, v.Submit)
+        assert self.num_requests <= RESETS_MAX
+        return super().apply(event)
+
+
+class LeaksTwice(Leaks):
+    """It loses a free block of many requests, too, without an abort."""
+
+    num_requests = 0
+
+    def apply(self, event: v.Event) -> v.Observation:
+        self.num_requests += isinstance(event, v.Submit)
+        self.has_aborted |= self.num_requests > RESETS_MAX
+        return super().apply(event)
+
+
+class RaisesTwice(SpecEngine):
+    """It raises in an abort, and for two names in another way."""
+
+    def apply(self, event: v.Event) -> v.Observation:
+        if isinstance(event, v.Abort) and len(event.request_ids) > 1:
+            raise ZeroDivisionError
+        if isinstance(event, v.Abort):
+            raise KeyError("A")
+        return super().apply(event)
+
+
+def fail(make_engine: type[SpecEngine], program: Program) -> EpisodeResult:
+    """An episode in which this program was drawn, and failed."""
+    _, findings = run_program(program, make_engine)
+    return EpisodeResult(0, 1, {}, {}, {}, {}, True, program=program, first=findings[0])
+
+
+def test_the_failure_that_is_shown_is_not_a_known_one() -> None:
+    """A shorter failure like it is looked for in other episodes, and the known one is shorter."""
+    known = KnownFindings(OPTIONS, call_here(LeaksAndAsserts), {"leak.json": LEAK})
+    result = check(OPTIONS, place=InProcess(lambda _options: LeaksAndAsserts), known=known)
+    assert result.first is not None
+    assert result.failure is not None
+    assert result.first.sentence == "engine_raises_nothing"
+    assert [it.sentence for it in result.failure.findings] == ["engine_raises_nothing"]
+    assert len(result.failure.program.actions) == RESETS_MAX + 1
+
+
+def test_a_failure_that_does_not_need_the_acts_of_a_known_one_is_another() -> None:
+    """Also when many known failures of its check were seen, and when it comes with an abort."""
+    submits = tuple(v.Submit(v.Request(name, (1,), 1)) for name in "ABCDE")
+    other = Program(v.Config(num_blocks=9), (v.Submit(v.Request("Z", (1,), 1)), *submits))
+    both = replace(other, actions=(*LEAK.actions, *submits))
+    known = KnownFindings(OPTIONS, call_here(LeaksTwice), {"leak.json": LEAK})
+    for _ in range(PATIENCE + 1):
+        assert known.pass_over(OPTIONS, fail(LeaksTwice, LEAK)).first is None
+    assert known.pass_over(OPTIONS, fail(LeaksTwice, both)).first is None, "it ends at the abort"
+    assert known.pass_over(OPTIONS, fail(LeaksTwice, other)).first is not None
+
+
+def test_another_exception_is_another_defect() -> None:
+    known = KnownFindings(OPTIONS, call_here(RaisesTwice), {"raises.json": LEAK})
+    both = replace(LEAK, actions=(*LEAK.actions[:1], v.Abort(("A", "B"))))
+    assert known.pass_over(OPTIONS, fail(RaisesTwice, LEAK)).first is None
+    assert known.pass_over(OPTIONS, fail(RaisesTwice, both)).first is not None
+
+
 def test_a_known_program_that_passes_now_is_reported() -> None:
     result = check_with(SpecEngine, LEAK)
-    assert (result.exit_code == 5, result.known_programs) == (
-        bool(result.missing),
-        {"known/0.json": None},
-    )
+    assert result.known_programs == {"known/0.json": None}
+    assert result.exit_code == (5 if result.missing else 2)
+    assert replace(result, missing=()).exit_code == 2
+    assert "KNOWN FINDINGS ARE GONE" in verdict_text(replace(result, missing=()))
     assert "gone        known/0.json: it passes now" in verdict_text(result)
 
 
@@ -142,7 +212,8 @@ def test_a_known_crash_or_hang_is_suppressed() -> None:
     other = Loss("the engine's process ended with exit code 3 at: abort A")
     for loss, name in ((again, "hangs.json"), (other, None)):
         episode = EpisodeResult(0, 1, {}, {}, {}, {}, True, first=loss.finding, loss=loss)
-        assert known.find(OPTIONS, episode) == name
+        assert (known.pass_over(OPTIONS, episode).first is None) == (name is not None)
+        assert set(known.counts) == {"hangs.json"}
 
 
 # The command line.

@@ -137,7 +137,12 @@ class CheckResult:
         is_worthless = self.has_missed_something or not self.canary_killed_after
         if self.num_events == 0 or (not self.options.is_single and is_worthless):
             return ExitCode.HARNESS
-        return ExitCode.CONFORMS
+        return ExitCode.USAGE if self.has_gone else ExitCode.CONFORMS
+
+    @property
+    def has_gone(self) -> bool:
+        """Return whether a known program passes: it would hide its defect if that came back."""
+        return None in self.known_programs.values()
 
     @property
     def has_missed_something(self) -> bool:
@@ -154,8 +159,13 @@ class CheckResult:
 class Known(Protocol):
     """Suppressed findings (`known.KnownFindings`)."""
 
-    def find(self, options: CheckOptions, episode: EpisodeResult) -> str | None:
-        """Return the name of the known program whose defect made an episode fail, or None."""
+    def pass_over(self, options: CheckOptions, episode: EpisodeResult) -> EpisodeResult:
+        """Return a failed episode as passed if a known program accounts for it; else the failure to
+        report."""
+        ...
+
+    def shows(self, result: CheckResult) -> bool:
+        """Return whether the failure that a result shows is that of a known program."""
         ...
 
     def conclude(self, result: CheckResult) -> None:
@@ -227,7 +237,12 @@ def check(
     result = search(options, place, on_progress, known)
     if result.first is not None and shrinks:
         on_shrinking = lambda now: on_progress(replace(result, shrinking=now))  # noqa: E731
-        shrink_first(result, place.load(options), on_shrinking)
+
+        def shrink_result(result: CheckResult, looks_on: bool) -> CheckResult:
+            shrink_first(result, place.load(options), on_shrinking, looks_on)
+            return result
+
+        result = shrink_unknown(result, shrink_result, known)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -290,10 +305,10 @@ def _pass_over(
     while episodes:
         *passed, last = episodes
         yield from passed
-        if last.first is None or known.find(options, last) is None:
-            yield last
+        judged = last if last.first is None else known.pass_over(options, last)
+        yield judged
+        if last.first is None or judged.first is not None:
             return
-        yield replace(last, first=None, program=None, loss=None)
         start = last.index + 1
         episodes = place.run_batch(options, start, end - start) if start < end else []
 
@@ -351,18 +366,41 @@ def play_program(
     return result
 
 
+def shrink_unknown(
+    result: CheckResult,
+    shrink_result: Callable[[CheckResult, bool], CheckResult],
+    known: Known | None,
+) -> CheckResult:
+    """Return a result with its first failure shrunk.
+
+    `shrink_result` looks for a shorter failure like it in other episodes if its second argument is
+    set. What it finds there may be a known failure, which is not the one to be shown: then the
+    episode that failed is shrunk alone.
+    """
+    shrunk = shrink_result(replace(result), True)
+    if known is not None and known.shows(shrunk):
+        shrunk = shrink_result(replace(result), False)
+    return shrunk
+
+
 def shrink_first(
-    result: CheckResult, make_engine: EngineFactory, on_message: Callable[[str], None]
+    result: CheckResult,
+    make_engine: EngineFactory,
+    on_message: Callable[[str], None],
+    looks_on: bool = True,
 ) -> None:
     """Shrink the first failure, or show it as it is if it cannot be reproduced.
 
-    `on_message` is called with the progress from time to time.
+    `on_message` is called with the progress from time to time. With `looks_on`, a shorter failure
+    like it is looked for in other episodes, unless one episode was asked for.
     """
     options = result.options
     progress = ThrottledProgress(on_message)
-    if options.episode is None:
+    if options.episode is None and looks_on:
         small = _find_shortest(result, make_engine, progress)
         _find_named(result, small, make_engine, progress)
+    elif options.episode is None:
+        _adopt_shortest(result, options, [_get_own(result)], make_engine, progress)
     else:
         failed = _failures(
             options, range(options.episode, options.episode + 1), make_engine, progress
@@ -412,9 +450,7 @@ def _find_shortest(
     assert result.failed_episode is not None
     wanted, options = get_symptom(result.first), result.options
     start, tiny = result.failed_episode, replace(options, preset=TINY.name)
-    own = EpisodeResult(
-        start, 0, {}, {}, {}, {}, True, program=result.failing_program, first=result.first
-    )
+    own = _get_own(result)
     if _length(own) <= SHORT_PROGRAM:
         _adopt_shortest(result, options, [own], make_engine, progress)
         if result.failure is not None:
@@ -436,6 +472,15 @@ def _find_shortest(
         failed = _failures(options, later, make_engine, progress)
         _adopt_shortest(result, options, failed, make_engine, progress)
     return small
+
+
+def _get_own(result: CheckResult) -> EpisodeResult:
+    """Return the episode that failed, as far as it is shrunk."""
+    assert result.failed_episode is not None
+    program, first = result.failing_program, result.first
+    return EpisodeResult(
+        result.failed_episode, 0, {}, {}, {}, {}, True, program=program, first=first
+    )
 
 
 def _find_named(

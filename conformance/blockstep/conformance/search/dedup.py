@@ -182,6 +182,11 @@ class FailureSignature:
             acts, others = acts - {USED_ID}, others - {USED_ID}
         return acts == others and is_alike and can_compare
 
+    def accounts_for(self, other: FailureSignature) -> bool:
+        """Whether the other failure is suppressed where this one is known: it is like this one, and
+        no other exception."""
+        return self.message == other.message and self.is_like(other)
+
     def is_same(self, other: FailureSignature) -> bool:
         """Whether the same check fails after the same acts, with the same means."""
         return self.means == other.means and self.is_like(other)
@@ -504,6 +509,8 @@ def relax(program: Program, message: str, play: Play) -> Program:
     )
     for change in changes:
         plainer = change(program)
+        if plainer == program:
+            continue
         if any(mark.message == message for mark in _list_marks(plainer, play)):
             program = plainer
     return program

@@ -22,9 +22,11 @@ from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search.dedup import (
     FailureSignature,
     Symptoms,
+    describe_failure,
     find_symptoms,
     mark_plainly,
     play_with,
+    relax,
 )
 from blockstep.conformance.search.engine_wrappers import unwrapped
 from blockstep.conformance.search.episodes import EpisodeResult, fit_config, run_episode
@@ -172,6 +174,33 @@ def dig_program(
         0, run.num_events, {}, {}, {}, {}, True, program=program, first=findings[0]
     )
     return analyse_failure(options, make_engine, forgiven, quirks, failed)
+
+
+def relax_failure(
+    options: CheckOptions, make_engine: EngineFactory, episode: EpisodeResult
+) -> tuple[EpisodeResult, frozenset[str]]:
+    """Return a failed episode without the means that its failure can do without, and the client
+    actions that it needs.
+
+    If the failure occurs without an abort, it is not the defect of aborts that the episode may also
+    meet.
+    """
+    assert episode.program is not None
+    assert episode.first is not None
+    factory, profile = SuppressingFactory(make_engine, None), find_profile(options.profile)
+    wanted = describe_failure(episode.first)
+
+    def find_own(program: Program) -> tuple[Finding, FailureSignature] | None:
+        run, findings = run_program(program, factory, profile)
+        pairs = [(it, mark_of(program, run, it)) for it in findings]
+        return next((pair for pair in pairs if pair[1].message.startswith(wanted)), None)
+
+    found = find_own(episode.program)
+    if found is None:  # it does not come back
+        return episode, frozenset()
+    program = relax(episode.program, found[1].message, play_with(factory, profile))
+    first, mark = find_own(program) or found
+    return replace(episode, program=program, first=first), mark.acts
 
 
 def show(

@@ -1,15 +1,16 @@
 """Known findings: saved programs whose failures a check or a hunt suppresses.
 
 Each program is played at the start. A program that does not fail any more is reported.
-A later failure is shrunk, and it is known if `found.gather` counts it as one defect with one of the
-programs. After `PATIENCE` known failures in a row of one message, further failures of that message
-count as known and are not shrunk.
+A later failure is freed of the means that it can do without and shrunk. It is known if one of the
+programs accounts for it (`KnownProgram.accounts_for`). After `PATIENCE` known failures in a row of
+one message that need the same client actions, a further one counts as known and is not shrunk.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def find_programs(folder: Path) -> list[Path]:
 
 
 PATIENCE = 6
-"""Known failures in a row of one message after which the next is not shrunk."""
+"""Known failures in a row, of one message and the same client actions, after which the next is not
+shrunk."""
 
 
 def read_known(path: Path) -> dict[str, Program]:
@@ -72,6 +74,17 @@ class KnownProgram:
     """None if it does not fail."""
     why_untried: str = ""
     """Why it could not be played on this engine; "" if it was."""
+
+    def accounts_for(self, found: Defect) -> bool:
+        """Return whether a failure is this program's defect: the same one by its mark, or its
+        symptom."""
+        if self.defect is None:
+            return False
+        mine, mark = self.defect.symptoms, found.symptoms.own
+        if mine.own.is_like(mark):
+            onward = {it.message for it in mine.onward | mine.beside}
+            return mine.own.accounts_for(mark) or mark.message in onward - {mine.own.message}
+        return len(group_failures([self.defect, found])) == 1
 
     def is_one_of(self, defects: Sequence[Defect]) -> bool:
         """Return whether its failure is one of `defects`, or has the same causes as one of them."""
@@ -145,10 +158,10 @@ class KnownFindings:
         self.played = play_known(options, call, programs)
         self.counts: Counter[str] = Counter()
         """Suppressed failures, by the name of the program."""
-        self._in_a_row: Counter[str] = Counter()
-        """Known failures in a row, by their message."""
-        self._last: dict[str, str] = {}
-        """The known program of the last failure of each message."""
+        self._in_a_row: Counter[tuple[str, frozenset[str]]] = Counter()
+        """Known failures in a row, by their message and the acts that they need."""
+        self._last: dict[tuple[str, frozenset[str]], str] = {}
+        """The known program of the last failure of each message and acts."""
 
     def conclude(self, result: CheckResult) -> None:
         """Put into a result the suppressed failures of each program, and why programs were not
@@ -156,18 +169,31 @@ class KnownFindings:
         result.known_programs = count_by_file(self.played, self.counts)
         result.skipped.update(list_untried(self.played))
 
-    def find(self, options: CheckOptions, episode: EpisodeResult) -> str | None:
-        """Return and count the known program whose defect made an episode fail, if there is one."""
-        message = _get_message(episode)
-        is_taken_for_known = self._in_a_row[message] >= PATIENCE
-        name = self._last[message] if is_taken_for_known else self._find(options, episode)
+    def pass_over(self, options: CheckOptions, episode: EpisodeResult) -> EpisodeResult:
+        """Return a failed episode as passed if a known program accounts for it; else the failure to
+        report. A known failure is counted."""
+        acts = frozenset[str]()
+        if episode.loss is None:
+            with suppress(LostError):
+                episode, acts = self._call(hunt_jobs.relax_failure, options, episode)
+        kind = _get_message(episode), acts
+        is_taken_for_known = self._in_a_row[kind] >= PATIENCE
+        name = self._last[kind] if is_taken_for_known else self._find(options, episode)
         if name is None:
-            self._in_a_row[message] = 0
-            return None
-        self._in_a_row[message] += 1
-        self._last[message] = name
+            self._in_a_row[kind] = 0
+            return episode
+        self._in_a_row[kind] += 1
+        self._last[kind] = name
         self.counts[name] += 1
-        return name
+        return replace(episode, first=None, program=None, loss=None)
+
+    def shows(self, result: CheckResult) -> bool:
+        """Return whether the failure that a result shows is that of a known program."""
+        if result.loss is not None or result.failure is None or result.first is None:
+            return False
+        program, first = result.failure.program, result.first
+        shown = EpisodeResult(0, 0, {}, {}, {}, {}, True, program=program, first=first)
+        return self._find(result.options, shown) is not None
 
     def _find(self, options: CheckOptions, episode: EpisodeResult) -> str | None:
         if episode.loss is not None:
@@ -179,10 +205,7 @@ class KnownFindings:
                 found = describe(options, loss=lost.loss)
             else:
                 found = describe(options, dug)
-        for group in group_failures([*(it.defect for it in self.played if it.defect), found]):
-            if any(it is found for it in group.defects):
-                return next((it.name for it in self.played if it.is_one_of(group.defects)), None)
-        return None
+        return next((it.name for it in self.played if it.accounts_for(found)), None)
 
 
 def _get_message(episode: EpisodeResult) -> str:

@@ -115,8 +115,10 @@ def conclude(program: Program, run: Run, findings: Iterable[Finding], num_runs: 
 
 
 def get_symptom(finding: Finding) -> tuple[FindingKind, str, str]:
-    """Return what two findings of one defect have in common."""
-    return (finding.kind, finding.property_id, finding.sentence)
+    """Return what two findings of one defect have in common: the check, and of an engine that
+    raised the type of the exception."""
+    raised = [it.seen for it in finding.differences if finding.kind is FindingKind.FAULT]
+    return (finding.kind, finding.property_id, " ".join((finding.sentence, *raised)))
 
 
 class _Budget(Exception):

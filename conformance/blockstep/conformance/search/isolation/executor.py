@@ -15,7 +15,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError, get_target
-from blockstep.conformance.search.check import CheckResult, Known, search
+from blockstep.conformance.search.check import CheckResult, Known, search, shrink_unknown
 from blockstep.conformance.search.episodes import EpisodeResult, Loss
 from blockstep.conformance.search.isolation import jobs
 from blockstep.conformance.search.isolation.process import (
@@ -91,12 +91,14 @@ class Isolation:
             first = lost.loss.finding
             result = CheckResult(options, first=first, failed_episode=episode, loss=lost.loss)
         if result.first is not None and result.loss is None:
-            result = self._shrink(result, on_progress)
+            result = shrink_unknown(
+                result, lambda it, looks_on: self._shrink(it, looks_on, on_progress), known
+            )
         result.seconds = time.perf_counter() - started
         return result
 
     def _shrink(
-        self, result: CheckResult, on_progress: Callable[[CheckResult], None]
+        self, result: CheckResult, looks_on: bool, on_progress: Callable[[CheckResult], None]
     ) -> CheckResult:
         """Return the result with its failure shrunk, or as it was, or with the loss of the
         process."""
@@ -105,6 +107,7 @@ class Isolation:
                 jobs.shrink_result,
                 result.options,
                 result,
+                looks_on,
                 on_part=lambda now: on_progress(replace(result, shrinking=now)),
             )
         except LostError as lost:

@@ -62,10 +62,10 @@ def plain(skipped: Mapping[str, int]) -> dict[str, int]:
 
 
 def shrink_result(
-    _options: CheckOptions, make_engine: EngineFactory, result: CheckResult
+    _options: CheckOptions, make_engine: EngineFactory, result: CheckResult, looks_on: bool
 ) -> CheckResult:
-    """Return the result with its first failure shrunk."""
-    shrink_first(result, make_engine, lambda text: _send(("part", text)))
+    """Return the result with its first failure shrunk; `looks_on` as in `shrink_first`."""
+    shrink_first(result, make_engine, lambda text: _send(("part", text)), looks_on)
     return result
 
 
