@@ -111,6 +111,19 @@ def test_a_run_without_a_verdict_is_annotated(project: Path) -> None:
     assert list_annotations(make_record(failure=None, exit_code=0), project) == []
 
 
+def test_a_known_finding_that_is_gone_is_annotated(project: Path) -> None:
+    record = make_record(failure=None, exit_code=2, known_programs={"a.json": 3, "b.json": None})
+    (line,) = list_annotations(record, project)
+    assert line.endswith("but known findings are gone: b.json")
+
+
+def test_an_engine_in_a_src_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "src" / "mill").mkdir(parents=True)
+    (tmp_path / "src" / "mill" / "adapter.py").write_text("\nmake = print\n")
+    place = find_place((), "mill.adapter:make", tmp_path)
+    assert place == Place("src/mill/adapter.py", 2)
+
+
 def test_failures_of_a_corpus_and_known_programs_are_annotated(project: Path) -> None:
     failure = make_record()["failure"]
     other = {**failure, "reproduce": "blockstep check --program b.json"}

@@ -91,7 +91,7 @@ def hunt_command(
     """Find every distinct defect of an engine, each with a short program, and name the known ones.
 
     After a finding the hunt suppresses its defect, plays the same episode again and continues.
-    Exits 1 if anything was found that is not --known.
+    Exits 1 if anything was found that is not --known, 2 if a known program passes.
 
     Example: blockstep hunt --engine nano_vllm --path nano-vllm
     """
@@ -130,7 +130,8 @@ def hunt_command(
             print_result(result)  # first, because a file may not be writable
             call = call_here(load(wanted)) if standalone and is_here else place.call
             _save(save, result, call if standalone else None)
-    raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)
+    gone = ExitCode.USAGE if None in result.known_programs.values() else ExitCode.CONFORMS
+    raise typer.Exit(ExitCode.FAILED if result.defects else gone)
 
 
 def _make_printer(screen: Console, brief: bool) -> Callable[[Defect], None]:

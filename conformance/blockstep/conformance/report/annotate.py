@@ -56,7 +56,9 @@ def make_summary(result: Mapping[str, Any]) -> str:
         known: Mapping[str, int | None] = run.get("known_programs", {})
         for file, count in known.items():
             what = (
-                "gone: take it out of the known ones" if count is None else f"known, {count} times"
+                "gone: take it out of the known programs"
+                if count is None
+                else f"known, {count} times"
             )
             lines += ["", f"{_code(file)}: {what}"]
         lines.append("")
@@ -73,8 +75,8 @@ def find_place(frames: Sequence[str], engine: str, folder: Path) -> Place | None
             if place is not None:
                 return place
     module, _, attribute = engine.partition("@")[0].partition(":")
-    base = folder.joinpath(*module.split("."))
-    for file in (base.with_suffix(".py"), base / "__init__.py"):
+    bases = [root.joinpath(*module.split(".")) for root in (folder, folder / "src")]
+    for file in [it for base in bases for it in (base.with_suffix(".py"), base / "__init__.py")]:
         if attribute and file.is_file():
             return Place(file.relative_to(folder).as_posix(), _find_definition(file, attribute))
     return None
@@ -147,6 +149,9 @@ def _describe_run(run: Mapping[str, Any]) -> str:
     played = f"{run['num_events']:,} events, equivalence {run['equivalence']}"
     if failures:
         return f"{failures} failure{'s' * (failures != 1)} in {played}"
+    gone = [name for name, count in run.get("known_programs", {}).items() if count is None]
+    if gone and not run.get("witnesses_missing"):
+        return f"nothing wrong in {played}, but known findings are gone: {', '.join(gone)}"
     if run.get("exit_code"):
         return f"no verdict in {played}: {len(run['witnesses_missing'])} coverage goals not reached"
     return f"nothing wrong in {played}"

@@ -24,7 +24,7 @@ def verdict_on(subject: str, check: dict[str, Any]) -> tuple[str, str]:
         return "skipped", f"the run ended at another finding: {_name(check['failure'])}"
     if subject == "verdict":
         return ("passed" if check["conforms"] else "failed"), ""
-    if not check["num_events"] or check["exit_code"] not in {0, 5}:
+    if not check["num_events"] or check["exit_code"] not in {0, 2, 5}:
         return "skipped", "the run was not completed"
     equivalence = check["equivalence"]
     if subject in {"fault", "liveness"}:

@@ -143,6 +143,8 @@ def verdict_word(result: CheckResult) -> str:
         return (
             "conforms but for known findings" if any(result.known_programs.values()) else "conforms"
         )
+    if result.exit_code is ExitCode.USAGE:
+        return "NOTHING WRONG, BUT KNOWN FINDINGS ARE GONE (remove their programs)"
     if result.num_events == 0:
         return "NO VERDICT (nothing ran)"
     if result.has_missed_something:
