@@ -24,6 +24,7 @@ from blockstep.conformance.search.dedup import (
     Symptoms,
     describe_failure,
     find_symptoms,
+    mark_of,
     mark_plainly,
     play_with,
     relax,
