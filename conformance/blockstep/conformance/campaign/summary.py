@@ -17,9 +17,8 @@ from blockstep.conformance.campaign.records import (
     decode,
 )
 from blockstep.conformance.campaign.worker import Campaign
-from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.search.defects import Defect, group_failures
-from blockstep.conformance.search.options import ExitCode
+from blockstep.conformance.search.options import ExitCode, exit_code_of_all
 from blockstep.conformance.search.verdict_requirements import missing_goals
 
 COURSE_MAX = 200
@@ -74,11 +73,8 @@ class Summary:
     @property
     def exit_code(self) -> ExitCode:
         """Return the exit code of the campaign."""
-        kinds = {row.found.first.kind for row in self.new}
-        if FindingKind.SPEC in kinds:
-            return ExitCode.SPEC
-        if kinds:
-            return ExitCode.FAILED
+        if self.new:
+            return exit_code_of_all(row.found.first for row in self.new)
         looks = [it.look for it in self.totals.targets]
         is_alive = any(look is None or not look.canary for look in looks)
         has_missed = any(self.missing.values()) and not self.rows  # known failures end episodes

@@ -49,6 +49,7 @@ from blockstep.conformance.lockstep.exchange import (
     Unbuilt,
     blame_spec,
     fault_of,
+    find_blame,
     get_first_state,
 )
 from blockstep.conformance.lockstep.liveness import Watch, drain_bound
@@ -65,6 +66,8 @@ from blockstep.conformance.protocol.findings import (
     Difference,
     Finding,
     FindingKind,
+    blame_check,
+    leave_out_raised,
     shown_apart,
 )
 from blockstep.conformance.protocol.program import (
@@ -233,6 +236,8 @@ class LockStep(ActionResolver):
     spec_before: v.Snapshot | None
     """State of the specification, if the engine has shown none yet."""
     num_events: int = 0
+    found: list[Finding] = field(default_factory=list)
+    """Findings of the step, kept for the case that a check raises."""
     has_failed: bool = False
     """Whether there were findings; both sides may differ from then on."""
     equivalence: str = ""
@@ -311,7 +316,12 @@ class LockStep(ActionResolver):
     def perform(self, action: Action) -> list[Finding]:
         """Do one action on both sides. Return the findings; the run is over after the first
         ones."""
-        findings = self._perform(action)
+        try:
+            findings = self._perform(action)
+        except Exception as error:
+            findings = [
+                blame_check(error, f"Blockstep, in action {type(action).__name__.lower()},")
+            ]
         if findings:
             self.has_failed = True
         return findings
@@ -337,10 +347,17 @@ class LockStep(ActionResolver):
         return []
 
     def apply(self, event: v.Event) -> list[Finding]:
-        """Give one event to both sides and check everything that can be checked.
+        """Give one event to both sides and check everything that can be checked. Return the
+        findings. An exception is a finding, too: `find_blame` decides whether about the engine.
 
         An event that the engine declines is given to neither side, and is not counted.
         """
+        try:
+            return self._apply(event)
+        except Exception as error:
+            return [blame_check(error, f"Blockstep, at {type(event).__name__.lower()},")]
+
+    def _apply(self, event: v.Event) -> list[Finding]:
         if self.excuses.is_over:
             return []
         reason = None if self.declines is None else self.declines(event)
@@ -350,7 +367,7 @@ class LockStep(ActionResolver):
         self.num_events += 1
         try:
             expected = self.spec.apply(event)
-        except AssertionError as error:
+        except Exception as error:
             return [blame_spec(error), *self._give_to_engine_alone(self._translate(event))]
         if isinstance(expected, v.Rejected) and expected.code not in self.judged:
             self.skip(Capability.REJECTION)
@@ -365,19 +382,16 @@ class LockStep(ActionResolver):
         self._keep(Exchange(sent, expected, seen))
         if faults:
             faults = self.excuses.take(faults, sent, expected, None)
+        self.found = []
         try:
             found = self._compare(event, sent, expected, seen, after)
             if not faults:
                 return found
             leading = list(takewhile(lambda it: it.kind is FindingKind.PROPERTY, found))
             return [*leading, *faults, *found[len(leading) :]]
-        except Exception:
-            ill_typed = fault_of_types(sent, seen, after)
-            if ill_typed is not None:
-                return self.excuses.take([ill_typed], sent, expected, None)
-            if faults:
-                return faults
-            raise
+        except Exception as error:
+            blamed = find_blame(error, sent, seen, after, faults or self.found)
+            return self.excuses.take(blamed, sent, expected, None)
 
     def _ask(self, event: v.Event) -> tuple[v.Observation, v.Snapshot | None, list[Finding]]:
         """Return the engine's answer to an event, its state after it where that is compared, and
@@ -425,7 +439,8 @@ class LockStep(ActionResolver):
         if self.before is None or after is None:
             return self._check_answer(sent, seen)
         after = replace(after, stats=self._fill(after.stats, self.before.stats))
-        return self._check_step(Step(self.config, self.num_events, sent, seen, self.before, after))
+        step = Step(self.config, self.num_events, sent, seen, self.before, after)
+        return leave_out_raised(self._check_step(step))
 
     def _translate(self, event: v.Event) -> v.Event:
         """Return the event in the engine's terms."""
@@ -446,7 +461,7 @@ class LockStep(ActionResolver):
             Exception: the engine's answer or state is too ill-typed to be compared.
         """
         comparable = self._comparable(after) if after is not None else None
-        findings = self._diverge(sent, expected, seen, comparable)
+        findings = self.found = self._diverge(sent, expected, seen, comparable)
         if findings or self.equivalence:
             found = fault_of_types(sent, seen, after)
             if found is not None:
@@ -489,6 +504,7 @@ class LockStep(ActionResolver):
                 after = replace(after, stats=self._fill(after.stats, self.before.stats))
             step = Step(self.config, self.num_events, sent, seen, self.before, after)
             findings = [*self._check_step(step, self._choose_asked(diverged)), *diverged]
+        findings = leave_out_raised(findings)
         if findings:
             left = self._unexplained(put_causes_first(findings), of_spec)
             findings = self.excuses.take(left, sent, expected, seen)

@@ -3,15 +3,19 @@ answer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFault
 from blockstep.conformance.protocol.findings import (
     Difference,
     Finding,
     FindingKind,
+    blame_check,
     describe_error,
+    leave_out_raised,
     list_frames,
 )
-from blockstep.conformance.protocol.type_check import find_ill_typed
+from blockstep.conformance.protocol.type_check import fault_of_types, find_ill_typed
 from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import wide_dataclass
 
@@ -72,12 +76,39 @@ def fault_of(error: Exception, when: str = "") -> Finding:
     )
 
 
-def blame_spec(error: AssertionError) -> Finding:
-    """Return the finding about a specification that failed an assertion of its own."""
+def blame_spec(error: Exception) -> Finding:
+    """Return the finding about a specification that raised, as by an assertion of its own."""
+    is_assertion = isinstance(error, AssertionError) and str(error)
     return Finding(
         FindingKind.SPEC,
         "",
         "spec_assertions_hold",
-        f"the spec is wrong: {error}",
+        f"the spec is wrong: {error if is_assertion else describe_error(error)}",
         frames=list_frames(error),
     )
+
+
+def find_blame(
+    error: Exception,
+    event: v.Event,
+    seen: object,
+    after: object = None,
+    found: Sequence[Finding] = (),
+) -> list[Finding]:
+    """Return the findings about a step at which a check or comparison raised `error`.
+
+    The engine is to blame if its answer or the state after it is ill-typed, or if something else
+    was `found` in the step. Otherwise Blockstep is.
+
+    Args:
+        error: What was raised, by neither the engine nor the specification.
+        event: Event of the step.
+        seen: Answer of the engine.
+        after: State of the engine after it, or None.
+        found: Findings of the step until then.
+    """
+    ill_typed = fault_of_types(event, seen, after)
+    if ill_typed is not None:
+        return [ill_typed]
+    what = f"Blockstep, while it judged the answer to {type(event).__name__.lower()},"
+    return leave_out_raised([*found, blame_check(error, what)])

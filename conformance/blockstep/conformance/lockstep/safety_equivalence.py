@@ -35,7 +35,7 @@ from blockstep.conformance.judge.properties.observed_step import Step
 from blockstep.conformance.judge.properties.rejections import rejected_event_changes_nothing
 from blockstep.conformance.judge.reported import Reported
 from blockstep.conformance.lockstep.driver import NOT_SHOWN, LockStep
-from blockstep.conformance.lockstep.exchange import Exchange, fault_of
+from blockstep.conformance.lockstep.exchange import Exchange, fault_of, find_blame
 from blockstep.conformance.lockstep.expected_rejections import (
     ILL_FORMED,
     check_rejection,
@@ -46,7 +46,7 @@ from blockstep.conformance.lockstep.expected_rejections import (
     may_take,
 )
 from blockstep.conformance.lockstep.scoped_run import ScopedRun
-from blockstep.conformance.protocol.findings import Finding, violated
+from blockstep.conformance.protocol.findings import Finding, leave_out_raised, violated
 from blockstep.conformance.protocol.shown import shows_holders
 from blockstep.conformance.protocol.transfer_tracker import list_failed
 from blockstep.conformance.protocol.type_check import fault_of_types
@@ -220,7 +220,7 @@ class SafetyRun(ScopedRun):
         except Exception:
             return False
 
-    def apply(self, event: v.Event) -> list[Finding]:
+    def _apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference.
 
         An event that the engine declines is left out, under a profile that allows it (`sparing`).
@@ -243,6 +243,21 @@ class SafetyRun(ScopedRun):
         ill_typed = fault_of_types(event, seen, after)
         if ill_typed is not None:
             return self.excuses.take([ill_typed], event, None, None)
+        self.found = []
+        try:
+            return self._judge_seen(event, problem, seen, after)
+        except Exception as error:
+            found = find_blame(error, event, seen, after, self.found)
+            return self.excuses.take(found, event, None, None)
+
+    def _judge_seen(
+        self,
+        event: v.Event,
+        problem: v.RejectCode | None,
+        seen: v.Observation,
+        after: v.Snapshot | None,
+    ) -> list[Finding]:
+        """Return the findings about an answer and the state after it, and follow them."""
         refused = isinstance(seen, v.Rejected) and self._may_refuse(event, problem)
         due = (v.Rejected,) if refused else ANSWER_TYPES[type(event)]
         if type(seen) not in due:
@@ -254,20 +269,28 @@ class SafetyRun(ScopedRun):
         if refused or (problem and not may_take(problem, event, self.plans, self.worker)):
             findings = self._judge_mistake(event, seen, after)
             return self.excuses.take(findings, event, None, None)
+        return self._judge_step(event, seen, after)
+
+    def _judge_step(
+        self, event: v.Event, seen: v.Observation, after: v.Snapshot | None
+    ) -> list[Finding]:
+        """Return the findings about an accepted event; `found` has them so far if a check
+        raises."""
+        findings = self.found
         if isinstance(event, v.Schedule):
             self.end_aborted()
         failing = self._list_failing(event), self._list_doubtful(event)
-        wrong = judge_answer(
+        findings += judge_answer(
             self.config, self.live, self.delivered, event, seen, self.dropped, *failing, self.ending
         )
-        findings = [*wrong, *self.reported.judge(event, seen, self.live, self.sessions)]
+        findings += self.reported.judge(event, seen, self.live, self.sessions)
         findings += self.worker.observe(event, seen)
         if after is not None and not shows_holders(after, self.config):
             self.skip(NOT_SHOWN)
             after = None
         if after is not None and self.before is not None:
             findings += self._judge_state(event, seen, self.before, after)
-        findings = self.excuses.take(findings, event, None, seen)
+        findings = self.excuses.take(leave_out_raised(findings), event, None, seen)
         self.reported.slots.difference_update(failing[0])  # one of them may have been preempted
         if not findings:
             met = self.answers.observe(event, seen, self.live, self.delivered, self.plans)

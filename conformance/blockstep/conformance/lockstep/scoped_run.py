@@ -98,12 +98,12 @@ class ScopedRun(LockStep):
         fitting = fit_submit(action, self.scope, self.config, self.lacking, self.skip)
         return fitting or action  # `apply` does not submit it
 
-    def apply(self, event: v.Event) -> list[Finding]:
+    def _apply(self, event: v.Event) -> list[Finding]:
         """Give one event to both sides, unless the engine declines it or must do another one
         first."""
         if self._is_declined(event) or self._is_early(event):
             return []
-        return LockStep.apply(self, event)
+        return LockStep._apply(self, event)
 
     def _is_declined(self, event: v.Event) -> bool:
         """Return whether the engine declines a request; counted if so."""

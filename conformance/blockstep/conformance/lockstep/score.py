@@ -24,17 +24,26 @@ from typing import Self, TypeVar
 
 from blockstep.conformance.engine import EngineFactory, Equivalence, build, get_declines, get_traits
 from blockstep.conformance.judge.worker import Worker, make_worker
-from blockstep.conformance.lockstep.exchange import Exchange, fault_of
+from blockstep.conformance.lockstep.exchange import (
+    Exchange,
+    blame_spec,
+    fault_of,
+    find_blame,
+)
 from blockstep.conformance.lockstep.liveness import drain_bound
 from blockstep.conformance.lockstep.plan_equivalence import fit_worker
 from blockstep.conformance.lockstep.scoped_run import DECLINED, fit_submit, require_fitting
 from blockstep.conformance.lockstep.solo_run import NOTHING, Ending, Row, SoloRun, SoloStep
 from blockstep.conformance.protocol.features import find_lacking, get_missing
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import (
+    Difference,
+    Finding,
+    FindingKind,
+    blame_check,
+)
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.token_function import token_function
-from blockstep.conformance.protocol.type_check import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile
 
@@ -157,7 +166,25 @@ class ScoreRun:
         return action if missing is None else None
 
     def perform(self, action: Action) -> list[Finding]:
-        """Do one action on both sides. Return a finding only if the engine cannot continue."""
+        """Do one action on both sides. Return a finding only if a side cannot continue, or if
+        Blockstep raised."""
+        try:
+            return self._perform(action)
+        except Exception as error:
+            return self._find_blame(error, action)
+
+    def _find_blame(self, error: Exception, action: Action) -> list[Finding]:
+        """Return the finding about an exception."""
+        if error is self.engine.raised:
+            return [fault_of(error)]
+        if error is self.reference.raised:
+            return [blame_spec(error)]
+        if self.engine.last is None:
+            what = f"Blockstep, in action {type(action).__name__.lower()},"
+            return [blame_check(error, what)]
+        return find_blame(error, *self.engine.last, found=self.engine.wrong)[:1]
+
+    def _perform(self, action: Action) -> list[Finding]:
         if isinstance(action, Drain):
             return self._drain()
         event = None if self.declines is None else self.engine.resolve(action)
@@ -176,12 +203,7 @@ class ScoreRun:
         elif isinstance(self.reference.play(action), v.Rejected) and not isinstance(action, Answer):
             self.skip("events that the specification rejects")
             return []
-        try:
-            seen = self.engine.play(action)
-        except Exception as error:
-            last = self.engine.last
-            found = None if last is None else fault_of_types(*last, None)
-            return [found or fault_of(error)]
+        seen = self.engine.play(action)
         if isinstance(seen, v.Rejected) and isinstance(action, Answer):
             what = f"the engine rejects the model output of its own plan: {seen.code} {seen.detail}"
             return [Finding(FindingKind.FAULT, "", "engine_takes_model_outputs_of_its_plans", what)]

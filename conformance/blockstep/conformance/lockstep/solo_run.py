@@ -17,6 +17,7 @@ from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.action_resolver import ask_mask
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.features import SIGNAL_OF
+from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Answer, Mask, Propose, Report
 from blockstep.spec import vocabulary as v
 
@@ -75,6 +76,10 @@ class SoloRun(Client):
     num_events: int = 0
     last: tuple[v.Event, v.Observation] | None = None
     """Last event and its answer."""
+    raised: Exception | None = None
+    """Exception that the scheduler raised, or None."""
+    wrong: list[Finding] = field(default_factory=list)
+    """Findings of the worker about the last answer."""
     is_fresh: bool = False
     """Whether the last event was a commit, so that drafts may be proposed."""
     preempted: set[v.RequestId] = field(default_factory=set)
@@ -97,10 +102,14 @@ class SoloRun(Client):
 
     def _exchange(self, event: v.Event) -> v.Observation:
         self.num_events += 1
-        seen = self.scheduler.apply(event)
-        self.last = (event, seen)
+        try:
+            seen = self.scheduler.apply(event)
+        except Exception as error:
+            self.raised = error
+            raise
+        self.last, self.wrong = (event, seen), []
         if not isinstance(seen, v.Rejected):
-            self.worker.observe(event, seen)
+            self.wrong = self.worker.observe(event, seen)
             self._record(event, seen)
             self.follow(event, seen)
         return seen

@@ -34,7 +34,9 @@ class FindingKind(StrEnum):
     LIVENESS = "liveness"
     """Requests are unfinished but make no progress, and no outside event is awaited."""
     SPEC = "spec"
-    """The spec failed one of its own assertions: the spec is wrong."""
+    """The spec raised, as by one of its own assertions: the spec is wrong."""
+    HARNESS = "harness"
+    """A check of Blockstep raised: the finding is about Blockstep, not about the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,28 @@ def describe_error(error: BaseException) -> str:
     if not text and isinstance(error, AssertionError):  # its condition says what was wrong
         text = "".join(shown(one.line or "") for one in extract_tb(error.__traceback__)[-1:])
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def blame_check(error: Exception, what: str) -> Finding:
+    """Return the finding about a check that raised; `what` names it: "the check NAME"."""
+    return Finding(
+        FindingKind.HARNESS,
+        "",
+        "checks_raise_nothing",
+        f"{what} raised {describe_error(error)}; this says nothing about the engine: please "
+        "report it to Blockstep, with this program",
+        frames=list_frames(error),
+    )
+
+
+def leave_out_raised(findings: list[Finding]) -> list[Finding]:
+    """Return the findings about one step without those about checks that raised, if others are
+    left.
+
+    A step that is wrong may contradict itself so much that a check of it has no meaning. If nothing
+    else is wrong, the check is.
+    """
+    return [it for it in findings if it.kind is not FindingKind.HARNESS] or findings
 
 
 MUST_WAIT = "is admitted, and must wait"

@@ -117,7 +117,7 @@ def _list_remarks(summary: Summary) -> Iterator[str]:
     verdicts = {
         ExitCode.CONFORMS: "conforms but for known findings" if summary.rows else "conforms",
         ExitCode.SPEC: "the specification failed an assertion",
-        ExitCode.HARNESS: "no verdict: too few events, or coverage goals not reached",
+        ExitCode.HARNESS: "no verdict: too few events, goals not reached, or a check that raised",
     }
     if summary.exit_code in verdicts:
         yield verdicts[summary.exit_code]

@@ -43,7 +43,11 @@ engine_returns_from_every_call
 engine_takes_model_outputs_of_its_plans
     During `score`, the engine rejected the model output of its own plan.
 spec_assertions_hold
-    The specification failed an assertion of its own: it is wrong, whatever the engine did.
+    The specification failed an assertion of its own, or raised: it is wrong, whatever the engine
+    did.
+checks_raise_nothing
+    A check of Blockstep raised, and nothing else was wrong in the step: the finding is
+    about Blockstep, not about the engine. Please report it with the program that was printed.
 answer_is_of_the_kind_of_the_event P18
     Each event has one type of answer: Submit and SetPause are answered with Ack, Schedule with
     Plan, Commit with Outputs, Abort with Aborted, and so on; or the event is Rejected.

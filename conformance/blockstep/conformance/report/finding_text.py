@@ -16,6 +16,7 @@ HEADLINES = {
     FindingKind.FAULT: "FAULT",
     FindingKind.LIVENESS: "STALL",
     FindingKind.SPEC: "THE SPEC IS WRONG",
+    FindingKind.HARNESS: "BLOCKSTEP IS WRONG",
 }
 MAX_DIFFERENCES = 12
 

@@ -36,7 +36,7 @@ VALUE_CHARS_MAX = 40
 NAME_CHARS_MAX = 40
 """Characters of the id of a request in a headline, at most."""
 
-BY_MESSAGE = frozenset({FindingKind.DIVERGENCE, FindingKind.FAULT, FindingKind.SPEC})
+BY_MESSAGE = frozenset(FindingKind) - {FindingKind.PROPERTY, FindingKind.LIVENESS}
 """Kinds of findings whose message is their headline."""
 
 CHECK_HEADLINES: Mapping[str, str] = {

@@ -11,7 +11,7 @@ from blockstep.conformance.protocol.program import describe, describe_config
 from blockstep.conformance.report.failure import NOT_AGAIN, show_options, show_path
 from blockstep.conformance.report.jsonform import difference_to_json, finding_to_json
 from blockstep.conformance.report.view import fill_page
-from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.options import CheckOptions, ExitCode, exit_code_of
 from blockstep.conformance.search.score import CONTRACT, FirstDifference, ScoreResult
 
 
@@ -36,7 +36,9 @@ def render_score(result: ScoreResult, least: float = 0.0) -> str:
     for first in result.list_firsts():
         lines += ["", *_describe_first(first, options, first in result.others)]
     if result.stuck is not None and result.stuck_episode is not None:
-        lines += ["", f"  in {result.num_stuck} episodes the engine could not continue; the first:"]
+        is_ours = exit_code_of(result.stuck) is ExitCode.HARNESS
+        side = "Blockstep" if is_ours else "the engine"
+        lines += ["", f"  in {result.num_stuck} episodes {side} could not continue; the first:"]
         lines += [f"    {result.stuck.message}"]
         lines += [f"  reproduce  {reproduce(options, result.stuck_episode)}"]
     if result.loss is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -51,19 +52,34 @@ class ExitCode(IntEnum):
     """A divergence, a violated property or an error of the engine."""
     USAGE = 2
     SPEC = 3
-    """The spec failed an assertion of its own."""
+    """The spec raised, as by an assertion of its own."""
     LIVENESS = 4
     HARNESS = 5
-    """No verdict: nothing ran, a required coverage goal is missing, or the canary was not
-    caught."""
+    """No verdict: nothing ran, a required coverage goal is missing, the canary was not caught, or
+    a check raised."""
 
 
 def exit_code_of(finding: Finding | None) -> ExitCode:
     """Return the exit code for a first finding."""
     if finding is None:
         return ExitCode.CONFORMS
-    codes = {FindingKind.SPEC: ExitCode.SPEC, FindingKind.LIVENESS: ExitCode.LIVENESS}
+    codes = {
+        FindingKind.SPEC: ExitCode.SPEC,
+        FindingKind.LIVENESS: ExitCode.LIVENESS,
+        FindingKind.HARNESS: ExitCode.HARNESS,
+    }
     return codes.get(finding.kind, ExitCode.FAILED)
+
+
+def exit_code_of_all(findings: Iterable[Finding]) -> ExitCode:
+    """Return the exit code for the findings of several defects: what Blockstep raised counts only
+    if the engine has none."""
+    codes = set(map(exit_code_of, findings))
+    if ExitCode.SPEC in codes:
+        return ExitCode.SPEC
+    if codes - {ExitCode.HARNESS}:
+        return ExitCode.FAILED
+    return ExitCode.HARNESS if codes else ExitCode.CONFORMS
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from blockstep.conformance.search.isolation import LostError
 from blockstep.conformance.search.options import (
     CheckOptions,
     ExitCode,
+    exit_code_of_all,
     find_profile,
     get_wish,
     load,
@@ -135,8 +136,10 @@ class ScoreResult:
 
     def exit_code(self, least: float = 0.0) -> ExitCode:
         """Return the exit code of the process; every share must be at least `least`."""
-        if self.stuck is not None or self.loss is not None:
+        if self.loss is not None:
             return ExitCode.FAILED
+        if self.stuck is not None:
+            return exit_code_of_all([self.stuck])
         if not self.total[Aspect.STEPS]:
             return ExitCode.HARNESS
         shares = (self.share(aspect) for aspect in Aspect)

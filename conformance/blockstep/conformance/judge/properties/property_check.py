@@ -14,8 +14,8 @@ from blockstep.conformance.protocol.findings import (
     About,
     Difference,
     Finding,
+    blame_check,
     blocks_apart,
-    describe_error,
     requests_apart,
     shown,
     violated,
@@ -106,16 +106,15 @@ def once_a_step(work_out: WorkOut[T]) -> WorkOut[T]:
 
 
 def judge(sentences: Iterable[PropertyCheck], step: Step, history: History) -> list[Finding]:
-    """Return the findings of some checks about a step."""
+    """Return the findings of some checks about a step, and one for each check that raised (see
+    `leave_out_raised`)."""
     findings: list[Finding] = []
     for sentence in sentences:
         try:
             for complaint in sentence.judge(step, history):
                 findings += (sentence.finding(*complaint),)
         except Exception as error:
-            # Plan and states contradict each other so much that the check has no meaning.
-            what = f"the step makes no sense: {describe_error(error)}"
-            findings.append(sentence.finding(what))
+            findings.append(blame_check(error, f"the check {sentence.sentence}"))
     return findings
 
 
