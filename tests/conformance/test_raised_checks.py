@@ -111,8 +111,8 @@ def test_a_worker_that_raises_is_ours(
 def test_what_raises_at_a_wrong_step_does_not_hide_that_the_engine_differs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def check(*args: Any, asked: Asked) -> Any:
-        return fail() if asked is Asked.ALL else check_step(*args, asked=asked)
+    def check(*args: Any, **named: Any) -> Any:
+        return fail() if named["asked"] is Asked.ALL else check_step(*args, **named)
 
     monkeypatch.setattr(driver, "check_step", check)
     _, findings = run_program(ABORTED, load_engine(LEAK))

@@ -172,6 +172,32 @@ def test_an_interrupted_hunt_keeps_what_it_has_found(tmp_path: Path) -> None:
     assert read_program(folder / "defect-1.json").actions
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_check_interrupted_while_it_shrinks_keeps_the_program(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    saved, told = tmp_path / "found.json", tmp_path / "check.json"
+    command = start(
+        *(tmp_path, "check", "--engine", "museum:leak-on-abort", "--jobs", 1, "--seed", 1),
+        *("--budget", 10_000, "--save", saved, "--json", told),
+    )
+    assert command.stderr is not None
+    while "it is being shrunk" not in command.stderr.readline():
+        assert command.poll() is None
+    time.sleep(0.5)  # it shrinks for seconds
+    started = time.monotonic()
+    os.kill(command.pid, number)
+    out, errors = command.communicate(timeout=30)
+    assert time.monotonic() - started < SECONDS_MAX
+    assert command.returncode == 128 + number
+    assert out.startswith("blockstep check: ")
+    assert "note       it was interrupted before" in out
+    assert f"blockstep: ended by {number.name}" in errors
+    failure = json.loads(told.read_text())["failure"]
+    assert len(read_program(saved).actions) == len(failure["program"])
+
+
 def list_children(pid: int) -> list[int]:
     listing = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False

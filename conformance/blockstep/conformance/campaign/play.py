@@ -328,8 +328,8 @@ def shorten(
         is_reached = goal in lines or goal in list_reached(run)
         return run, [wanted] if is_reached and not findings else []
 
-    def stop(runs: int, _actions: int) -> None:
-        if runs > KEEP_RUNS:
+    def stop(shrinker: Shrinker) -> None:
+        if shrinker.num_runs > KEEP_RUNS:
             raise _Enough
 
     shrinker = Shrinker(program, make_engine, wanted, profile, stop, play)

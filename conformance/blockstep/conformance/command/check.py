@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +22,7 @@ from blockstep.conformance.report.check_texts import SENTENCES
 from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.search.call import Call, call_here
-from blockstep.conformance.search.check import CheckResult, check
+from blockstep.conformance.search.check import CheckResult, check, show_unshrunk
 from blockstep.conformance.search.isolation import (
     BUILD_SECONDS,
     EVENT_SECONDS,
@@ -149,7 +151,9 @@ def check_command(
         passed_over = read_known(known) if known else {}
         played = programs.play(wanted, program, corpus, place, screen, brief, passed_over)
         result = next((it for it in played if it.first is not None or program is not None), None)
-        result = result or _check(wanted, place, record, screen, passed_over, brief, coverage)
+        on_interrupted = partial(_print_early, isolation, screen, brief, json_path, save)
+        how = screen, passed_over, brief, coverage, on_interrupted
+        result = result or _check(wanted, place, record, *how)
         files, call = programs.Outputs(save, standalone, view, itf), _get_call(wanted, place)
         programs.write_outputs(files, result, isolation, call, program)
     console.write_json(json_path, check_to_json(result, played if corpus else ()))
@@ -198,13 +202,20 @@ def _check(
     programs_known: Mapping[str, Program],
     brief: bool,
     shows_coverage: bool,
+    on_interrupted: Callable[[CheckResult], None],
 ) -> CheckResult:
-    """Check and report, in this process or in isolation; then record the run if requested."""
+    """Check and report, in this process or in isolation; then record the run if requested.
+
+    If a signal or an error ends the check while it shrinks, `on_interrupted` is given the result so
+    far.
+    """
+    last: CheckResult | None = None
     with console.progress(screen, f"checking {wanted.engine}") as advance:
         is_shown = brief  # a brief finding takes five lines, and no more
 
         def on_progress(now: CheckResult) -> None:
-            nonlocal is_shown
+            nonlocal is_shown, last
+            last = now
             if now.first is not None and now.loss is None and not is_shown:
                 is_shown = True  # shrinking may take a while
                 show(console.get_errors(screen), brief_found(now))
@@ -215,16 +226,38 @@ def _check(
             if programs_known
             else None
         )
-        if isolation is None:
-            result = check(wanted, on_progress, known=known)
-        else:
-            result = isolation.check(wanted, on_progress, known)
+        try:
+            if isolation is None:
+                result = check(wanted, on_progress, known=known)
+            else:
+                result = isolation.check(wanted, on_progress, known)
+        except BaseException:
+            if last is not None and last.failing_program is not None:
+                on_interrupted(last)
+            raise
     programs.print_result(result, screen, brief, shows_coverage)
     if record is not None and isolation is None:
         write_episode(wanted, None, record)
     elif record is not None and isolation is not None:
         _record_isolated(isolation, wanted, record)
     return result
+
+
+def _print_early(
+    isolation: Isolation,
+    screen: Console,
+    brief: bool,
+    json_path: Path | None,
+    path: Path | None,
+    result: CheckResult,
+) -> None:
+    """Print and save the failure as far as it was shrunk. No script is written, for which the
+    engine would be called."""
+    note = "it was interrupted before the program was as short as it gets"
+    result = replace(show_unshrunk(result), notes=(*result.notes, note))
+    programs.print_result(result, screen, brief)
+    console.write_json(json_path, check_to_json(result))
+    programs.save(path, result, isolation)
 
 
 def _record_isolated(isolation: Isolation, wanted: CheckOptions, record: Path) -> None:

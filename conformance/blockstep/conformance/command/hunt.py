@@ -32,7 +32,7 @@ from blockstep.conformance.search.defects import Defect, HuntResult, name_of
 from blockstep.conformance.search.hunt import SCOPES, hunt
 from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
 from blockstep.conformance.search.known import read_known
-from blockstep.conformance.search.options import CheckOptions, exit_code_of_all, load
+from blockstep.conformance.search.options import CheckOptions, ExitCode, exit_code_of_all, load
 from blockstep.conformance.search.suppressions import KnownCause, read_cause
 from blockstep.spec.profiles import STRICT
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from blockstep.conformance.draw.presets import PRESETS, TINY
 from blockstep.conformance.engine import (
+    EXACT,
     Capability,
     EngineFactory,
     EngineFault,
@@ -39,7 +41,7 @@ from blockstep.conformance.search.options import (
     get_wish,
     load,
 )
-from blockstep.conformance.search.shrink import Shrunk, conclude, get_symptom, shrink
+from blockstep.conformance.search.shrink import Shrinker, Shrunk, conclude, get_symptom, shrink
 from blockstep.conformance.search.verdict_requirements import (
     CANARIES,
     EngineFacts,
@@ -119,6 +121,8 @@ class CheckResult:
     canary_killed_after: int | None = None
     """Events until the canary was caught; None if it was not caught, or not run."""
     failed_episode: int | None = None
+    failed_event: int = 0
+    """Number of events of this episode until the failure."""
     failure: Shrunk | None = None
     """The first failure, or a shorter one like it; without findings if it could not be
     reproduced."""
@@ -236,10 +240,9 @@ def check(
     started = time.perf_counter()
     result = search(options, place, on_progress, known)
     if result.first is not None and shrinks:
-        on_shrinking = lambda now: on_progress(replace(result, shrinking=now))  # noqa: E731
 
         def shrink_result(result: CheckResult, looks_on: bool) -> CheckResult:
-            shrink_first(result, place.load(options), on_shrinking, looks_on)
+            shrink_first(result, place.load(options), on_progress, looks_on)
             return result
 
         result = shrink_unknown(result, shrink_result, known)
@@ -332,6 +335,7 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
     result.has_snapshot &= episode.has_snapshot
     if episode.first is not None:
         result.first, result.failed_episode = episode.first, episode.index
+        result.failed_event = episode.num_events
         result.failing_program, result.loss = episode.program, episode.loss
 
 
@@ -386,16 +390,16 @@ def shrink_unknown(
 def shrink_first(
     result: CheckResult,
     make_engine: EngineFactory,
-    on_message: Callable[[str], None],
+    on_progress: Callable[[CheckResult], None],
     looks_on: bool = True,
 ) -> None:
     """Shrink the first failure, or show it as it is if it cannot be reproduced.
 
-    `on_message` is called with the progress from time to time. With `looks_on`, a shorter failure
-    like it is looked for in other episodes, unless one episode was asked for.
+    `on_progress` is called with the result so far from time to time. With `looks_on`, a shorter
+    failure like it is looked for in other episodes, unless one episode was asked for.
     """
     options = result.options
-    progress = ThrottledProgress(on_message)
+    progress = ThrottledProgress(on_progress, show_unshrunk(result))
     if options.episode is None and looks_on:
         small = _find_shortest(result, make_engine, progress)
         _find_named(result, small, make_engine, progress)
@@ -410,6 +414,18 @@ def shrink_first(
         see_again(result, make_engine)
 
 
+def show_unshrunk(result: CheckResult) -> CheckResult:
+    """Return the result with its first failure as it was found, unless that is shrunk already."""
+    if result.failure is not None:
+        return result
+    assert result.failing_program is not None
+    assert result.first is not None
+    equivalence = "" if result.equivalence == EXACT else result.equivalence
+    found = (result.first,)
+    failure = Shrunk(result.failing_program, found, 0, result.failed_event, equivalence, None)
+    return replace(result, failure=failure)
+
+
 def see_again(result: CheckResult, make_engine: EngineFactory) -> None:
     """Run the program of the first failure once more, and show the result whether it fails or
     not."""
@@ -420,18 +436,25 @@ def see_again(result: CheckResult, make_engine: EngineFactory) -> None:
 
 
 class ThrottledProgress:
-    """Passes on progress messages, at most one every `SECONDS_BETWEEN_WORDS`."""
+    """Passes on the result so far, at most once every `SECONDS_BETWEEN_WORDS`."""
 
-    def __init__(self, on_message: Callable[[str], None]) -> None:
-        self._on_message = on_message
+    def __init__(self, on_progress: Callable[[CheckResult], None], found: CheckResult) -> None:
+        self._on_progress = on_progress
+        self._best = found
+        """Result with the shortest program that was passed on."""
         self._last = -SECONDS_BETWEEN_WORDS
 
-    def __call__(self, text: str) -> None:
-        """Pass on a message, unless another one was passed on just now."""
+    def __call__(self, text: str, get_now: Callable[[], CheckResult] | None = None) -> None:
+        """Pass on a text and the result so far, unless another one was passed on just now."""
         now = time.monotonic()
         if now - self._last >= SECONDS_BETWEEN_WORDS:
             self._last = now
-            self._on_message(text)
+            shrunk = self._best if get_now is None else get_now()
+            assert shrunk.failure is not None
+            assert self._best.failure is not None
+            if len(shrunk.failure.program.actions) < len(self._best.failure.program.actions):
+                self._best = shrunk
+            self._on_progress(replace(self._best, shrinking=text))
 
 
 def _find_shortest(
@@ -514,9 +537,7 @@ def _find_named(
         alike = [episode for episode in failed if _symptom_of(episode) == symptom]
         _adopt_shortest(named, tiny, alike, make_engine, progress)
         if _is_short(named):
-            result.failure, result.first = named.failure, named.first
-            result.options, result.failed_episode = named.options, named.failed_episode
-            result.failing_program = named.failing_program
+            _adopt(result, named)
         return
 
 
@@ -567,18 +588,31 @@ def _adopt_shortest(
             return
         assert episode.first is not None
         assert episode.program is not None
-        failure = shrink(
-            episode.program,
-            make_engine,
-            episode.first,
-            profile,
-            lambda runs, actions: progress(f"{runs} programs tried, {actions} actions left"),
+        of_episode = partial(
+            replace,
+            result,
+            first=episode.first,
+            options=options,
+            failed_episode=episode.index,
+            failing_program=episode.program,
         )
+
+        def on_run(shrinker: Shrinker, of_episode: partial[CheckResult] = of_episode) -> None:
+            num_left = len(shrinker.best.actions)
+            text = f"{shrinker.num_runs} programs tried, {num_left} actions left"
+            progress(text, lambda: of_episode(failure=shrinker.conclude()))
+
+        failure = shrink(episode.program, make_engine, episode.first, profile, on_run)
         best = result.failure
         if best is None or len(failure.program.actions) < len(best.program.actions):
-            result.failure, result.first = failure, episode.first
-            result.options, result.failed_episode = options, episode.index
-            result.failing_program = episode.program
+            _adopt(result, of_episode(failure=failure))
+
+
+def _adopt(result: CheckResult, other: CheckResult) -> None:
+    """Set the failure of a result to that of another one."""
+    result.failure, result.first = other.failure, other.first
+    result.options, result.failed_episode = other.options, other.failed_episode
+    result.failing_program = other.failing_program
 
 
 def _is_short(result: CheckResult) -> bool:

@@ -138,7 +138,7 @@ class Shrinker:
         make_engine: EngineFactory,
         first: Finding,
         profile: Profile = STRICT,
-        on_run: Callable[[int, int], None] = lambda _runs, _actions: None,
+        on_run: Callable[[Shrinker], None] = lambda _shrinker: None,
         play: Play = run_program,
     ) -> None:
         self._make_engine = make_engine
@@ -146,7 +146,7 @@ class Shrinker:
         self._profile = profile
         self._wanted = get_symptom(first)
         self._on_run = on_run
-        self._num_runs = 0
+        self.num_runs = 0
         self._rejected: set[Program] = set()
         self._adopted = Counter([program])
         """Number of times each program was the best one. Two are allowed, since a pass may undo
@@ -179,11 +179,15 @@ class Shrinker:
             self._rename()
         except _Budget:
             pass
+        return self.conclude()
+
+    def conclude(self) -> Shrunk:
+        """Return the smallest program until now, with its findings."""
         findings = self.findings
         if self._wanted[0] is not FindingKind.DIVERGENCE:  # a property says more than a divergence
             wanted_first = sorted(findings, key=lambda it: get_symptom(it) != self._wanted)
             findings = put_causes_first(wanted_first)
-        return conclude(self.best, self.run, findings, self._num_runs)
+        return conclude(self.best, self.run, findings, self.num_runs)
 
     def _try(self, program: Program) -> bool:
         """Adopt `program` if it fails in the same way, and is one for this engine."""
@@ -194,10 +198,10 @@ class Shrinker:
             self._depth_max is not None and depth > self._depth_max
         ):
             return False
-        if self._num_runs >= MAX_RUNS:
+        if self.num_runs >= MAX_RUNS:
             raise _Budget
-        self._num_runs += 1
-        self._on_run(self._num_runs, len(self.best.actions))
+        self.num_runs += 1
+        self._on_run(self)
         try:
             run, findings = self._play(program, self._make_engine, self._profile)
         except v.ConfigError:
@@ -380,7 +384,7 @@ def shrink(
     make_engine: EngineFactory,
     first: Finding,
     profile: Profile = STRICT,
-    on_run: Callable[[int, int], None] = lambda _runs, _actions: None,
+    on_run: Callable[[Shrinker], None] = lambda _shrinker: None,
     play: Play = run_program,
 ) -> Shrunk:
     """Return the smallest program found that fails as `program` does with `first`, played by

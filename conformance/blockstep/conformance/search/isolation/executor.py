@@ -108,7 +108,7 @@ class Isolation:
                 result.options,
                 result,
                 looks_on,
-                on_part=lambda now: on_progress(replace(result, shrinking=now)),
+                on_part=on_progress,
             )
         except LostError as lost:
             loss = lost.loss

@@ -65,7 +65,7 @@ def shrink_result(
     _options: CheckOptions, make_engine: EngineFactory, result: CheckResult, looks_on: bool
 ) -> CheckResult:
     """Return the result with its first failure shrunk; `looks_on` as in `shrink_first`."""
-    shrink_first(result, make_engine, lambda text: _send(("part", text)), looks_on)
+    shrink_first(result, make_engine, lambda now: _send(("part", now)), looks_on)
     return result
 
 
