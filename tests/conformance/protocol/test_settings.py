@@ -65,6 +65,14 @@ def test_the_table_of_a_parent_folder_sets_engine_and_options_of_a_check(project
     assert check("--episode", 1, "--preset", "small", "--in-process")["preset"] == "small"
 
 
+def test_the_table_names_the_profile_except_for_a_run_that_reproduces(project: Path) -> None:
+    write(project, 'engine = "tabled_engines:Tabled"', 'preset = "tiny"', 'profile = "vllm-0.19.1"')
+    played = ("--budget", 200, "--jobs", 1, "--in-process")
+    assert check(*played)["profile"] == "vllm-0.19.1"
+    assert check(*played, "--profile", "strict")["profile"] == "strict"
+    assert check("--episode", 1, "--in-process")["profile"] == "strict"
+
+
 @pytest.mark.parametrize("budget", ["300", '"300"', '"1s"'])
 def test_the_table_sets_the_budget(project: Path, budget: str) -> None:
     write(project, 'engine = "tabled_engines:Tabled"', f"budget = {budget}", 'preset = "tiny"')
@@ -104,6 +112,7 @@ def test_every_other_command_takes_the_engine(project: Path) -> None:
         (['engine = "host"', "budget = true"], "tool.blockstep.budget: must be a number of events"),
         (['engine = "host"', 'budget = "long"'], "tool.blockstep.budget 'long': must be a time"),
         (['engine = "host"', 'preset = "huge"'], "tool.blockstep.preset: 'huge': must be one of"),
+        (['engine = "host"', 'profile = "old"'], "tool.blockstep.profile 'old': must be one of"),
         (['engine = "host"', 'equivalence = "near"'], "tool.blockstep.equivalence: 'near': must"),
         (['engine = "host"', "= 1"], "cannot be read: "),
         (['engine = "nowhere"'], "engine 'nowhere': neither one of"),

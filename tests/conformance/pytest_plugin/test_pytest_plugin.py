@@ -147,6 +147,9 @@ def test_the_table_sets_what_is_tested(inner: pytest.Pytester) -> None:
     result = inner.runpytest_inprocess(*names)
     assert len([line for line in result.outlines if "blockstep::tiny::" in line]) == NUM_ITEMS
     assert not [line for line in result.outlines if "blockstep::small::" in line]
+    write_table(inner, 'engine = "plugged_engines:Bad"', 'profile = "vllm-9"')
+    result = inner.runpytest_inprocess(*names)
+    result.stderr.fnmatch_lines(["ERROR: *tool.blockstep.profile 'vllm-9': must be one of *"])
     result = inner.runpytest_inprocess(*names, "--blockstep-engine=spec")
     assert any("blockstep::small::" in line for line in result.outlines), "it is another engine"
 

@@ -14,7 +14,7 @@ from blockstep.conformance.command.main import app
 from blockstep.conformance.draw.actions import SeededDraw
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.draw.swarms import draw_config
-from blockstep.conformance.engine import ALL_CAPABILITIES, EngineTraits
+from blockstep.conformance.engine import ALL_CAPABILITIES, EngineTraits, Safety
 from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import FindingKind
@@ -309,18 +309,26 @@ class Released(SpecEngine):
     traits = EngineTraits(version="0.19.1", profile="vllm-0.19.1")
 
 
+class JudgedAlone(SpecEngine):
+    traits = replace(Released.traits, equivalence=Safety())
+
+
 @pytest.mark.parametrize(
     ("profile", "is_other"),
     [
         *(("vllm-0.33.0", True), ("vllm-0.20.2", True)),
-        *(("vllm-0.19.1", False), ("vllm-0.19.2", False), ("strict", False), ("sparing", False)),
+        *(("vllm-0.19.1", False), ("vllm-0.19.2", False), ("strict", True), ("sparing", True)),
         ("strict+equals_preempt_the_first", False),
     ],
 )
 def test_the_profile_of_another_release_is_noted(profile: str, is_other: bool) -> None:
     notes = read_engine_facts(CheckOptions(profile=profile), Released).notes
     note = (
-        "the engine is release 0.19.1, and the profile that of another release: "
+        f"the engine is release 0.19.1, and the profile is {profile}: "
         "decisions that differ between them fail here; use --profile vllm-0.19.1"
     )
     assert notes == ((note,) if is_other else ())
+
+
+def test_no_profile_is_noted_where_no_decision_is_compared() -> None:
+    assert not read_engine_facts(CheckOptions(), JudgedAlone).notes

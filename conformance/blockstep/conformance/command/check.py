@@ -124,6 +124,8 @@ def check_command(
     if program is not None or episode is not None:  # not meant by the settings of pyproject.toml
         corpus = corpus if options.is_given(context, "corpus") else None
         known = known if options.is_given(context, "known") else None
+    if episode is not None:  # a command that reproduces a finding names its profile
+        profile = options.give_up_settings(context, "profile", profile, STRICT.name)
     _require_names(preset, profile)
     _require_sense(event_seconds, record, episode, program, corpus)
     programs.require_outputs(save, standalone, itf, program)

@@ -94,10 +94,18 @@ def adopt_settings(context: typer.Context, engine: str) -> str:
     if settings is None or not settings.is_about(engine):
         return engine
     values: dict[str, object] = {"known": settings.known}
+    if context.info_name in ("check", "hunt"):
+        values["profile"] = settings.profile
     if context.info_name == "check":  # as the pytest plugin does
         values |= {"preset": settings.preset, "budget": settings.budget, "corpus": settings.corpus}
     context.default_map = {name: value for name, value in values.items() if value is not None}
     return settings.engine
+
+
+def give_up_settings(context: typer.Context, name: str, value: str, default: str) -> str:
+    """Return the value of an option, or its default if the value is of pyproject.toml."""
+    source = context.get_parameter_source(name)
+    return default if source is not None and source.name == "DEFAULT_MAP" else value
 
 
 def is_given(context: typer.Context, name: str) -> bool:

@@ -9,6 +9,7 @@
     budget = "60s"
     corpus = "tests/corpus"
     known = "tests/known"
+    profile = "vllm-0.19.1"
 
 The nearest pyproject.toml with such a table is read, from the working folder upwards. All of it is
 about the engine that it names: with another `--engine`, none of it applies. Folders are relative to
@@ -44,6 +45,7 @@ class Settings:
     budget: str | None = None
     corpus: Path | None = None
     known: Path | None = None
+    profile: str | None = None
 
     def is_about(self, engine: str) -> bool:
         """Whether `engine`, named elsewhere, is the engine of the table."""

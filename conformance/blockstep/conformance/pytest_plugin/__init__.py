@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--blockstep", action="store_true", help=text)
     add("--blockstep-engine", metavar="ENGINE", help="module:attribute of a factory, or a name.")
     add("--blockstep-path", metavar="FOLDER", help="A folder to look in first for the engine.")
-    add("--blockstep-profile", metavar="NAME", default="strict", help="Release to follow.")
+    add("--blockstep-profile", metavar="NAME", help="Release to follow (default: strict).")
     add("--blockstep-budget", metavar="N|60s|5m", help=f"How long, per preset (default: {BUDGET}).")
     add(
         "--blockstep-preset",
@@ -165,7 +165,7 @@ class Campaign:
         from blockstep.conformance.search.isolation import Isolation  # noqa: PLC0415 - only if wanted
 
         self.engine = engine
-        self.profile: str = config.getoption("blockstep_profile")
+        self.profile = _read_profile(config, settings)
         own_presets = [settings.preset] if settings is not None and settings.preset else []
         self.presets: Sequence[str] = tuple(
             dict.fromkeys(config.getoption("blockstep_preset") or own_presets or PRESETS_DEFAULT)
@@ -325,6 +325,13 @@ def _find_programs(corpus: str | Path | None, known: Collection[str]) -> dict[st
     return {path.relative_to(corpus).with_suffix("").as_posix(): path for path in found}
 
 
+def _read_profile(config: pytest.Config, settings: Settings | None) -> str:
+    """Return the profile of the options, or of the project's table."""
+    asked: str | None = config.getoption("blockstep_profile")
+    own = None if settings is None else settings.profile
+    return asked or own or "strict"
+
+
 def _read_options(
     config: pytest.Config, engine: str, presets: Sequence[str], settings: Settings | None
 ) -> dict[str, CheckOptions]:
@@ -343,7 +350,7 @@ def _read_options(
         if preset not in PRESETS:
             known = ", ".join(PRESETS)
             raise pytest.UsageError(f"--blockstep-preset {preset!r}: must be one of {known}")
-    profile: str = config.getoption("blockstep_profile")
+    profile = _read_profile(config, settings)
     seed: int = config.getoption("blockstep_seed")
     depth: int | None = config.getoption("blockstep_depth")
     folder: str | None = config.getoption("blockstep_path")

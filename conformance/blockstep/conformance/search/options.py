@@ -162,6 +162,7 @@ def check_settings(settings: Settings) -> None:
         known = ", ".join(EQUIVALENCE_NAMES)
         raise UsageError(f"{where}.equivalence: {settings.equivalence!r}: must be one of {known}")
     try:
+        find_profile(settings.profile or STRICT.name)
         read_budget(settings.budget or "1")
     except ValueError as error:
         raise UsageError(f"{where}.{error}") from None

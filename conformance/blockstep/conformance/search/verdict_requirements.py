@@ -54,7 +54,7 @@ from blockstep.conformance.search.feature_probe import (
     list_required_goals,
 )
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish
-from blockstep.spec.profiles import PREFIX, STRICT, get_profile
+from blockstep.spec.profiles import STRICT, get_profile
 from blockstep.spec.vocabulary import Policy
 
 CANARY = "blockstep.conformance.lockstep.canary:CanaryEngine"
@@ -126,15 +126,15 @@ def read_engine_facts(options: CheckOptions, make_engine: EngineFactory) -> Engi
 
 
 def list_notes(options: CheckOptions, traits: EngineTraits) -> tuple[str, ...]:
-    """Return the notes of a run: those of the adapter, and one if the profile is that of a release
-    with other quirks than the engine's."""
+    """Return the notes of a run: those of the adapter, and one if the profile has other quirks than
+    the engine's release, unless it was put together quirk by quirk."""
     notes = tuple(map(str, traits.notes))
     own, asked = get_profile(traits.profile), find_profile(options.profile)
-    is_of_release = asked.name.startswith(PREFIX) and "+" not in asked.name
-    if own is None or not is_of_release or own.quirks == asked.quirks:
+    is_judged_alone = isinstance(traits.equivalence, Safety)
+    if own is None or own.quirks == asked.quirks or "+" in asked.name or is_judged_alone:
         return notes
     note = (
-        f"the engine is release {traits.version}, and the profile that of another release: "
+        f"the engine is release {traits.version}, and the profile is {asked.name}: "
         f"decisions that differ between them fail here; use --profile {own.name}"
     )
     return (*notes, note)
