@@ -114,19 +114,23 @@ def open_session(
     """Collect the trials of a target whose names begin with one of `only`, and call `work`.
 
     Raises:
-        UnsoundError: there is no trial, or the tests cannot be collected.
+        UnsoundError: no trial begins so, or the tests cannot be collected.
     """
     others = {name: run for name, run in list_runs(target, only).items() if _is_chosen(name, only)}
     files = [file for file in list_test_files(target) if _is_chosen(f"test {file}", only)]
 
     def start(session: Session) -> None:
-        runs = {name: partial(session.run, name) for name in session.items}
-        work({**runs, **others})
+        chosen = [name for name in session.items if _is_chosen(name, only)]
+        begin({name: partial(session.run, name) for name in chosen} | others)
+
+    def begin(runs: Mapping[str, Callable[[], bool]]) -> None:
+        for one in only:
+            if not any(name.startswith(one) for name in runs):
+                raise UnsoundError(f"--trials {one!r}: no trial begins so")
+        work(runs)
 
     if not files:
-        if not others:
-            raise UnsoundError(f"no trial begins with {' or '.join(only)}")
-        work(others)
+        begin(others)
         return
     quiet = ["-qq", "--no-header", "--no-summary", "-s", "-p", "no:cacheprovider", "--quick"]
     quiet += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # the judges are imported already

@@ -246,3 +246,12 @@ def test_the_page_has_scores_survivors_and_reasons() -> None:
 def test_a_module_that_does_not_exist_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["spec", "--only", "spec/no.py"]) == 2
     assert "spec/core/block_pool.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trials", ["test tests/spec/nothing.py", "law nothing", "nothing"])
+def test_a_trial_that_does_not_exist_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], trials: str
+) -> None:
+    given = ["spec", "--only", "spec/core/slots.py", "--sample", "1", "--trials", "law slots"]
+    assert main([*given, "--trials", trials]) == 2
+    assert f"--trials {trials!r}: no trial begins so" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,20 @@ def test_one_prompt_is_streamed(model: Path) -> None:
     assert result.exit_code == 0
     assert "12 tokens in" in result.stderr
     assert result.stdout.strip()
+
+
+def test_sampling_defaults_of_a_model_that_are_not_used_are_named(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    defaults = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "min_p": None}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    asked = ("--model", folder, "What is a block?", "--max-tokens", 12)
+    right, result = blockstep("--model", model, *asked[2:]), blockstep(*asked)
+    assert "generation_config.json has temperature=0.6, top_p=0.95: not used" in result.stderr
+    assert right.stdout.splitlines()[0] == result.stdout.splitlines()[0]
+    assert "generation_config.json" not in right.output
+    assert "not used" not in blockstep(*asked, "--temperature", 0.6).output
 
 
 def test_a_character_that_the_terminal_lacks_is_a_question_mark(model: Path) -> None:

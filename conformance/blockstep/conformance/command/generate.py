@@ -139,6 +139,10 @@ def run_generate(
     with _engine_errors(engine):
         params = engine.SamplingParams(**sampling)
         llm = engine.LLM(model, check=make_checker if check else None, **settings)
+        if llm.model_config.unused_sampling and not sampling["temperature"]:
+            unused = ", ".join(llm.model_config.unused_sampling)
+            note = f"generation_config.json has {unused}: not used, outputs are greedy"
+            typer.echo(f"blockstep: {note}; give --temperature and others to sample", err=True)
         start = time.monotonic()
         completions = _serve(llm, prompts, params, quiet=json_path == Path("-"))
     seconds = time.monotonic() - start

@@ -17,6 +17,9 @@ from blockstep.kernels.arguments import HEAD_SIZES
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 DTYPES = ("float32", "float16", "bfloat16")
+GENERATION = "generation_config.json"
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of `generation_config.json` that vLLM takes for requests that do not set them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,9 @@ class ModelConfig:
     dtype: str
     """The dtype of the saved weights, one of `DTYPES`."""
     eos_token_ids: tuple[int, ...] = ()
+    unused_sampling: tuple[str, ...] = ()
+    """Sampling defaults of `generation_config.json`, as `name=value`. They are not applied: a
+    request says how it is sampled, and is greedy otherwise."""
 
     @property
     def q_size(self) -> int:
@@ -114,6 +120,7 @@ def load_config(folder: Path) -> ModelConfig:
         qk_norm=is_qwen3,
         dtype=_get_dtype(fields),
         eos_token_ids=_get_eos(folder, fields),
+        unused_sampling=_list_unused_sampling(folder),
     )
 
 
@@ -158,9 +165,16 @@ def _get_dtype(fields: Fields) -> str:
     return str(dtype)
 
 
+def _list_unused_sampling(folder: Path) -> tuple[str, ...]:
+    """Return the sampling defaults of `generation_config.json`, as `name=value`."""
+    path = folder / GENERATION
+    found = read_json(path) if path.is_file() else {}
+    return tuple(f"{name}={found[name]}" for name in SAMPLING if found.get(name) is not None)
+
+
 def _get_eos(folder: Path, fields: Fields) -> tuple[int, ...]:
     """Return the end-of-sequence tokens: those of `generation_config.json`, else the model's."""
-    path = folder / "generation_config.json"
+    path = folder / GENERATION
     if path.is_file():
         generation = Fields(path, read_json(path))
         fields = fields if generation.get("eos_token_id") is None else generation

@@ -15,7 +15,8 @@ INT_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of a request, with vLLM's names; the default is greedy.
+    """Sampling parameters of a request, with vLLM's names; the default is greedy, whatever
+    `generation_config.json` of the model says.
 
     Raises:
         SettingsError: a value is of the wrong type or out of range.
