@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import cast
 
 import pytest
 from published_traces import find_trace
@@ -362,6 +363,20 @@ def test_an_exception_of_either_side_is_a_finding(monkeypatch: pytest.MonkeyPatc
     report = replay(requests(1), CONFIG, Spec, with_spec=True)
     assert report.finding is not None
     assert report.finding.kind is FindingKind.SPEC
+
+
+def test_an_ill_typed_answer_of_an_engine_alone_is_a_fault() -> None:
+    def no_rows(_event: v.Event, seen: v.Observation) -> v.Observation:
+        return (
+            replace(seen, new=cast("tuple[v.NewRow, ...]", None))
+            if isinstance(seen, v.Plan)
+            else seen
+        )
+
+    for with_spec in (False, True):
+        report = replay(requests(1), CONFIG, changing(no_rows), with_spec=with_spec)
+        assert report.finding is not None
+        assert report.finding.sentence == "engine_answers_in_the_vocabulary"
 
 
 def test_the_limit_of_steps_is_reported_as_liveness() -> None:

@@ -35,6 +35,7 @@ from blockstep.conformance.protocol.findings import (
     of_request,
     violated,
 )
+from blockstep.conformance.protocol.type_check import fault_of_types
 from blockstep.conformance.recorded.arrival_rate import Arrivals, Pace
 from blockstep.conformance.recorded.replay_counts import ReplayReport
 from blockstep.conformance.recorded.replay_targets import FindingRaised, Side, open_side
@@ -88,7 +89,16 @@ def replay(
     try:
         side = open_side(make_engine, config, report, with_spec, snapshot_every)
         run = _Replay(iter(requests), report, side, steps_max, on_progress, follows or {})
-        run.drive()
+        try:
+            run.drive()
+        except FindingRaised:
+            raise
+        except Exception as error:  # an engine alone may answer anything
+            event = run.last_event
+            ill_typed = None if event is None else fault_of_types(event, run.last_seen, None)
+            if ill_typed is None:
+                raise
+            raise FindingRaised(ill_typed) from error
     except FindingRaised as error:
         found = error.finding
         report.finding = replace(found, differences=found.differences[:DIFFERENCES_MAX])
@@ -151,6 +161,7 @@ class _Replay:
         self._steps_max = steps_max
         self._on_progress = on_progress
         self.last_event: v.Event | None = None
+        self.last_seen: v.Observation | None = None
         self._ticks = 0
         self._live: dict[v.RequestId, _Live] = {}
         self._refs: dict[v.BlockId, int] = {}
@@ -228,7 +239,8 @@ class _Replay:
     def _apply(self, event: v.Event) -> v.Observation:
         self.last_event = event
         self._report.events += 1
-        return self._side.apply(event)
+        self.last_seen = seen = self._side.apply(event)
+        return seen
 
     def _submit(self, request: v.Request) -> None:
         report = self._report
