@@ -124,11 +124,9 @@ def check_command(
     if program is not None or episode is not None:  # not meant by the settings of pyproject.toml
         corpus = corpus if options.is_given(context, "corpus") else None
         known = known if options.is_given(context, "known") else None
-    if episode is not None:  # a command that reproduces a finding names its profile
-        profile = options.give_up_settings(context, "profile", profile, STRICT.name)
-    _require_names(preset, profile)
-    _require_sense(event_seconds, record, episode, program, corpus)
-    programs.require_outputs(save, standalone, itf, program)
+    profile = options.choose_profile(context, profile, episode)
+    files = programs.Outputs(save, standalone, view, itf)
+    _require_sense(event_seconds, record, episode, program, corpus, preset, profile, files)
     max_events, max_seconds = options.require_budget(budget)
     wanted = CheckOptions(
         engine=engine,
@@ -153,11 +151,9 @@ def check_command(
         passed_over = read_known(known) if known else {}
         played = programs.play(wanted, program, corpus, place, screen, brief, passed_over)
         result = next((it for it in played if it.first is not None or program is not None), None)
-        on_interrupted = partial(_print_early, isolation, screen, brief, json_path, save)
-        how = screen, passed_over, brief, coverage, on_interrupted
-        result = result or _check(wanted, place, record, *how)
-        files, call = programs.Outputs(save, standalone, view, itf), _get_call(wanted, place)
-        programs.write_outputs(files, result, isolation, call, program)
+        on = partial(_print_early, isolation, screen, brief, json_path, save)
+        result = result or _check(wanted, place, record, screen, passed_over, brief, coverage, on)
+        programs.write_outputs(files, result, isolation, _get_call(wanted, place), program)
     console.write_json(json_path, check_to_json(result, played if corpus else ()))
     raise typer.Exit(result.exit_code)
 
@@ -179,7 +175,12 @@ def _require_sense(
     episode: int | None,
     program: Path | None,
     corpus: Path | None,
+    preset: str,
+    profile: str,
+    files: programs.Outputs,
 ) -> None:
+    _require_names(preset, profile)
+    programs.require_outputs(files.save, files.standalone, files.itf, program)
     programs.require_one(program, corpus, episode)
     if record is not None and episode is None:
         console.usage("--record: needs --episode, for a trace is one run")

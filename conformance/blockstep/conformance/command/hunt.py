@@ -95,8 +95,7 @@ def hunt_command(
 
     Example: blockstep hunt --engine nano_vllm --path nano-vllm
     """
-    if episode is not None:  # a command that reproduces a defect names its profile
-        profile = options.give_up_settings(context, "profile", profile, STRICT.name)
+    profile = options.choose_profile(context, profile, episode)
     options.require_preset(preset or SCOPES[-1])
     options.require_profile(profile)
     known = known if episode is None or options.is_given(context, "known") else None

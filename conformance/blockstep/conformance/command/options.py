@@ -102,10 +102,12 @@ def adopt_settings(context: typer.Context, engine: str) -> str:
     return settings.engine
 
 
-def give_up_settings(context: typer.Context, name: str, value: str, default: str) -> str:
-    """Return the value of an option, or its default if the value is of pyproject.toml."""
-    source = context.get_parameter_source(name)
-    return default if source is not None and source.name == "DEFAULT_MAP" else value
+def choose_profile(context: typer.Context, profile: str, episode: int | None) -> str:
+    """Return the profile, or `strict` with `--episode` and a profile of pyproject.toml: a command
+    that reproduces a finding names its own."""
+    source = context.get_parameter_source("profile")
+    is_of_project = source is not None and source.name == "DEFAULT_MAP"
+    return profiles.STRICT.name if is_of_project and episode is not None else profile
 
 
 def is_given(context: typer.Context, name: str) -> bool:
