@@ -207,7 +207,7 @@ def test_the_tutorial_counts_the_actions_of_its_failure() -> None:
     """The command is that of a report in a snapshot."""
     page = PAGES["docs/tutorial/first-run.md"]
     assert ".venv/bin/blockstep check --engine museum:leak-on-abort --preset tiny" in page
-    kept = (HOUSE / "tests/conformance/__snapshots__/test_command_output.ambr").read_text()
+    kept = (HOUSE / "tests/conformance/command/__snapshots__/test_command_output.ambr").read_text()
     report = kept.partition("engine museum:leak-on-abort, preset tiny")[2]
     found = re.search(r"shrunk from (\d+) actions to (\d+)", report)
     assert found is not None

@@ -177,10 +177,10 @@ def test_an_interrupted_hunt_keeps_what_it_has_found(tmp_path: Path) -> None:
 def test_a_check_interrupted_while_it_shrinks_keeps_the_program(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    saved, told = tmp_path / "found.json", tmp_path / "check.json"
+    saved, json_path = tmp_path / "found.json", tmp_path / "check.json"
     command = start(
         *(tmp_path, "check", "--engine", "museum:leak-on-abort", "--jobs", 1, "--seed", 1),
-        *("--budget", 10_000, "--save", saved, "--json", told),
+        *("--budget", 10_000, "--save", saved, "--json", json_path),
     )
     assert command.stderr is not None
     while "it is being shrunk" not in command.stderr.readline():
@@ -194,7 +194,7 @@ def test_a_check_interrupted_while_it_shrinks_keeps_the_program(
     assert out.startswith("blockstep check: ")
     assert "note       it was interrupted before" in out
     assert f"blockstep: ended by {number.name}" in errors
-    failure = json.loads(told.read_text())["failure"]
+    failure = json.loads(json_path.read_text())["failure"]
     assert len(read_program(saved).actions) == len(failure["program"])
 
 

@@ -319,7 +319,7 @@ def test_a_link_times_out() -> None:
         ("print(1, end='', flush=True)", "'1' has no line feed"),
     ],
 )
-def test_a_silence_says_what_may_be_missing(code: str, words: str) -> None:
+def test_the_message_of_a_silence_names_what_may_be_missing(code: str, words: str) -> None:
     link = Link([sys.executable, "-c", f"import time; {code}; time.sleep(60)"])
     with pytest.raises(EngineFault, match=words):
         link.ask(b"{}", 2)

@@ -43,7 +43,7 @@ def close(_answer: str) -> None:
     time.sleep(600)
 
 
-def say_and_end(_answer: str) -> None:
+def print_and_end(_answer: str) -> None:
     """Say why on standard error, and end."""
     sys.stderr.write("\n".join(["loading", *"." * 5, "no block 7 (pool.cpp:12)\x1b[0m", ""]))
     sys.stderr.flush()
@@ -79,7 +79,7 @@ WRONGS: dict[str, tuple[str, Callable[[str], None]]] = {
     "fault": ("Commit", lambda _: write('{"type":"Fault","detail":"lost a block"}\n')),
     "silence": ("Schedule", lambda _: time.sleep(600)),
     "exit": ("Commit", lambda _: os._exit(3)),
-    "assertion": ("Commit", say_and_end),
+    "assertion": ("Commit", print_and_end),
     "drip": ("Schedule", drip),
     "no-utf-8": ("Schedule", write_other_text),
     "no-utf-8-hello": ("Hello", write_other_text),

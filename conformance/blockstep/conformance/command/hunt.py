@@ -32,7 +32,7 @@ from blockstep.conformance.search.defects import Defect, HuntResult, name_of
 from blockstep.conformance.search.hunt import SCOPES, hunt
 from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
 from blockstep.conformance.search.known import read_known
-from blockstep.conformance.search.options import CheckOptions, ExitCode, exit_code_of_all, load
+from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.conformance.search.suppressions import KnownCause, read_cause
 from blockstep.spec.profiles import STRICT
 
@@ -131,10 +131,7 @@ def hunt_command(
             print_result(result)  # first, because a file may not be writable
             call = call_here(load(wanted)) if standalone and is_here else place.call
             _save(save, result, call if standalone else None)
-    if result.defects:
-        raise typer.Exit(exit_code_of_all(defect.first for defect in result.defects))
-    is_gone = None in result.known_programs.values()
-    raise typer.Exit(ExitCode.USAGE if is_gone else ExitCode.CONFORMS)
+    raise typer.Exit(result.exit_code)
 
 
 def _make_printer(screen: Console, brief: bool) -> Callable[[Defect], None]:

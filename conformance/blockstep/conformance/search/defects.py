@@ -11,7 +11,7 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search.dedup import SHAPE, FailureSignature, Symptoms, describe_crash
 from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.hunt_jobs import HuntContext
-from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.options import CheckOptions, ExitCode, exit_code_of_all
 from blockstep.conformance.search.shrink import Shrunk
 from blockstep.conformance.search.suppressions import KnownCause
 from blockstep.conformance.search.watchpoints import Watchpoint
@@ -80,6 +80,14 @@ class HuntResult:
     """Known programs that could not be played, with the reason."""
     stopped: str = ""
     """Why the hunt ended before its budget was spent; "" if it did not."""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Return the exit code of the process. A known program that passes is an error: it would
+        hide its defect if that came back."""
+        if self.defects:
+            return exit_code_of_all(defect.first for defect in self.defects)
+        return ExitCode.USAGE if None in self.known_programs.values() else ExitCode.CONFORMS
 
 
 @dataclass(slots=True)
