@@ -74,7 +74,7 @@ def test_the_specification_is_held_to_every_property(
     for index in range(6):
         assert play_with_all_checks(options, index, SpecEngine).num_events
     judged = {one.sentence for one in JUDGED}
-    assert set(asked) - judged  # checks of the policy, too
+    assert len(set(asked) - judged) > 60, "checks of the policy run, too"
 
 
 @pytest.mark.soak

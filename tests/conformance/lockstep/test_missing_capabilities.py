@@ -129,19 +129,14 @@ def test_no_more_drafts_are_proposed_than_the_config_allows() -> None:
     )
 
 
-def test_late_drafts_go_only_to_engines_that_accept_them() -> None:
-    start = (v.Submit(v.Request("A", (1, 2, 3), 6)), v.Schedule(), Answer(), v.Schedule())
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_late_drafts_go_only_to_engines_that_accept_them(is_reused: bool) -> None:
+    """Drafts are late for a request in flight, and for a new request under an id used before."""
+    once = (v.Submit(v.Request("A", (1, 2, 3), 1 if is_reused else 6)), v.Schedule(), Answer())
+    start = (*once, once[0] if is_reused else v.Schedule())
     for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
         make_engine = make_lacking(SpecEngine, lacks, SAFETY)
         given = list_given(make_engine, DRAFTING, *start, Propose(((1, 1),)))
-        assert sum(isinstance(event, v.Drafts) for event in given) == num_given
-
-
-def test_drafts_for_a_reused_id_go_only_to_engines_that_accept_late_ones() -> None:
-    once = (v.Submit(v.Request("A", (1, 2, 3), 1)), v.Schedule(), Answer())
-    for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
-        make_engine = make_lacking(SpecEngine, lacks, SAFETY)
-        given = list_given(make_engine, DRAFTING, *once, *once[:1], Propose(((1, 1),)))
         assert sum(isinstance(event, v.Drafts) for event in given) == num_given
 
 

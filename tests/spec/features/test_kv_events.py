@@ -45,13 +45,19 @@ def list_events_of_reset(oracle: Oracle, forced: bool = False) -> tuple[KVEvent,
     return done.kv_events
 
 
-def test_each_copy_of_a_block_is_reported() -> None:
-    oracle = Oracle(replace(CONFIG, num_blocks=9, max_num_batched_tokens=4))
+def test_each_copy_of_a_block_is_reported_as_stored_and_as_removed() -> None:
+    oracle = Oracle(replace(CONFIG, num_blocks=5, max_num_batched_tokens=4))
     for name in "AB":
-        oracle.submit(Request(name, (1, 2), max_tokens=4))
+        oracle.submit(Request(name, (1, 2), max_tokens=1))
     events = step(oracle, A=5, B=6)
     assert events == (BlockStored((FIRST,), None, (1, 2), 2),) * 2
     assert len(oracle.state.pool.cached[FIRST]) == 2
+    oracle.submit(Request("C", (7, 7, 7, 7), max_tokens=5))
+    removed = [event for token in range(5) for event in step(oracle, C=token)]
+    assert [event for event in removed if isinstance(event, BlockRemoved)] == [
+        BlockRemoved((FIRST,)),
+        BlockRemoved((FIRST,)),
+    ]
 
 
 def follow(copies: Counter[BlockKey], events: tuple[KVEvent, ...]) -> None:
@@ -117,14 +123,13 @@ def test_a_release_reports_a_reset_with_the_next_commit() -> None:
 WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, 4, sliding_window=4)
 
 
-@pytest.mark.parametrize("num_steps", [8])
-def test_null_blocks_of_a_window_hit_are_not_reported_again(num_steps: int) -> None:
+def test_null_blocks_of_a_window_hit_are_not_reported_again() -> None:
     """The parent of the next stored block is right although that block is null."""
     window = replace(WINDOW, block_size=2, sliding_window=2)
     oracle = Oracle(replace(CONFIG, num_blocks=12, groups=(window,)))
     oracle.submit(replace(A, max_tokens=6))
     copies: Counter[BlockKey] = Counter()
-    for token in range(num_steps):
+    for token in range(8):
         if not oracle.num_running + oracle.num_waiting:
             oracle.submit(Request("B", (*A.prompt_token_ids, 0, 1, 2), max_tokens=3))
         events = step(oracle, **{"B" if "B" in oracle.state.requests else "A": token})

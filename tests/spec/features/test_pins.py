@@ -100,15 +100,6 @@ def ends(oracle: Oracle) -> dict[str, int]:
 # A turn finishes.
 
 
-def test_the_pin_of_a_window_has_null_blocks() -> None:
-    oracle = build(num_blocks=17, groups=(full(2), window(2, 3)), max_num_batched_tokens=4)
-    bring(oracle, "a", 8, "j", max_tokens=2)
-    apply(oracle, PinEstimate("j", 4))
-    for _ in range(3):
-        step(oracle)
-    assert kept(oracle).pins == (Pin("j", ((1, 2, 5, 6), (0, 0, 0, 8)), 4),)
-
-
 @pytest.mark.parametrize("event", [Abort(("a",)), StreamingUpdate(Request("a", (1,)))])
 def test_an_aborted_turn_or_a_closed_session_leaves_no_pin(event: Event) -> None:
     oracle = build()
