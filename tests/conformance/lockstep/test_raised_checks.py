@@ -178,7 +178,7 @@ def test_a_replay_accuses_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("broken_check")
-def test_a_hunt_goes_on_with_a_check_that_raises() -> None:
+def test_a_hunt_continues_after_a_check_that_raises() -> None:
     options = CheckOptions(preset="tiny", max_events=400)
     result = hunt(options, call_here(at_safety(SpecEngine)), scopes=("tiny",))
     assert [it.first.kind for it in result.defects] == [FindingKind.HARNESS]
