@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from blockstep.conformance.report.score import (
     reproduce,
     score_to_json,
 )
+from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.score import ScoreResult, find_kind, play_scored, score
 from blockstep.impl.host import HostEngine
@@ -287,7 +289,23 @@ def test_an_engine_that_raises_is_reported_and_the_score_continues() -> None:
     assert result.stuck is not None
     assert "ZeroDivisionError: inside" in result.stuck.message
     assert result.exit_code() is ExitCode.FAILED
-    assert "the engine could not continue; the first:" in render_score(result)
+    page = make_score_page(replace(result, skipped=Counter(drafts=3)))
+    for text in (render_score(result), page):
+        assert "the engine could not continue; the first:" in text
+        assert "reproduce  blockstep score --engine equivalent_engines:Broken" in text
+    assert "left out    drafts: 3 times" in page
+
+
+@pytest.mark.parametrize("wrong", [None, "a plan"])
+def test_an_answer_that_is_no_observation_ends_the_program(wrong: object) -> None:
+    class Engine(SpecEngine):
+        def apply(self, event: Event) -> Any:
+            return wrong if isinstance(event, Schedule) else super().apply(event)
+
+    program = Program(Config(num_blocks=9), (Submit(Request("A", (1,))), Schedule(), Answer()))
+    run, (finding,) = score_program(program, Engine)
+    assert finding.sentence == "engine_answers_in_the_vocabulary"
+    assert run.num_events == 2
 
 
 def test_an_answer_of_wrong_types_is_named_by_its_field() -> None:
@@ -371,6 +389,8 @@ def test_an_engine_that_hangs_ends_the_score() -> None:
     result = blockstep("--engine", HANGING, "--budget", 200, "--event-seconds", 1)
     assert result.exit_code == 1
     assert "the score ends early: the engine gave no answer within 1 s" in result.output
+    lost = ScoreResult(CheckOptions(HANGING), loss=Loss("no answer"))
+    assert "the score ends early: no answer" in make_score_page(lost)
 
 
 def test_a_line_to_reproduce_quotes_a_folder_for_the_shell() -> None:

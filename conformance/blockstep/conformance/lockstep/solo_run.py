@@ -19,6 +19,7 @@ from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.features import SIGNAL_OF
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Answer, Mask, Propose, Report
+from blockstep.conformance.protocol.type_check import fault_of_types
 from blockstep.spec import vocabulary as v
 
 
@@ -90,7 +91,7 @@ class SoloRun(Client):
 
     def play(self, action: Action) -> v.Observation | None:
         """Do one action; return its answer, or None if it has no event here. Errors of the
-        scheduler pass."""
+        scheduler pass, and an ill-typed answer raises TypeError."""
         if isinstance(action, v.Schedule):
             self.steps.append(NOTHING)
         if isinstance(action, Answer) and self._is_answered():
@@ -108,6 +109,9 @@ class SoloRun(Client):
             self.raised = error
             raise
         self.last, self.wrong = (event, seen), []
+        fault = fault_of_types(event, seen, None)
+        if fault is not None:
+            raise TypeError(fault.message)  # `find_blame` makes the finding of it
         if not isinstance(seen, v.Rejected):
             self.wrong = self.worker.observe(event, seen)
             self._record(event, seen)

@@ -29,20 +29,12 @@ def render_score(result: ScoreResult, least: float = 0.0) -> str:
         f"  {'':<12}{'agree':>10}{'of':>10}{'share':>10}   first difference",
         *(_row(result, aspect) for aspect in Aspect),
     ]
-    for name, count in sorted(result.skipped.items()):
-        lines.append(f"  left out    {name}: {count} times")
+    lines += _list_left_out(result)
     if result.nearest:
         lines += ["", *_list_nearest(result)]
     for first in result.list_firsts():
         lines += ["", *_describe_first(first, options, first in result.others)]
-    if result.stuck is not None and result.stuck_episode is not None:
-        is_ours = exit_code_of(result.stuck) is ExitCode.HARNESS
-        side = "Blockstep" if is_ours else "the engine"
-        lines += ["", f"  in {result.num_stuck} episodes {side} could not continue; the first:"]
-        lines += [f"    {result.stuck.message}"]
-        lines += [f"  reproduce  {reproduce(options, result.stuck_episode)}"]
-    if result.loss is not None:
-        lines += ["", f"  the score ends early: {result.loss.message}"]
+    lines += _describe_stop(result)
     less = [
         aspect for aspect in Aspect if (share := result.share(aspect)) is not None and share < least
     ]
@@ -57,6 +49,26 @@ def _row(result: ScoreResult, aspect: Aspect) -> str:
     where = "" if first is None else f"   episode {first.episode}"
     counts = f"{result.agreed[aspect]:>10,}{result.total[aspect]:>10,}"
     return f"  {aspect:<12}{counts}{percent:>10}{where}"
+
+
+def _list_left_out(result: ScoreResult) -> list[str]:
+    return [
+        f"  left out    {name}: {count} times" for name, count in sorted(result.skipped.items())
+    ]
+
+
+def _describe_stop(result: ScoreResult) -> list[str]:
+    """Return lines about episodes that ended before their program, and a lost engine."""
+    lines = []
+    if result.stuck is not None and result.stuck_episode is not None:
+        is_ours = exit_code_of(result.stuck) is ExitCode.HARNESS
+        side = "Blockstep" if is_ours else "the engine"
+        lines += ["", f"  in {result.num_stuck} episodes {side} could not continue; the first:"]
+        lines += [f"    {result.stuck.message}"]
+        lines += [f"  reproduce  {reproduce(result.options, result.stuck_episode)}"]
+    if result.loss is not None:
+        lines += ["", f"  the score ends early: {result.loss.message}"]
+    return lines
 
 
 def _floor(share: float) -> float:
@@ -176,6 +188,11 @@ def _first_to_json(first: FirstDifference, options: CheckOptions) -> dict[str, A
     }
 
 
+def _make_text(lines: list[str]) -> str:
+    """Return lines as HTML; "" if there are none."""
+    return f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
+
+
 BARS = """
 .bar { width: 12rem; padding: 0; text-align: left }
 .bar i { display: block; height: 1.1rem; background: hsl(210 60% 55%) }
@@ -184,8 +201,8 @@ td.n { text-align: right }
 
 
 def make_score_page(result: ScoreResult) -> str:
-    """Return the score as one page of HTML: shares with bars, the nearest release, and the first
-    differences as programs."""
+    """Return the score as one page of HTML: shares with bars, what was left out, why the engine
+    could not continue, the nearest release, and the first differences as programs."""
     options = result.options
     engine = f"{options.engine} {result.engine_version}".strip()
     rows = []
@@ -207,10 +224,11 @@ def make_score_page(result: ScoreResult) -> str:
     parts = [
         "<table><thead><tr><th></th><th>agree</th><th>of</th><th>share</th><th></th></tr></thead>",
         f"<tbody>{''.join(rows)}</tbody></table>",
+        _make_text([*_list_left_out(result), *_describe_stop(result)]),
         f"<h2>Steps that agree, by release</h2><table>{nearest}</table>" if nearest else "",
         "<h2>First differences</h2>" if result.firsts else "",
         *(
-            f"<pre>{escape(chr(10).join(_describe_first(it, options, it in result.others)))}</pre>"
+            _make_text(_describe_first(it, options, it in result.others))
             for it in result.list_firsts()
         ),
     ]
