@@ -491,6 +491,9 @@ def test_a_report_is_shown_as_a_table() -> None:
     assert "1 bad_request" in text
     assert "40.0%" in text
     assert "DIVERGENCE" not in text
+    assert ", at most 256 at once" in text
+    by_time = replay(requests(), CONFIG, Spec, pace=Pace(Arrivals.OPEN))
+    assert "at once" not in rendered(by_time)
 
 
 def test_a_finding_is_shown_in_the_report() -> None:

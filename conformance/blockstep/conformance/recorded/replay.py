@@ -8,7 +8,7 @@ Time is virtual. `Arrivals.OPEN` submits a request when its `arrival_time` has p
 step takes `ticks_per_step`; an idle engine sleeps until the next arrival. `Arrivals.CLOSED`
 ignores times and keeps `concurrency` requests unfinished, in order of arrival; later prompts are
 not even built. A request that follows others (`follows`) is submitted when these have finished or
-were rejected, and its delay has passed.
+were rejected, and with open arrivals when its delay has passed.
 
 Every sampled token is a token id that no other position of any request has, so outputs never share
 blocks, and every request runs to its `max_tokens` (or `max_model_len`).

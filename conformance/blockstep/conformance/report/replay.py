@@ -12,7 +12,7 @@ from blockstep.conformance.engine import EXACT, Safety
 from blockstep.conformance.protocol.codec import get_fields, to_plain
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import describe_event
-from blockstep.conformance.recorded.arrival_rate import Pace
+from blockstep.conformance.recorded.arrival_rate import Arrivals, Pace
 from blockstep.conformance.recorded.replay import cut
 from blockstep.conformance.recorded.replay_counts import ReplayReport, get_ratio
 from blockstep.conformance.recorded.validate import Validation
@@ -63,7 +63,10 @@ def render_replay(report: ReplayReport, console: Console) -> None:
 def _lines(report: ReplayReport) -> Iterator[tuple[str, str, str]]:
     refused = sum(report.requests_refused.values())
     codes = ", ".join(f"{n:,} {code}" for code, n in sorted(report.requests_refused.items()))
-    yield "requests finished", f"{report.requests_finished:,}", f"of {report.requests_submitted:,}"
+    pace, submitted = report.pace, f"of {report.requests_submitted:,}"
+    if pace.arrivals is Arrivals.CLOSED:
+        submitted += f", at most {pace.concurrency:,} at once"
+    yield "requests finished", f"{report.requests_finished:,}", submitted
     yield "requests refused", f"{refused:,}", codes
     yield "steps", f"{report.steps:,}", f"{report.rows:,} rows"
     yield "events", f"{report.events:,}", f"{report.events_per_second:,.0f} per second"
