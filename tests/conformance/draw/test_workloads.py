@@ -223,6 +223,17 @@ def changed(**fields: object) -> str:
     return MOONCAKE + jsonl({k: v for k, v in row.items() if v is not ...})
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    for text in (MOONCAKE, csv("2023-11-16 18:17:03.9799600,4808,10")):
+        assert read(tmp_path, "\ufeff" + text).rows == read(tmp_path, text).rows
+
+
+@pytest.mark.parametrize("text", [MOONCAKE + "\n", csv("2023-11-16 18:17:03.9799600,9,1") + " \n"])
+def test_an_empty_line_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(TraceError, match="3: an empty line: every line is one row"):
+        read(tmp_path, text)
+
+
 @pytest.mark.parametrize(
     ("data", "line"),
     [
@@ -758,7 +769,7 @@ SERVED = {"input_toks": 2, "output_toks": 1, "arrival_time_ns": 4_999_999}
         ('[{"id": "1", "conversations": []}]\n', "--tokenizer"),
         (
             jsonl({"timestamp": 1, "input_length": 3, "output_length": 2}),
-            "output tokens (output_length), and without ids of the prompt's blocks (hash_ids)",
+            "and without ids of the prompt's blocks (hash_ids) as mooncake has",
         ),
         ("Timestamp,Request tokens\n1,2\n", "without output tokens (Response tokens) as burstgpt"),
         ('{"a": 1}\n', "no known format"),

@@ -543,14 +543,16 @@ def _describe_nearest(names: list[str], text: str) -> str:
     known = {
         spec.format: [name for name in names if name in spec.columns] for spec in FORMATS.values()
     }
-    nearest = max(FORMATS.values(), key=lambda spec: len(known[spec.format]))
-    found = known[nearest.format]
+    lacking = {
+        spec.format: spec.find_missing(names, spec.needs | spec.signs) for spec in FORMATS.values()
+    }
+    nearest = max(FORMATS, key=lambda name: (len(known[name]), -len(lacking[name])))
+    columns, found = FORMATS[nearest].columns, known[nearest]
     if not found:
         return f"a first line of no known format, {shown(text)}"
-    found_columns = ", ".join(f"{nearest.columns[name].role.value} ({name})" for name in found)
-    missing = nearest.find_missing(names, nearest.needs | nearest.signs)
-    lacks = ", ".join(f"{column.role.value} ({name})" for name, column in missing.items())
-    return f"a first line with {found_columns}, and without {lacks} as {nearest.format} has"
+    found_columns = ", ".join(f"{columns[name].role.value} ({name})" for name in found)
+    lacks = ", ".join(f"{it.role.value} ({name})" for name, it in lacking[nearest].items())
+    return f"a first line with {found_columns}, and without {lacks} as {nearest} has"
 
 
 # Rows.

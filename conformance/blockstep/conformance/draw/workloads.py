@@ -257,7 +257,8 @@ class _Reader:
         rows = "one row" if self._spec.layout is not Layout.ARRAYS else "the arrays"
         rule = f"every line is {rows} of the {self._spec.format} format"
         fix = "repair the row, or name the right format"
-        raise TraceError(self._path, line, f"{reason} in {shown(text)}", rule, fix) from None
+        found = f"{reason} in {shown(text)}" if text.strip() else "an empty line"
+        raise TraceError(self._path, line, found, rule, fix) from None
 
     def finish(self) -> tuple[WorkloadRow, ...]:
         """Return all rows by time of arrival, counted from the earliest. Raises `TraceError`."""

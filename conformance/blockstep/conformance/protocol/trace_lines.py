@@ -49,8 +49,8 @@ def shown(value: object) -> str:
 
 
 def read_lines(path: Path, kind: str = "trace") -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers from 1, without line ends; detects gzip by
-    content.
+    """Yield the lines of a file with their numbers from 1, without line ends and a byte order
+    mark; detects gzip by content.
 
     Reads only as far as it is consumed. Raises `TraceError` at the first problem, which calls the
     file a `kind`.
@@ -64,7 +64,8 @@ def read_lines(path: Path, kind: str = "trace") -> Iterator[tuple[int, str]]:
                     found = f"more than {LINE_BYTES_MAX} bytes without a line end"
                     rule = "a line holds one row"
                     raise TraceError(path, line, found, rule, f"give a {kind} file")
-                yield line, raw.removesuffix(b"\r").decode("utf-8")
+                text = raw.removesuffix(b"\r").decode("utf-8")
+                yield line, text.removeprefix("\ufeff") if line == 1 else text
     except UnicodeDecodeError as error:
         found = f"byte 0x{error.object[error.start]:02x} at column {error.start + 1}"
         rule = f"a {kind} is UTF-8 text, gzipped or plain"
