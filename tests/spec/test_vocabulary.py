@@ -8,7 +8,7 @@ from blockstep.spec import Config, MultiModalItem, Request, SpecMethod
 from blockstep.spec.core.prefix_cache import extend_block_keys
 from blockstep.spec.core.requests import RequestState
 from blockstep.spec.features import get_config_rules
-from blockstep.spec.vocabulary import BlockKey, Status
+from blockstep.spec.vocabulary import BlockKey, Status, config_problems
 
 RULES = get_config_rules(Config(num_blocks=9))
 
@@ -101,3 +101,9 @@ def test_the_spec_method_decides_lookahead_slots_and_the_hit_drop() -> None:
     assert derived(SpecMethod.NGRAM) == (0, False)
     assert derived(SpecMethod.DRAFT_MODEL) == (3, False)
     assert derived(SpecMethod.EAGLE) == (3, True)
+
+
+@pytest.mark.parametrize(("count", "fix"), [(1, "use at least 2"), (1 << 31, "use at most 2147")])
+def test_the_fix_of_a_count_out_of_range_names_the_bound_it_breaks(count: int, fix: str) -> None:
+    (problem,) = config_problems(Config(num_blocks=9, max_model_len=count))
+    assert fix in str(problem)

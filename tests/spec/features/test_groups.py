@@ -29,6 +29,7 @@ from blockstep.spec.features.groups.kinds import compute_max_held_blocks, comput
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.releases.sessions import count_held_by_all
 from blockstep.spec.vocabulary import (
+    MAX_INT,
     BlockTables,
     GroupKind,
     KVGroup,
@@ -231,6 +232,7 @@ def test_one_full_group_behaves_like_no_groups(policy: Policy, method: SpecMetho
         ({"groups": (2,)}, "must be a tuple of KVGroup"),
         ({"groups": (KVGroup(cast("GroupKind", "full"), 2),)}, "its kind must be a GroupKind"),
         ({"groups": (full(0),)}, "its block_size must be an int from 1"),
+        ({"groups": (full(MAX_INT + 1),)}, f"use at most {MAX_INT}"),
         ({"groups": (full(True),)}, "its block_size must be an int from 1"),
         ({"groups": (KVGroup(WINDOW, 2),)}, "its sliding_window must be an int from 1"),
         ({"groups": (KVGroup(FULL, 2, 3),)}, "only a group of kind sliding_window has a sliding"),

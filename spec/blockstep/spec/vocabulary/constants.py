@@ -178,8 +178,9 @@ def _find_broken_tiers(config: Config) -> Iterator[BrokenRule]:
 def _find_broken_types(config: Config) -> Iterator[BrokenRule]:
     """Yield every rule about types and minima of fields."""
     for name, least in _LEAST_COUNTS:
-        if not is_count(getattr(config, name), least):
-            yield name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}"
+        value = getattr(config, name)
+        if not is_count(value, least):
+            yield name, f"must be an int from {least} to {MAX_INT}", _fix_of_count(value, least)
     for name in _FLAGS:
         if type(getattr(config, name)) is not bool:
             yield name, "must be a bool", "use True or False"
@@ -221,25 +222,33 @@ def _group_problems(config: Config) -> list[ConfigProblem]:
     return found
 
 
+def _fix_of_count(value: object, least: int) -> str:
+    """Return the fix for a value that is no int from `least` to `MAX_INT`."""
+    is_large = isinstance(value, int) and value > MAX_INT
+    return f"use at most {MAX_INT}" if is_large else f"use at least {least}"
+
+
 def _group_rule(group: KVGroup) -> tuple[str, str]:
     """Return the rule that a KV group breaks, and the fix; twice "" for a valid one."""
     if not isinstance(group.kind, GroupKind):
         return "its kind must be a GroupKind", "use GroupKind.FULL"
     if not is_count(group.block_size, 1):
-        return f"its block_size must be an int from 1 to {MAX_INT}", "use at least 1"
+        fix = _fix_of_count(group.block_size, 1)
+        return f"its block_size must be an int from 1 to {MAX_INT}", fix
     for name, kind in (
         ("sliding_window", GroupKind.SLIDING_WINDOW),
         ("attention_chunk_size", GroupKind.CHUNKED_LOCAL),
     ):
         size = getattr(group, name)
         if group.kind is kind and not is_count(size, 1):
-            return f"its {name} must be an int from 1 to {MAX_INT}", "use at least 1"
+            return f"its {name} must be an int from 1 to {MAX_INT}", _fix_of_count(size, 1)
         if group.kind is not kind and not (type(size) is int and size == 0):
             return f"only a group of kind {kind} has a {name}", f"leave {name} out"
     if not isinstance(group.mamba_cache_mode, MambaCacheMode):
         return "its mamba_cache_mode must be a MambaCacheMode", "use MambaCacheMode.NONE"
     if not is_count(group.num_speculative_blocks):
-        return f"its num_speculative_blocks must be an int from 0 to {MAX_INT}", "use at least 0"
+        fix = _fix_of_count(group.num_speculative_blocks, 0)
+        return f"its num_speculative_blocks must be an int from 0 to {MAX_INT}", fix
     is_plain = group.mamba_cache_mode is MambaCacheMode.NONE and not group.num_speculative_blocks
     if group.kind is not GroupKind.RECURRENT and not is_plain:
         rule = "only a group of kind recurrent has a mamba_cache_mode and num_speculative_blocks"
