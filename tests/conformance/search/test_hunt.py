@@ -55,6 +55,7 @@ from blockstep.spec.core.rules import Rules
 from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import (
     Abort,
+    Commit,
     Config,
     Event,
     GroupKind,
@@ -296,6 +297,39 @@ def test_a_defect_of_nearly_every_episode_hides_no_other(rare: str) -> None:
             assert again.failure is not None
             assert again.failure.findings[0].sentence == other.first.sentence
     assert bool(listed[1]["also"]) == (rare == "leak-on-abort")
+
+
+def test_a_request_that_only_a_variant_finishes_makes_no_failure_a_symptom() -> None:
+    """A request that only the variant finishes meets the other defect where the program raises."""
+    base: Any = build("length-off-by-one")
+
+    class RaisesAfterAborts(base):  # type: ignore[misc]
+        traits = EngineTraits(equivalence=Safety())
+
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            self.rows: dict[int, set[str]] = {}
+            self.aborted: set[str] = set()
+
+        def apply(self, event: Event) -> Observation:
+            seen: Observation = super().apply(event)
+            match event, seen:
+                case Submit(request=request), _:
+                    self.aborted.discard(request.request_id)
+                case Schedule(), Plan() as plan:
+                    self.rows[plan.frame_id] = {row.request_id for row in plan.rows}
+                case Abort(request_ids=names), _:
+                    self.aborted.update(names)
+                case Commit(frame_id=frame_id), _ if self.rows[frame_id] & self.aborted:
+                    raise RuntimeError("the pages of a request were freed twice")
+            return seen
+
+    options = CheckOptions(max_events=600, without_features=NOT_MET)
+    result = hunt(options, call_here(RaisesAfterAborts), scopes=("tiny",))
+    assert {defect.first.sentence for defect in result.defects} == {
+        "finish_reason_is_the_one_that_holds",
+        "engine_raises_nothing",
+    }
 
 
 def show_to(options: CheckOptions, make_engine: EngineFactory) -> EngineFactory:

@@ -17,7 +17,8 @@ actions, such as
    ending within a block or not, or without a client action (`comes_of`).
 
 A defect that nearly every program meets would be a symptom, or the cause, of all others. So a
-variant of a program must fail as the other one does at the event at which the program itself fails.
+variant of a program must fail as the other one does at the event at which the program itself fails,
+and not about a request that only the program aborts.
 A failure that a program meets if it is run on does not count if it is met without the program's own
 failure, too. Once enough failures of one message were shrunk, means are also removed where a
 failure of that message is met first (`settled`).
@@ -447,7 +448,7 @@ def find_symptoms(
         if all(mark.message != own_message for mark in others):
             without.append(variant)
             if tried is not None and _fails_as_late(variant, tried, played):
-                near.update(others)
+                near.update(_list_marks_of_both(program, tried))
     messages = {mark.message for mark in marks}
     return Symptoms(
         mark_plainly(program, own, past) if settled else own,
@@ -456,6 +457,21 @@ def find_symptoms(
         near=frozenset(it for it in near if it.message not in messages),
         length=length,
     )
+
+
+def _list_marks_of_both(program: Program, tried: Played) -> Iterator[FailureSignature]:
+    """Yield the marks of a variant's failures, except those about requests that only the program
+    aborts: in the variant they live on, and may meet any defect."""
+    aborted, others = _list_aborted(program), _list_aborted(tried.program)
+    for finding, mark in zip(tried.findings, tried.marks, strict=True):
+        about = set(finding.subjects.requests)
+        if not about or about - (aborted - others):
+            yield mark
+
+
+def _list_aborted(program: Program) -> set[v.RequestId]:
+    aborts = (it for it in program.actions if isinstance(it, v.Abort))
+    return {name for abort in aborts for name in abort.request_ids}
 
 
 def _list_onward(
