@@ -46,8 +46,11 @@ from blockstep.impl.host import HostEngine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
 from blockstep.spec.profiles import SPARING
 from blockstep.spec.vocabulary import (
+    Ack,
     Commit,
     Event,
+    Grammar,
+    GrammarBitmask,
     GrammarReady,
     Observation,
     Outputs,
@@ -317,6 +320,32 @@ def test_an_answer_of_wrong_types_is_named_by_its_field() -> None:
     program = Program(Config(num_blocks=9), (Submit(Request("A", (1,))), Schedule()))
     _, findings = score_program(program, Engine)
     assert "Plan.new = None: must be a tuple of NewRow" in findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("of", "answer", "sentence"),
+    [
+        (Schedule, None, "engine_answers_in_the_vocabulary"),
+        (Schedule, Ack(), "answer_is_of_the_kind_of_the_event"),
+        (Submit, None, "engine_answers_in_the_vocabulary"),
+        (Submit, Outputs(), "answer_is_of_the_kind_of_the_event"),
+        (Commit, Ack(), "answer_is_of_the_kind_of_the_event"),
+        (GrammarBitmask, None, "engine_answers_in_the_vocabulary"),
+    ],
+)
+def test_an_answer_of_a_wrong_kind_ends_the_program(of: type, answer: Any, sentence: str) -> None:
+    """The step counted as one in which no request runs, because no check raised."""
+
+    class Engine(SpecEngine):
+        def apply(self, event: Event) -> Any:
+            seen = super().apply(event)
+            return answer if isinstance(event, of) else seen
+
+    grammar = Grammar((((1, 0),),))
+    request = Request("A", (1,), max_tokens=2, structured_output=True, grammar=grammar)
+    actions = (Submit(request), GrammarReady("A"), Schedule(), Answer())
+    _, (finding,) = score_program(Program(Config(num_blocks=9), actions), Engine)
+    assert finding.sentence == sentence
 
 
 def test_a_difference_that_is_not_repeated_is_marked() -> None:

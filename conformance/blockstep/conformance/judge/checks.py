@@ -196,6 +196,15 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
 """The types of answers to each type of accepted event."""
 
 
+def find_wrong_kind(event: v.Event, seen: v.Observation) -> Finding | None:
+    """Return the finding about an answer that is of another kind than accepted events of this type
+    have, or None."""
+    if type(seen) in ANSWER_TYPES.get(type(event), ()):
+        return None
+    what = f"{type(event).__name__} was answered with {type(seen).__name__}"
+    return violated("P18", "answer_is_of_the_kind_of_the_event", what)
+
+
 class Asked(Enum):
     """Which property checks are made on a step."""
 
@@ -269,9 +278,8 @@ def check_step(
         kind: type = v.Rejected
     else:
         kind = type(step.event)
-        if type(step.observation) not in ANSWER_TYPES.get(kind, ()):
-            what = f"{kind.__name__} was answered with {type(step.observation).__name__}"
-            return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
+        if (wrong := find_wrong_kind(step.event, step.observation)) is not None:
+            return [wrong]
     findings = [] if worker is None else _inform_worker(step, worker)
     if not findings and asked is NONE:
         return findings

@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from blockstep.conformance.engine import Capability, EngineFactory, PartOfState, Safety
 from blockstep.conformance.judge.answers import judge_answer, judge_state
-from blockstep.conformance.judge.checks import ANSWER_TYPES
+from blockstep.conformance.judge.checks import find_wrong_kind
 from blockstep.conformance.judge.coverage_goals.answers import AnswerGoals
 from blockstep.conformance.judge.properties.history import SLOTS, STATISTICS, WHOLE
 from blockstep.conformance.judge.properties.observed_step import Step
@@ -46,7 +46,7 @@ from blockstep.conformance.lockstep.expected_rejections import (
     may_take,
 )
 from blockstep.conformance.lockstep.scoped_run import ScopedRun
-from blockstep.conformance.protocol.findings import Finding, leave_out_raised, violated
+from blockstep.conformance.protocol.findings import Finding, leave_out_raised
 from blockstep.conformance.protocol.shown import shows_holders
 from blockstep.conformance.protocol.transfer_tracker import list_failed
 from blockstep.conformance.protocol.type_check import fault_of_types
@@ -259,11 +259,9 @@ class SafetyRun(ScopedRun):
     ) -> list[Finding]:
         """Return the findings about an answer and the state after it, and follow them."""
         refused = isinstance(seen, v.Rejected) and self._may_refuse(event, problem)
-        due = (v.Rejected,) if refused else ANSWER_TYPES[type(event)]
-        if type(seen) not in due:
-            what = f"{type(event).__name__} was answered with {type(seen).__name__}"
-            found = violated("P18", "answer_is_of_the_kind_of_the_event", what)
-            return self.excuses.take([found], event, None, None)
+        wrong = None if refused else find_wrong_kind(event, seen)
+        if wrong is not None:
+            return self.excuses.take([wrong], event, None, None)
         if isinstance(seen, v.Rejected) and isinstance(event, v.Submit) and not problem:
             self.skip(f"requests refused as {seen.code}")
         if refused or (problem and not may_take(problem, event, self.plans, self.worker)):

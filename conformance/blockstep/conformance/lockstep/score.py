@@ -204,6 +204,8 @@ class ScoreRun:
             self.skip("events that the specification rejects")
             return []
         seen = self.engine.play(action)
+        if self.engine.unusable is not None:
+            return [self.engine.unusable]
         if isinstance(seen, v.Rejected) and isinstance(action, Answer):
             what = f"the engine rejects the model output of its own plan: {seen.code} {seen.detail}"
             return [Finding(FindingKind.FAULT, "", "engine_takes_model_outputs_of_its_plans", what)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from blockstep.conformance.engine import Engine
+from blockstep.conformance.judge.checks import find_wrong_kind
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.action_resolver import ask_mask
 from blockstep.conformance.lockstep.client import Client
@@ -79,6 +80,9 @@ class SoloRun(Client):
     """Last event and its answer."""
     raised: Exception | None = None
     """Exception that the scheduler raised, or None."""
+    unusable: Finding | None = None
+    """Finding about an answer of a wrong type, or of a wrong kind for its event; None if there was
+    none. It is not followed."""
     wrong: list[Finding] = field(default_factory=list)
     """Findings of the worker about the last answer."""
     is_fresh: bool = False
@@ -91,13 +95,15 @@ class SoloRun(Client):
 
     def play(self, action: Action) -> v.Observation | None:
         """Do one action; return its answer, or None if it has no event here. Errors of the
-        scheduler pass, and an ill-typed answer raises TypeError."""
+        scheduler pass."""
         if isinstance(action, v.Schedule):
             self.steps.append(NOTHING)
         if isinstance(action, Answer) and self._is_answered():
             oldest = self.plans[0]
             if oldest.has_structured_output_requests:  # its mask comes first
                 self._exchange(ask_mask(self.worker, oldest))
+                if self.unusable is not None:
+                    return None
         event = self.resolve(action)
         return None if event is None else self._exchange(event)
 
@@ -109,10 +115,11 @@ class SoloRun(Client):
             self.raised = error
             raise
         self.last, self.wrong = (event, seen), []
-        fault = fault_of_types(event, seen, None)
-        if fault is not None:
-            raise TypeError(fault.message)  # `find_blame` makes the finding of it
-        if not isinstance(seen, v.Rejected):
+        is_accepted = not isinstance(seen, v.Rejected)
+        self.unusable = fault_of_types(event, seen, None)
+        if self.unusable is None and is_accepted:
+            self.unusable = find_wrong_kind(event, seen)
+        if is_accepted and self.unusable is None:
             self.wrong = self.worker.observe(event, seen)
             self._record(event, seen)
             self.follow(event, seen)
