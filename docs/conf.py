@@ -17,7 +17,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 import blockstep.spec
-from blockstep.conformance.report.vocabulary import cite
+from blockstep.conformance.protocol.sources import cite
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from docs.generated import put_pages

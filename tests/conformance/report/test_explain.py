@@ -22,11 +22,12 @@ from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import write_program
+from blockstep.conformance.protocol.sources import SOURCES, cite
 from blockstep.conformance.report.check_texts import SENTENCES
 from blockstep.conformance.report.explain import explain_name, get_names, spec_rules
 from blockstep.conformance.report.finding_text import HEADLINES
 from blockstep.conformance.report.glossary import get_terms, parse_terms, read_page
-from blockstep.conformance.report.vocabulary import SOURCES, cite, get_words, make_page
+from blockstep.conformance.report.vocabulary import get_words, make_page
 from blockstep.conformance.search.watchpoints import WATCHPOINTS
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import PROFILES, QUIRKS
@@ -242,6 +243,26 @@ def test_a_source_is_named_also_across_a_line_break() -> None:
 def test_a_name_may_mean_several_things_and_each_is_explained_once() -> None:
     kinds = [meaning.kind for meaning in get_names()["drafts"]]
     assert kinds == ["capability", "feature", "word", "field"]
+
+
+@pytest.mark.parametrize(
+    "command", ["schema", "properties --all", "quirks --all", "museum --all", "--help"]
+)
+def test_no_command_prints_the_number_of_a_source(command: str) -> None:
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0
+    assert not re.search(r"seed(\s|\\n)+00", result.stdout)
+
+
+@pytest.mark.parametrize("name", ["Plan", "plan", "Drafts", "drafts"])
+def test_what_is_written_exactly_so_is_explained_first(name: str) -> None:
+    first = {
+        "Plan": "Plan (blockstep.spec.vocabulary.observations)",
+        "plan": "SamePlans (blockstep.conformance.engine)",
+        "Drafts": "Drafts (blockstep.spec.vocabulary.events)",
+        "drafts": "capability drafts (Capability.DRAFTS)",
+    }
+    assert explain_name(name).splitlines()[0] == first[name]
 
 
 def test_the_glossary_has_one_row_for_each_term_and_bans_no_term() -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from blockstep.conformance.protocol.codec import StateForm
 from blockstep.conformance.protocol.kv_event_json import FORMS
+from blockstep.conformance.protocol.sources import cite_all
 from blockstep.spec import vocabulary as v
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -30,7 +31,7 @@ def build_schema(hello: type, version: int) -> dict[str, Any]:
     )
     refs: Mapping[str, Any] = dict(zip(forms, named[: len(forms)], strict=True))
     config, state, first = named[len(forms) :]
-    return {
+    schema = {
         "$schema": DIALECT,
         "title": f"blockstep-engine, version {version}",
         "$defs": definitions,
@@ -52,6 +53,8 @@ def build_schema(hello: type, version: int) -> dict[str, Any]:
             ]
         },
     }
+    cited: dict[str, Any] = cite_all(schema)
+    return cited
 
 
 def _tagged(name: str, **fields: Any) -> dict[str, Any]:

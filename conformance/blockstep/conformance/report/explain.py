@@ -24,6 +24,7 @@ from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import WIDTH
 from blockstep.conformance.protocol.registry import MUSEUM
+from blockstep.conformance.protocol.sources import cite
 from blockstep.conformance.report.check_texts import SENTENCES
 from blockstep.conformance.report.finding_text import HEADLINES
 from blockstep.conformance.report.glossary import get_terms, read_page
@@ -31,7 +32,6 @@ from blockstep.conformance.report.headlines import CHECK_HEADLINES
 from blockstep.conformance.report.vocabulary import (
     Part,
     Word,
-    cite,
     explain_word,
     get_finding_kinds,
     get_words,
@@ -50,9 +50,13 @@ class NotExplainedError(LookupError):
 
 
 def explain_name(name: str) -> str:
-    """Return all meanings of a name. Raises NotExplainedError, with similar names."""
+    """Return all meanings of a name, those that are written exactly so first.
+
+    Raises NotExplainedError, with similar names.
+    """
     names, wanted, rules = get_names(), _normal(name), _get_rules()
-    found = list(dict.fromkeys(each.explain() for each in names.get(wanted, ())))
+    meanings = sorted(names.get(wanted, ()), key=lambda it: it.name != name)
+    found = list(dict.fromkeys(it.explain() for it in meanings))
     found += [
         _explain_rule(rule, rules[rule])
         for rule in rules

@@ -9,23 +9,15 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import iter_modules
 
 from blockstep.conformance.protocol import findings
+from blockstep.conformance.protocol.sources import cite
 from blockstep.spec import vocabulary
 
-SOURCES = {
-    "000": "the essay on vLLM V1",
-    "001": "the walk-through of vLLM V1",
-    "002": "the block manager with forks and tiers",
-    "003": "prefix caching by example",
-    "004": "the older walk-through of vLLM V1",
-}
-"""Documents that the specification follows, by the number in docstrings."""
 _WORDS = "blockstep.spec.vocabulary."
 _FIRST = [f"{_WORDS}{room}" for room in ("config", "request", "events", "observations", "snapshot")]
 _ROOMS = tuple(
@@ -68,15 +60,6 @@ class Word:
     room: str
     text: str
     parts: tuple[Part, ...] = ()
-
-
-def cite(text: str) -> str:
-    """Return the text with the specification's sources named, not numbered."""
-
-    def name(found: re.Match[str]) -> str:
-        return SOURCES[found["number"]]
-
-    return re.sub(r"seed\s+(?P<number>00[0-4])", name, text)
 
 
 @cache
