@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Collection
@@ -13,6 +14,7 @@ from missing_capabilities import make_lacking
 
 from blockstep.conformance.engine import (
     ALL_CAPABILITIES,
+    BadEngineError,
     EngineTraits,
     Equivalence,
     Renamed,
@@ -343,3 +345,25 @@ def test_the_verdict_proposes_to_leave_out_features_not_asked_for() -> None:
 def test_a_check_of_the_usual_length_reaches_all_goals(preset: str) -> None:
     result = check(CheckOptions(f"{__name__}:AtSafety", preset=preset, max_events=150_000))
     assert result.missing == ()
+
+
+@pytest.mark.parametrize(
+    ("traits", "text"),
+    [
+        (
+            {"out_of_reach": frozenset({"skip_ahed"})},
+            "out_of_reach of its traits: 'skip_ahed' is no coverage goal; close: skip_ahead; `block",
+        ),
+        ({"out_of_reach": frozenset({"zz"})}, "'zz' is no coverage goal; `blockstep explain"),
+        ({"out_of_reach_with": {"groups": frozenset({"preemptd"})}}, "close: preempted, "),
+        ({"out_of_reach_with": {"group": frozenset()}}, "'group' is no feature; "),
+        ({"equivalence": Safety(situations=("preemptd",))}, "situations of its traits: 'preemptd'"),
+    ],
+)
+def test_an_unknown_goal_of_an_adapter_is_refused(traits: dict[str, Any], text: str) -> None:
+    def make(config: Config) -> SpecEngine:
+        return SpecEngine(config)
+
+    make.traits = EngineTraits(**traits)  # type: ignore[attr-defined]
+    with pytest.raises(BadEngineError, match=re.escape(text)):
+        read_engine_facts(CheckOptions(), make)

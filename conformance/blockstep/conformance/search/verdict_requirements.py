@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 
 from blockstep.conformance.draw.presets import MAX_DEPTH, REAL, TINY
 from blockstep.conformance.engine import (
@@ -30,6 +31,8 @@ from blockstep.conformance.lockstep.quirks import (
     get_feature,
     is_spared,
     list_goals,
+    name_applied,
+    name_spared,
 )
 from blockstep.conformance.lockstep.start_run import run_program
 from blockstep.conformance.protocol.feature import SEVERAL_AT_ONCE
@@ -54,7 +57,7 @@ from blockstep.conformance.search.feature_probe import (
     list_required_goals,
 )
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish
-from blockstep.spec.profiles import STRICT, get_profile
+from blockstep.spec.profiles import STRICT, Quirk, get_profile
 from blockstep.spec.vocabulary import Policy
 
 CANARY = "blockstep.conformance.lockstep.canary:CanaryEngine"
@@ -98,8 +101,13 @@ class EngineFacts:
 
 
 def read_engine_facts(options: CheckOptions, make_engine: EngineFactory) -> EngineFacts:
-    """Return the facts about the engine that a check needs. Builds one."""
+    """Return the facts about the engine that a check needs. Builds one.
+
+    Raises:
+        BadEngineError: as `get_traits`, or a goal or feature that its traits name does not exist.
+    """
     traits = get_traits(make_engine)
+    _refuse_unknown(traits)
     weaker = traits.equivalence
     lacking = {feature.name for feature in find_lacking(get_capabilities(make_engine))}
     out_of_reach = traits.out_of_reach
@@ -123,6 +131,33 @@ def read_engine_facts(options: CheckOptions, make_engine: EngineFactory) -> Engi
         deviations={one.name: one.summary for one in traits.deviations},
         stale=tuple(one.name for one in traits.deviations if not _is_shown(one, make_engine)),
     )
+
+
+def _refuse_unknown(traits: EngineTraits) -> None:
+    """Raise BadEngineError for a coverage goal or a feature that traits name and that does not
+    exist: a goal would be required, or missing from the requirements, without a word."""
+    named = [("out_of_reach", name) for name in traits.out_of_reach]
+    named += [
+        ("out_of_reach_with", name) for names in traits.out_of_reach_with.values() for name in names
+    ]
+    situations = None if traits.equivalence is None else traits.equivalence.situations
+    named += [("situations", name) for name in situations or ()]
+    of_quirks = {name_of(quirk) for quirk in Quirk for name_of in (name_applied, name_spared)}
+    for part, name in sorted(named):
+        is_of_a_quirk = part == "out_of_reach_with" and name in of_quirks
+        if name not in WITNESSES and not is_of_a_quirk:
+            close = get_close_matches(name, WITNESSES)
+            fix = f"close: {', '.join(close)}; " if close else ""
+            raise BadEngineError(
+                f"{part} of its traits: {name!r} is no coverage goal; {fix}"
+                "`blockstep explain situations` lists them"
+            )
+    for name in traits.out_of_reach_with:
+        if name not in BY_NAME:
+            raise BadEngineError(
+                f"out_of_reach_with of its traits: {name!r} is no feature; "
+                "`blockstep explain features` lists them"
+            )
 
 
 def list_notes(options: CheckOptions, traits: EngineTraits) -> tuple[str, ...]:
