@@ -352,12 +352,12 @@ def test_a_check_of_the_usual_length_reaches_all_goals(preset: str) -> None:
     [
         (
             {"out_of_reach": frozenset({"skip_ahed"})},
-            "out_of_reach of its traits: 'skip_ahed' is no coverage goal; close: skip_ahead; `block",
+            "out_of_reach of its traits: 'skip_ahed' is no coverage goal; close: skip_ahead; ",
         ),
         ({"out_of_reach": frozenset({"zz"})}, "'zz' is no coverage goal; `blockstep explain"),
         ({"out_of_reach_with": {"groups": frozenset({"preemptd"})}}, "close: preempted, "),
         ({"out_of_reach_with": {"group": frozenset()}}, "'group' is no feature; "),
-        ({"equivalence": Safety(situations=("preemptd",))}, "situations of its traits: 'preemptd'"),
+        ({"equivalence": Safety(situations=("preemptd",))}, "of its traits: 'preemptd'"),
     ],
 )
 def test_an_unknown_goal_of_an_adapter_is_refused(traits: dict[str, Any], text: str) -> None:
