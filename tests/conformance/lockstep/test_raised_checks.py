@@ -8,7 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from blockstep.conformance.engine import EngineFactory, EngineTraits, Safety
+from blockstep.conformance.engine import (
+    Deviation,
+    EngineFactory,
+    EngineTraits,
+    Safety,
+    SamePlans,
+)
 from blockstep.conformance.judge.checks import Asked, check_step
 from blockstep.conformance.judge.properties import pool
 from blockstep.conformance.judge.worker import Worker
@@ -26,6 +32,7 @@ from blockstep.conformance.search.check import InProcess, check
 from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.options import CheckOptions, ExitCode, exit_code_of_all
 from blockstep.spec import vocabulary as v
+from blockstep.spec.profiles import SPARING
 
 PROGRAM = Program(
     v.Config(8, 1), (v.Submit(v.Request("A", (0, 1), max_tokens=2)), v.Schedule(), Answer())
@@ -196,3 +203,43 @@ def test_what_raised_counts_if_the_engine_has_no_defect() -> None:
     assert exit_code_of_all([ours]) is ExitCode.HARNESS
     assert exit_code_of_all([ours, fault]) is ExitCode.FAILED
     assert exit_code_of_all([ours, fault, spec]) is ExitCode.SPEC
+
+
+def fail_late(request: v.Request, _config: v.Config) -> v.Request:
+    return fail() if request.request_id == "A" else request
+
+
+DEVIATION = Deviation("dev", "", PROGRAM, ("engine_raises_nothing",), when=fail)
+
+
+class Raises(SpecEngine):
+    def apply(self, event: v.Event) -> v.Observation:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("base", "traits", "name"),
+    [
+        (SpecEngine, EngineTraits(equivalence=Safety(fit_request=fail_late)), "fit_request"),
+        (SpecEngine, EngineTraits(equivalence=SamePlans(fit_request=fail_late)), "fit_request"),
+        (Raises, EngineTraits(deviations=(DEVIATION,)), "when of deviation dev"),
+        (Raises, EngineTraits(equivalence=Safety(), deviations=(DEVIATION,)), "when of deviation"),
+        (type("Declines", (SpecEngine,), {"declines": fail}), EngineTraits(), "declines"),
+    ],
+)
+def test_what_a_function_of_an_adapter_raises_is_a_fault(
+    base: type, traits: EngineTraits, name: str
+) -> None:
+    make_engine: Any = type("Engine", (base,), {"traits": traits})
+    _, (finding,) = run_program(PROGRAM, make_engine, SPARING)
+    assert finding.kind is FindingKind.FAULT
+    assert name in finding.message
+    assert "of its adapter raised KeyError: 'no such row'" in finding.message
+    assert "fail (test_raised_checks.py" in finding.frames[-1]
+
+
+def test_what_declines_raises_is_a_fault_in_a_score() -> None:
+    make_engine: Any = type("Declines", (SpecEngine,), {"declines": fail})
+    _, (finding,) = score_program(PROGRAM, make_engine, SPARING)
+    assert finding.kind is FindingKind.FAULT
+    assert "declines of its adapter raised KeyError" in finding.message

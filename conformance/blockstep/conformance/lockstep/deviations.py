@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from blockstep.conformance.engine import Deviation
+from blockstep.conformance.lockstep.exchange import ask_adapter
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.spec import vocabulary as v
 
@@ -63,7 +64,8 @@ class DeviationCounter:
             is_declared = what in deviation.sentences or any(
                 fnmatchcase(what, one) for one in fields
             )
-            if is_declared and deviation.when(event, seen):
+            name = f"when of deviation {deviation.name}"
+            if is_declared and ask_adapter(name, deviation.when, event, seen):
                 return deviation.name
         return None
 

@@ -47,6 +47,8 @@ from blockstep.conformance.lockstep.deviations import DeviationCounter
 from blockstep.conformance.lockstep.exchange import (
     Exchange,
     Unbuilt,
+    ask_adapter,
+    blame_raised,
     blame_spec,
     fault_of,
     find_blame,
@@ -66,7 +68,6 @@ from blockstep.conformance.protocol.findings import (
     Difference,
     Finding,
     FindingKind,
-    blame_check,
     leave_out_raised,
     shown_apart,
 )
@@ -320,7 +321,7 @@ class LockStep(ActionResolver):
             findings = self._perform(action)
         except Exception as error:
             findings = [
-                blame_check(error, f"Blockstep, in action {type(action).__name__.lower()},")
+                blame_raised(error, f"Blockstep, in action {type(action).__name__.lower()},")
             ]
         if findings:
             self.has_failed = True
@@ -355,12 +356,12 @@ class LockStep(ActionResolver):
         try:
             return self._apply(event)
         except Exception as error:
-            return [blame_check(error, f"Blockstep, at {type(event).__name__.lower()},")]
+            return [blame_raised(error, f"Blockstep, at {type(event).__name__.lower()},")]
 
     def _apply(self, event: v.Event) -> list[Finding]:
         if self.excuses.is_over:
             return []
-        reason = None if self.declines is None else self.declines(event)
+        reason = self._find_decline(event)
         if reason is not None:
             self.skip(reason)
             return []
@@ -392,6 +393,10 @@ class LockStep(ActionResolver):
         except Exception as error:
             blamed = find_blame(error, sent, seen, after, faults or self.found)
             return self.excuses.take(blamed, sent, expected, None)
+
+    def _find_decline(self, event: v.Event) -> str | None:
+        """Return why the engine declines an event, or None. Raises EngineFault as `ask_adapter`."""
+        return None if self.declines is None else ask_adapter("declines", self.declines, event)
 
     def _ask(self, event: v.Event) -> tuple[v.Observation, v.Snapshot | None, list[Finding]]:
         """Return the engine's answer to an event, its state after it where that is compared, and

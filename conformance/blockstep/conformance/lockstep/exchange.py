@@ -3,7 +3,8 @@ answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFault
 from blockstep.conformance.protocol.findings import (
@@ -18,6 +19,8 @@ from blockstep.conformance.protocol.findings import (
 from blockstep.conformance.protocol.type_check import fault_of_types, find_ill_typed
 from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import wide_dataclass
+
+T = TypeVar("T")
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -76,6 +79,27 @@ def fault_of(error: Exception, when: str = "") -> Finding:
     )
 
 
+def ask_adapter(name: str, function: Callable[..., T], *args: object) -> T:
+    """Return what a function that an adapter gives Blockstep returns.
+
+    Raises:
+        EngineFault: it raised; the fault names the function.
+    """
+    try:
+        return function(*args)
+    except EngineFault:
+        raise
+    except Exception as error:
+        fault = EngineFault(f"{name} of its adapter raised {describe_error(error)}")
+        raise fault.with_traceback(error.__traceback__) from error
+
+
+def blame_raised(error: Exception, what: str) -> Finding:
+    """Return the finding about an exception outside of the engine's answer: a fault of the adapter
+    (`ask_adapter`), or one of Blockstep, which was doing `what`."""
+    return fault_of(error) if isinstance(error, EngineFault) else blame_check(error, what)
+
+
 def blame_spec(error: Exception) -> Finding:
     """Return the finding about a specification that raised, as by an assertion of its own."""
     is_assertion = isinstance(error, AssertionError) and str(error)
@@ -111,4 +135,4 @@ def find_blame(
     if ill_typed is not None:
         return [ill_typed]
     what = f"Blockstep, while it judged the answer to {type(event).__name__.lower()},"
-    return leave_out_raised([*found, blame_check(error, what)])
+    return leave_out_raised([*found, blame_raised(error, what)])

@@ -208,7 +208,7 @@ class SafetyRun(ScopedRun):
         if isinstance(event, v.Submit):
             if self._is_declined(event) or problem is v.RejectCode.REQUEST_IN_FLIGHT:
                 return False
-            if self.scope.fit_request(event.request, self.config) != event.request:
+            if self._fit_request(event.request) != event.request:
                 return False
         return problem is None or problem in self.judged
 
@@ -225,7 +225,7 @@ class SafetyRun(ScopedRun):
 
         An event that the engine declines is left out, under a profile that allows it (`sparing`).
         """
-        reason = None if self.declines is None else self.declines(event)
+        reason = self._find_decline(event)
         if reason is not None:
             self.skip(reason)
             return []

@@ -9,8 +9,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from blockstep.conformance.engine import EngineFactory, Equivalence, Safety, get_traits
+from blockstep.conformance.engine import (
+    EngineFactory,
+    EngineFault,
+    Equivalence,
+    Safety,
+    get_traits,
+)
 from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.exchange import ask_adapter
 from blockstep.conformance.protocol.feature import Feature
 from blockstep.conformance.protocol.features import fit
 from blockstep.conformance.protocol.findings import Finding
@@ -45,8 +52,8 @@ def fit_submit(
     skip: Callable[[str], None],
 ) -> v.Submit | None:
     """Return the submission that an engine understands, or None; what is left out is passed to
-    `skip`."""
-    fitting = scope.fit_request(action.request, config)
+    `skip`. Raises EngineFault as `ask_adapter`."""
+    fitting = ask_adapter("fit_request", scope.fit_request, action.request, config)
     if fitting is None:
         return None
     kept = {*_NO_FEATURES, *_list_changes(fitting, v.Request("", ()))}
@@ -95,7 +102,10 @@ class ScopedRun(LockStep):
         """Return the action that the engine understands; what is left out is counted."""
         if not isinstance(action, v.Submit):
             return action
-        fitting = fit_submit(action, self.scope, self.config, self.lacking, self.skip)
+        try:
+            fitting = fit_submit(action, self.scope, self.config, self.lacking, self.skip)
+        except EngineFault:
+            return action  # `apply` reports it
         return fitting or action  # `apply` does not submit it
 
     def _apply(self, event: v.Event) -> list[Finding]:
@@ -109,10 +119,14 @@ class ScopedRun(LockStep):
         """Return whether the engine declines a request; counted if so."""
         if not isinstance(event, v.Submit):
             return False
-        is_declined = self.scope.fit_request(event.request, self.config) is None
+        is_declined = self._fit_request(event.request) is None
         if is_declined:
             self.skip(DECLINED)
         return is_declined
+
+    def _fit_request(self, request: v.Request) -> v.Request | None:
+        """Return the nearest request that the engine takes. Raises EngineFault as `ask_adapter`."""
+        return ask_adapter("fit_request", self.scope.fit_request, request, self.config)
 
     def _is_early(self, event: v.Event) -> bool:
         """Return whether an engine that plans ahead must plan or commit before this event."""

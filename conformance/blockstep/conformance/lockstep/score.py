@@ -22,10 +22,18 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Self, TypeVar
 
-from blockstep.conformance.engine import EngineFactory, Equivalence, build, get_declines, get_traits
+from blockstep.conformance.engine import (
+    EngineFactory,
+    EngineFault,
+    Equivalence,
+    build,
+    get_declines,
+    get_traits,
+)
 from blockstep.conformance.judge.worker import Worker, make_worker
 from blockstep.conformance.lockstep.exchange import (
     Exchange,
+    ask_adapter,
     blame_spec,
     fault_of,
     find_blame,
@@ -175,7 +183,7 @@ class ScoreRun:
 
     def _find_blame(self, error: Exception, action: Action) -> list[Finding]:
         """Return the finding about an exception."""
-        if error is self.engine.raised:
+        if error is self.engine.raised or isinstance(error, EngineFault):
             return [fault_of(error)]
         if error is self.reference.raised:
             return [blame_spec(error)]
@@ -188,7 +196,9 @@ class ScoreRun:
         if isinstance(action, Drain):
             return self._drain()
         event = None if self.declines is None else self.engine.resolve(action)
-        reason = None if self.declines is None or event is None else self.declines(event)
+        reason = None
+        if self.declines is not None and event is not None:
+            reason = ask_adapter("declines", self.declines, event)
         if reason is not None:
             self.skip(reason)
             return []
