@@ -24,7 +24,6 @@ from blockstep.conformance.search.dedup import (
     Symptoms,
     describe_failure,
     find_symptoms,
-    mark_of,
     mark_plainly,
     play_with,
     relax,
@@ -188,18 +187,18 @@ def relax_failure(
     """
     assert episode.program is not None
     assert episode.first is not None
-    factory, profile = SuppressingFactory(make_engine, None), find_profile(options.profile)
+    play = play_with(SuppressingFactory(make_engine, None), find_profile(options.profile))
     wanted = describe_failure(episode.first)
 
     def find_own(program: Program) -> tuple[Finding, FailureSignature] | None:
-        run, findings = run_program(program, factory, profile)
-        pairs = [(it, mark_of(program, run, it)) for it in findings]
+        played = play(program)
+        pairs = () if played is None else zip(played.findings, played.marks, strict=True)
         return next((pair for pair in pairs if pair[1].message.startswith(wanted)), None)
 
     found = find_own(episode.program)
     if found is None:  # it does not come back
         return episode, frozenset()
-    program = relax(episode.program, found[1].message, play_with(factory, profile))
+    program = relax(episode.program, found[1].message, play)
     first, mark = find_own(program) or found
     return replace(episode, program=program, first=first), mark.acts
 
