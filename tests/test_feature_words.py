@@ -48,7 +48,7 @@ PLACES = {
         "judge/properties/work.py": "the parts of a state that a config lacks",
         "protocol/feature.py": "the fields of a config that contradict others",
         "protocol/features.py": "the table",
-        "report/vocabulary.py": "the title of a document",
+        "protocol/sources.py": "the title of a document",
     },
     "events": {
         "engine.py": "the capabilities that engines have",
