@@ -448,7 +448,7 @@ def find_symptoms(
         if all(mark.message != own_message for mark in others):
             without.append(variant)
             if tried is not None and _fails_as_late(variant, tried, played):
-                near.update(_list_marks_of_both(program, tried))
+                near.update(_list_marks_of_both(program, tried, others))
     messages = {mark.message for mark in marks}
     return Symptoms(
         mark_plainly(program, own, past) if settled else own,
@@ -459,11 +459,13 @@ def find_symptoms(
     )
 
 
-def _list_marks_of_both(program: Program, tried: Played) -> Iterator[FailureSignature]:
-    """Yield the marks of a variant's failures, except those about requests that only the program
+def _list_marks_of_both(
+    program: Program, tried: Played, marks: Sequence[FailureSignature]
+) -> Iterator[FailureSignature]:
+    """Yield the `marks` of a variant's failures, except those about requests that only the program
     aborts: in the variant they live on, and may meet any defect."""
     aborted, others = _list_aborted(program), _list_aborted(tried.program)
-    for finding, mark in zip(tried.findings, tried.marks, strict=True):
+    for finding, mark in zip(tried.findings, marks, strict=True):
         about = set(finding.subjects.requests)
         if not about or about - (aborted - others):
             yield mark
