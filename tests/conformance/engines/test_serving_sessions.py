@@ -1,6 +1,7 @@
 """Sessions under check: random clients get the right answers, and seeded bugs are found.
 
-Each answer equals that to a single request whose prompt is what the session kept, and the input.
+A single request with the tokens that the session kept and the new input as its prompt gives the
+expected answer.
 """
 
 from __future__ import annotations

@@ -359,7 +359,7 @@ def test_logprobs_and_grammars_are_served_step_by_step(
 
 @pytest.mark.parametrize("frames", [1, 2])
 def test_a_burst_launched_ahead_changes_no_output(checkpoint: Checkpoint, frames: int) -> None:
-    """Requests arrive and are aborted while a burst runs whose output is not read yet."""
+    """Requests arrive and are aborted while a burst runs, before the host reads its output."""
     prompts, params = make_prompts()[:16], [draw_params()[number % 7] for number in range(16)]
     settings: dict[str, Any] = {**POOLS["roomy"], "max_frames_in_flight": frames, "device": "cpu"}
     expected = LLM(checkpoint.folder, scheduler="host", **settings).generate(prompts, params)

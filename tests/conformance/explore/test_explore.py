@@ -92,7 +92,7 @@ QUICK = (
     "grouped",
     "pictured",
 )
-"""Worlds whose walk takes a second at most."""
+"""Worlds that a walk explores within a second."""
 FORKING = tuple(name for name, world in WORLDS.items() if world.forks and name not in QUICK)
 KINDS = (
     *(State, RequestState, Holding, GrammarState, Frame, FrameRow, Pool, Encoder, Entry),
@@ -141,8 +141,8 @@ UNREACHED = {
     Quirk.RESET_WITHOUT_A_STORE_SUCCEEDS,  # no world without a store resets one
     Quirk.REASONING_END_IS_SEARCHED_IN_THE_NEXT_INPUT,  # no world has reasoning in a session
 }
-"""Quirks that no small world shows. Some change only a hint, which no walk compares, or a reset of
-a config whose groups leave blocks out, which no world has."""
+"""Quirks that no small world shows. Some change only a hint, which no walk compares. Others
+change a reset under groups that skip blocks, and no world has such groups."""
 DEFECT_ROWS = {
     row["defect"]: (str(row["events"]), row["world"], row["first difference"])
     for row in read_rows("explore-seeded-bugs")

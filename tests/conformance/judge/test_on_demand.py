@@ -1,4 +1,4 @@
-"""Checks on demand: equal engines need none, and the specification passes all of them."""
+"""Property checks run where an engine needs them, and equal engines need none."""
 
 from __future__ import annotations
 

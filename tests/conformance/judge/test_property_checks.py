@@ -647,7 +647,7 @@ def test_every_check_has_a_case_in_which_it_fails_alone() -> None:
 
 
 class Bent:
-    """An engine whose last step is changed by `bend`."""
+    """An engine that returns each step changed by `bend`."""
 
     traits = EngineTraits(equivalence=Safety())
     bend: Bend = staticmethod(same)

@@ -26,11 +26,11 @@ RECLAIMED_FOR_A_LOADING_REQUEST: tuple[Action, ...] = (
     LATER,
     Drain(),
 )
-"""The blocks of an idle session are reclaimed for a loading request; the session hits one later."""
+"""A loading request reclaims the blocks of an idle session, which hits one of them later."""
 RECLAIMED_FOR_A_LOADED_REQUEST: tuple[Action, ...] = (
     *(v.Submit(replace(SESSION, priority=2)), NEXT, LONG, LATER, Drain()),
 )
-"""The blocks of an idle session are reclaimed for a request whose load is confirmed."""
+"""A request with a confirmed load reclaims the blocks of an idle session."""
 EVICTS_THE_HIT_OF_THE_HEAD: tuple[Action, ...] = (
     *(v.Submit(v.Request("A", (0,), max_tokens=3, priority=3)), v.Submit(v.Request("C", (0,), 4))),
     *(v.Submit(v.Request("B", (0, 0, 0), 3)), v.Submit(v.Request("D", (0, 0), 1))),
@@ -38,7 +38,7 @@ EVICTS_THE_HIT_OF_THE_HEAD: tuple[Action, ...] = (
     *(v.Schedule(), Answer(), v.Schedule(), Answer(), v.Schedule()),
     *(Answer(Report(invalid=(("D", 0),))), v.Schedule(), Drain()),
 )
-"""C does not fit in spite of a hit; D, whose load failed, is loaded into the blocks of that hit."""
+"""C has a hit and does not fit. The load of D failed, and D loads again into those hit blocks."""
 NARROW = v.Config(num_blocks=4, block_size=1, max_model_len=64, kv_connector=True)
 RETRY = v.KVLoadFailurePolicy.RECOMPUTE
 RESERVED: tuple[Action, ...] = (
@@ -79,7 +79,7 @@ LOADED_AGAIN: tuple[Action, ...] = (
     *(v.Submit(v.Request("B", (0, 0, 0), 1)), v.KVOffer("B", 2, is_async=True), v.Schedule()),
     *(Report(recving=("B",)), v.Schedule(), Drain()),
 )
-"""The window of A skips a block whose load is unconfirmed, and the store loads it for B."""
+"""The window of A skips a block with an unconfirmed load, and the store loads that KV for B."""
 
 
 def of(*groups: v.KVGroup, **changes: object) -> v.Config:

@@ -1,4 +1,4 @@
-"""The equivalence safety: engines are judged by properties alone; nano-vllm is one of them.
+"""The equivalence safety judges engines by properties alone. One engine is nano-vllm.
 
 The engines here are toys (`foreign_support.toys`), right ones and wrong ones. Set
 BLOCKSTEP_NANO_VLLM to a checkout of nano-vllm to try the adapter itself.

@@ -82,7 +82,7 @@ def test_stored_releases_are_the_tried_ones() -> None:
 
 
 def test_defaults_are_those_of_the_releases() -> None:
-    """The test covers deviations whose knob is a field with a default in the release's source."""
+    """Compare the default of each knob that is a config field with the release's source."""
     named = {one.knob: one for one in DEVIATIONS}
     seen = {
         version: knobs["CacheConfig.prefix_cache_retention_interval"]

@@ -80,8 +80,7 @@ Change: TypeAlias = Callable[[Any, Any], None]
 def play(
     monkeypatch: pytest.MonkeyPatch, plant: dict[str, Change], config: Config, *actions: Action
 ) -> list[Finding]:
-    """Return the findings of a program on a release whose `schedule` or `update_from_output` is
-    changed."""
+    """Change `schedule` or `update_from_output` of the release, and return a program's findings."""
     build = importlib.import_module(f"{ADAPTERS}.vllm_build")
     names = {"plan": "schedule", "answer": "update_from_output"}
 
